@@ -28,8 +28,9 @@ CORE_ATTENTION_GOPS = CORE_GOPS * ATTENTION_SHARE / LINEAR_SHARE
 # Of a GPU's data sheet: reading by a copy, and the bound that the fp32 step of every block sets.
 GPU_READ_SHARE, GPU_LINEAR_SHARE, GPU_ATTENTION_SHARE = 0.7, 0.13, 0.1
 GPU_RESERVE_BYTES = 2 << 30
+COPY_GBPS = 8.0  # of pages to a GPU, through pinned memory
 GPU_STEP_MS = 1.0
-ENTRY_MS = 0.01  # of a decode beside its products: its logits are read and sampled by the CPU
+ENTRY_MS = 0.01  # of a decode beside its products: its token is sampled
 
 
 class ModelSize(NamedTuple):

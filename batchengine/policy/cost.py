@@ -349,6 +349,26 @@ def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
     return msgspec.structs.replace(load, waiting=load.waiting + 1, prefill_ms=sums)
 
 
+def without(load: LaneLoad, row: LoadRow) -> LaneLoad:
+    """Return an estimate of `load` without one of its sessions. The seat of one that has one is
+    free for it."""
+    own_ms = prefill_ms(load.cost, row.frontier, row.to_compute) if row.to_compute > 1 else 0.0
+    context = row.frontier + row.to_compute
+    entry_ms = load.cost.decode_entry_ms + load.cost.decode_kv_ms * context
+    computes = row.seated or load.seated + load.waiting <= load.seats
+    step_ms = load.step_ms - entry_ms if computes else load.step_ms
+    ahead = load.prefill_ms
+    return msgspec.structs.replace(
+        load,
+        seated=max(0, load.seated - row.seated),
+        waiting=max(0, load.waiting - (not row.seated)),
+        decodes=max(0, load.decodes - (row.seated and row.to_compute <= 1)),
+        step_ms=max(load.cost.fixed_ms, step_ms),
+        prefill_ms=tuple(max(0.0, ahead[r] - own_ms * (r >= row.rank)) for r in range(RANKS)),
+        seat_ms=(0.0,) * RANKS if row.seated else load.seat_ms,
+    )
+
+
 # ---- load, recompute or share ----
 
 

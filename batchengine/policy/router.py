@@ -77,7 +77,9 @@ from batchengine.policy.layouts import (
 )
 
 FAST, BULK, ANY = "fast", "bulk", "any"
-NO_FIT, FULL = "the context does not fit", "its queue is full"  # why a lane is no candidate
+# Why a lane is no candidate.
+NO_FIT, FULL = "the context does not fit", "its queue is full"
+DOWN, STARTS = "it is down", "it is starting"
 RANK_INTERACTIVE, RANK_STANDARD = 0, 1  # values of scheduler.RANK
 
 
@@ -164,6 +166,8 @@ class LaneState(msgspec.Struct, frozen=True, gc=False):
     context_max: int = 1 << 30  # tokens whose KV is held here for one session of the lane
     full: bool = False  # its queue has the maximal length
     owns_rings: bool = True  # pages of its sessions may lie with peers
+    starts: bool = False  # it is not alive, but will be soon
+    copy_token_ms: float = 0.0  # to give a session's KV to the lane's own memory, per token
 
 
 class RouteState(msgspec.Struct, frozen=True, gc=False):
@@ -321,23 +325,6 @@ def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") ->
     return min(able)[2] if able else ""
 
 
-def demotion(session: RouteSession, idle_ms: float, tokens: int, state: RouteState) -> str:
-    """Return the lane to which an idle session leaves a fast lane; "" = it stays.
-
-    `idle_ms` is the time since its last turn. It leaves if it was idle and without a
-    latency-sensitive turn for `demote_idle_ms`, and has not moved for `dwell_ms_min`.
-    """
-    policy = state.policy
-    at = next((lane for lane in state.lanes if lane.name == session.lane), None)
-    if at is None or at.tier != FAST:
-        return ""
-    if min(idle_ms, session.urgent_ms) < policy.demote_idle_ms:
-        return ""
-    if session.dwell_ms < policy.dwell_ms_min:
-        return ""
-    return best_lane(state, BULK, tokens, session.lane)
-
-
 def _to_compute(request: RouteRequest, session: RouteSession | None) -> int:
     n = request.prompt_tokens - (session.reused_tokens if session is not None else 0)
     return n if n > 0 else 1
@@ -348,7 +335,7 @@ def _candidate(
 ) -> Candidate:
     """Predict the request's times on the lane, with a migration if necessary, and the strain."""
     if not lane.alive:
-        return Candidate(lane.name, excluded="it is down")
+        return Candidate(lane.name, excluded=STARTS if lane.starts else DOWN)
     if request.context_tokens > lane.context_max:
         return Candidate(lane.name, excluded=NO_FIT)
     if lane.full and (session is None or session.lane != lane.name):
@@ -363,6 +350,7 @@ def _candidate(
         move_ms = session.gather_ms
         if session.lane != lane.name:
             move_ms += policy.move_ms + policy.move_row_ms * session.open_rows
+            move_ms += lane.copy_token_ms * frontier
     tokens_out = request.tokens_out
     expected = predict(lane.load, request.rank, frontier, n, tokens_out)
     ttft_ms, tpot_ms = expected.ttft_ms + move_ms, expected.tpot_ms

@@ -13,6 +13,7 @@ import pytest
 from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
+from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, LOSSY, WRONG, plan_failure
 from tests.support.engines import (
@@ -23,6 +24,7 @@ from tests.support.engines import (
     request,
     running_engine,
     started,
+    unread,
     until,
     words,
 )
@@ -112,6 +114,38 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         answer = await reader
         assert answer.error is None
         assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+
+
+async def test_an_interactive_turn_goes_to_the_gpu_once_that_is_up(
+    site: Site, reference: Reference
+) -> None:
+    """The CPU serves while the GPU loads, and is predicted to be slower."""
+    prompt = words(9, 250)
+    async with gpu_engine(site, router__promote_auto=True) as engine:
+        cpu = engine.state.lanes[0].cost
+        cpu.observe = lambda work, step_ms: None  # type: ignore[method-assign]
+        cpu.cost = StepCost(fixed_ms=40.0)
+        asked = request(prompt, 1500, session="s0", sla="interactive")
+        generation = await unread(engine, asked, 2)
+        first = engine.explain(asked.request_id)
+        assert (first["lane"], first["reason_id"]) == ("cpu", "only")
+        assert first["candidates"][1]["excluded"] == "it is starting"
+        await eventually(lambda: gpu_state(engine) == "ready")
+        reader = asyncio.ensure_future(read(generation))
+
+        def is_moved() -> bool:
+            engine.running.dispatcher.tick()
+            return engine.sessions()[0]["lane"] == "gpu"
+
+        await eventually(is_moved)
+        n = generation.completion_tokens
+        await eventually(lambda: generation.completion_tokens > n + 2)
+        generation.cancel()
+        answer = await reader
+        assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+        explained = engine.explain(asked.request_id)
+        assert "predicted to end" in explained["notes"][0]
+        assert explained["moves"][0]["cause"] == "promotion: it ends earlier"
 
 
 async def test_a_page_of_the_gpu_is_the_page_of_the_cpu(site: Site) -> None:

@@ -30,6 +30,7 @@ from batchengine.engine.placement.explain import explain
 from batchengine.engine.placement.lane_view import LaneViews
 from batchengine.engine.placement.migration import Migrator
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.placement.moves import OwnMoves
 from batchengine.engine.placement.plans import CACHED_MAX, PeerPlans
 from batchengine.engine.placement.restore import Restores
 from batchengine.engine.placement.session_times import TimesOfSessions
@@ -41,7 +42,6 @@ from batchengine.session import Session, common_prefix
 
 log = logging.getLogger("batchengine.engine")
 
-DEMOTIONS_MAX = 4  # idle sessions that leave the fast lanes per second
 MOVE_GAIN = 0.2  # weight of the newest migration in the average cost of one
 
 
@@ -58,6 +58,7 @@ class Dispatcher:
         self.restores = Restores(state, self._lanes, self.log)
         self._times = TimesOfSessions(state)
         self.evacuation = Evacuation(state, self.move, spawn)
+        self._own_moves = OwnMoves(state, self._lanes, self._times, self.log)
         self._policy = _policy(state.config)
         self.plans: PeerPlans | None = None  # over peers, if there may be any
 
@@ -157,7 +158,7 @@ class Dispatcher:
         The lane may be another than the session's home: then `move` it there first.
         """
         request, home = generation.request, self._state.home.get(session.key)
-        asked = _asked(self._state, self._lanes, request)
+        asked = self._lanes.asked(request)
         known = None if home is None else self._known(session, home, request.prompt)
         state = self.state(session, tenant=session.tenant)
         decision = router.route(asked, known, state)
@@ -222,7 +223,7 @@ class Dispatcher:
         now to the lane that the request would be routed to. A peer computes the turn only; if it
         refuses, the session moves to the best lane here.
         """
-        asked = _asked(self._state, self._lanes, generation.request)
+        asked = self._lanes.asked(generation.request)
         home = self._state.home.get(session.key)
         if home is None or not router.is_urgent(asked, self._policy):
             return
@@ -263,6 +264,8 @@ class Dispatcher:
         metrics = self._state.metrics
         outcome = moved.outcome.value.replace(" ", "_")
         metrics.promotions_total.labels(moved.source, moved.target, outcome).inc()
+        if moved.outcome in (MoveOutcome.STAYED, MoveOutcome.FAILED):
+            self._times.of(session).refused_ms = self._state.now_ms()
         if moved.outcome is MoveOutcome.FAILED:
             return
         record = self.log.latest(session.session_id, session.tenant)
@@ -317,7 +320,7 @@ class Dispatcher:
             return ("" if turn is None else turn.shared_with), ""  # it stays there
         tokens, generation, request = session.tokens, turn.generation, turn.generation.request
         asked = msgspec.structs.replace(
-            _asked(self._state, self._lanes, request),
+            self._lanes.asked(request),
             prompt_tokens=len(tokens),
             tokens_out=max(1, self._lanes.tokens_out(request) - generation.completion_tokens),
             ttft_ms=math.inf,  # it has its first token
@@ -337,39 +340,15 @@ class Dispatcher:
         )
 
     def tick(self) -> None:
-        """Start evacuations of lanes that are down and demotions of idle sessions; drop the times
-        of sessions that are not in memory. Call once a second."""
+        """Start evacuations of lanes that are down, and moves that no request asks for; drop the
+        times of sessions that are not in memory. Call once a second."""
         state = self._state
         self._times.forget_others({session.key for session in state.known()})
         for loop in state.lanes:
             self.evacuation.begin(loop)
-        fast = any(loop.config.tier == router.FAST for loop in state.lanes)
-        if not fast or not state.config.router.promote_auto:
-            return
-        for session, to in self._demotions():
-            self._spawn(self.move(session, to, MoveCause.IDLE), "move")
-
-    def _demotions(self) -> list[tuple[Session, LaneLoop]]:
-        """Return idle sessions to demote from fast lanes and their targets, oldest use first."""
-        state, now_ms = self.state(), self._state.now_ms()
-        found: list[tuple[Session, LaneLoop]] = []
-        for session in self._state.sessions.values():
-            home = self._state.home.get(session.key)
-            if (
-                home is None
-                or home.config.tier != router.FAST
-                or not self._state.is_at_rest(session)
-            ):
-                continue
-            note = self._times.of(session)
-            known = self._known(session, home, tuple(session.tokens[-1:]))
-            idle_ms = now_ms - note.used_ms
-            to = self._state.lane(router.demotion(known, idle_ms, len(session.tokens), state))
-            if to is not None:
-                found.append((session, to))
-                if len(found) >= DEMOTIONS_MAX:
-                    break
-        return found
+        if state.config.router.promote_auto:
+            for session, to, cause in self._own_moves.due(self._policy):
+                self._spawn(self.move(session, to, cause), "move")
 
     # --------------------------------------------------------------------------------- outcome
 
@@ -411,22 +390,6 @@ class Dispatcher:
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
         """Return the decisions about a request or session; see `explain.explain`."""
         return explain(self._state, self.log, self._times, given, tenant)
-
-
-def _asked(state: EngineState, lanes: LaneViews, request: GenerationRequest) -> router.RouteRequest:
-    sla = request.sla
-    targets = state.config.sla.of(sla.sla_class)
-    n_prompt = len(request.prompt)
-    return router.RouteRequest(
-        scheduler.RANK[sla.sla_class],
-        n_prompt,
-        lanes.tokens_out(request),
-        n_prompt + request.tokens_max,
-        max(1.0, targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms),
-        max(0.1, targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms),
-        math.inf if sla.ttlt_ms is None else max(1.0, sla.ttlt_ms),
-        request.promote,
-    )
 
 
 def _held_back(state: EngineState, session: Session, home: LaneLoop) -> str:

@@ -6,17 +6,19 @@ lane with many sessions is counted again every REFRESH_MS, and its load is estim
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 
 from batchengine.config import keys
-from batchengine.core import GenerationRequest
+from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
-from batchengine.policy import cost, router
+from batchengine.policy import cost, router, scheduler
+from batchengine.policy.capacity import COPY_GBPS
 from batchengine.policy.cost import LoadRow
 
 REFRESH_MS = 20.0  # a lane of many sessions is counted this often, and estimated in between
@@ -36,6 +38,13 @@ class _Counted:
     turns: Counter[str]
     waiting: Counter[str]
     alone: dict[str, cost.LaneLoad] = field(default_factory=dict[str, cost.LaneLoad])
+
+
+def copy_token_ms(loop: LaneLoop) -> float:
+    """Time to copy the KV of a token to a GPU; 0 for a lane whose memory is that of the host."""
+    if loop.config.kind != "cuda" or loop.lane.facts is None:
+        return 0.0
+    return loop.lane.facts.payload_bytes / PAGE_TOKENS / (COPY_GBPS * 1e6)
 
 
 class LaneViews:
@@ -93,7 +102,14 @@ class LaneViews:
         """Return the state of one lane; a busy lane's may be up to REFRESH_MS old."""
         now_ms = self._state.now_ms()
         rows = max(loop.assigned, len(loop.running) + len(loop.waiting))
-        mark = (loop.meter.steps, loop.assigned, rows, loop.up, loop.context_max)
+        mark = (
+            loop.meter.steps,
+            loop.assigned,
+            rows,
+            loop.up,
+            bool(loop.outage.failed_starts),
+            loop.context_max,
+        )
         counted = self._counted.get(loop)
         if counted is not None:
             few = rows <= FEW_ROWS or not counted.state.alive
@@ -112,6 +128,21 @@ class LaneViews:
                 counted.alone[tenant] = cost.joined(alone, rank, frontier, n_tokens)
             counted.turns[tenant] += 1
             counted.waiting[tenant] += 1
+
+    def asked(self, request: GenerationRequest) -> router.RouteRequest:
+        """Return the request as the router sees it, with its own targets or those of its class."""
+        sla, n_prompt = request.sla, len(request.prompt)
+        targets = self._state.config.sla.of(sla.sla_class)
+        return router.RouteRequest(
+            scheduler.RANK[sla.sla_class],
+            n_prompt,
+            self.tokens_out(request),
+            n_prompt + request.tokens_max,
+            max(1.0, targets.ttft_ms if sla.ttft_ms is None else sla.ttft_ms),
+            max(0.1, targets.tpot_ms if sla.tpot_ms is None else sla.tpot_ms),
+            math.inf if sla.ttlt_ms is None else max(1.0, sla.ttlt_ms),
+            request.promote,
+        )
 
     def tokens_out(self, request: GenerationRequest) -> int:
         """Estimate how many tokens the answer will have."""
@@ -145,6 +176,8 @@ class LaneViews:
             loop.context_max,
             waiting.total() >= self._queue_max(loop),
             loop is self._state.lanes[0],  # the linked lane
+            not (loop.up or loop.draining or loop.outage.failed_starts),
+            copy_token_ms(loop),
         )
         return _Counted(state, mark, now_ms, rows, turns, waiting)
 

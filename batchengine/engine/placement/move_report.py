@@ -14,6 +14,7 @@ class MoveCause(enum.StrEnum):
     ROUTER = "router"  # the session's next turn computes on another lane
     PROMOTION = "promotion"
     DEMOTION = "demotion"
+    FASTER = "promotion: it ends earlier"  # of a turn that no request waits behind
     IDLE = "demotion: idle"
     EVACUATION = "evacuation"  # its lane is down or drained
 

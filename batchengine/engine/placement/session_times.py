@@ -1,4 +1,4 @@
-"""When sessions last moved, had an urgent request, or were used.
+"""When sessions last moved or could not, had an urgent request, or were used.
 
 Owns these times of every session in memory, in milliseconds of the engine's clock.
 """
@@ -21,6 +21,7 @@ class SessionTimes:
 
     used_ms: float
     moved_ms: float = NO_TIME
+    refused_ms: float = NO_TIME  # a migration ended without a change
     urgent_ms: float = NO_TIME
 
 

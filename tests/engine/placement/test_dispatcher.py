@@ -25,7 +25,7 @@ from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, Mov
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn
-from batchengine.policy.cost import CostModel, StepCost
+from batchengine.policy.cost import CostModel, StepCost, StepWork
 from batchengine.policy.router import Reason
 from batchengine.session import Session, State
 
@@ -50,6 +50,7 @@ class FakeLoop:
     meter: Any = field(default_factory=lambda: SimpleNamespace(steps=0, overhead_ms=0.0))
     draining: str = ""
     stopping: bool = False
+    outage: Any = field(default_factory=lambda: SimpleNamespace(failed_starts=0))
     kv: Any = field(
         default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
     )
@@ -436,6 +437,71 @@ def test_a_running_turn_takes_the_priority_of_a_request_that_waits_for_it(
     assert h.bulk.raised == [(turn, 0, 500.0, 50.0)]
     h.run_spawned()
     assert h.moves == [("cpu", "gpu", "promotion")]
+
+
+def test_turns_go_to_a_fast_lane_that_comes_up_a_few_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One until a step of that lane was measured, urgent ones first; those that need it only."""
+    h = dispatcher_scene(monkeypatch)
+    h.fast.lane.alive = False
+    turns: list[Turn] = []
+    for index, sla in enumerate(["standard", *["interactive"] * 6, "background"]):
+        session = h.session(f"s{index}", h.bulk)
+        turn = h.turn(session, sla, prompt=session.tokens)
+        turn.tpot_ms = 30.0 if sla == "standard" else turn.tpot_ms
+        turn.generation.first_token_ms = h.now_ms
+        assert h.dispatch.choose(session, turn.generation) is h.bulk
+        h.bulk.running[session.key] = turn
+        turns.append(turn)
+    h.dispatch.tick()
+    assert h.spawned == []
+    h.fast.lane.alive = True
+    h.now_ms += 10_000.0
+
+    def tick() -> list[str]:
+        """Names of the sessions that move."""
+        h.dispatch.tick()
+        h.run_spawned()
+        gone = [t for t in turns if h.tables.home[t.session.key] is h.fast]
+        for turn in gone:
+            turns.remove(turn)
+            h.fast.running[turn.session.key] = h.bulk.running.pop(turn.session.key)
+        h.fast.meter.steps += 1
+        h.bulk.meter.steps += 1
+        h.now_ms += 1_000.0
+        return [turn.session.session_id for turn in gone]
+
+    assert len(tick()) == 1
+    h.fast.cost.observe(StepWork(0, 1, 300, 0.0), 2.3)
+    assert len(tick()) == 4
+    assert tick() == ["s0", "s6"]  # the standard turn, which the CPU was too slow for, is last
+    assert tick() == []  # the background one keeps its promise
+    assert [cause for *_, cause in h.moves] == [MoveCause.FASTER] * 7
+    (note,) = h.dispatch.explain("s1")["decisions"][0]["notes"]
+    assert note.startswith("to gpu (latency-sensitive: fast lane): it is predicted to end in ")
+
+
+def test_a_promotion_that_failed_is_not_tried_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
+    session = h.session("s", h.bulk)
+    turn = h.turn(session, "interactive", prompt=session.tokens)
+    turn.generation.first_token_ms = h.now_ms
+    h.bulk.running[session.key] = turn
+    h.refusal = errors.STEP_MISMATCH()
+    for after_ms, n in ((0.0, 1), (1_000.0, 0), (5_000.0, 1)):
+        h.now_ms += after_ms
+        h.dispatch.tick()
+        assert len(h.spawned) == n
+        h.run_spawned()
+    h.now_ms += 5_000.0
+    turn.paused = True
+    h.dispatch.tick()
+    turn.paused, turn.shared_with = False, "beta"
+    h.dispatch.tick()
+    assert h.spawned == []
 
 
 def test_idle_sessions_are_demoted_from_the_fast_lane(monkeypatch: pytest.MonkeyPatch) -> None:

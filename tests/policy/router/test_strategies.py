@@ -42,7 +42,7 @@ from batchengine.policy.router import (
     Strategy,
     route,
 )
-from tests.policy.test_router import CPU, GPU, calls, heavier, load, loads, request
+from tests.policy.router.test_router import CPU, GPU, calls, heavier, load, loads, request
 
 LAYERS = 28
 KV_BYTES = LAYERS * 2176

@@ -30,7 +30,6 @@ from batchengine.policy.router import (
     RouteState,
     Strategy,
     best_lane,
-    demotion,
     route,
 )
 
@@ -153,6 +152,8 @@ def test_dead_and_too_small_lanes_are_no_candidates() -> None:
     decision = route(request(0), None, RouteState((dead, cpu)))
     assert (decision.lane, decision.reason) == ("cpu", Reason.ONLY)
     assert decision.candidates[0].excluded == "it is down"
+    decision = route(request(0), None, RouteState((replace(dead, starts=True), cpu)))
+    assert decision.candidates[0].excluded == "it is starting"
     small = replace(gpu, context_max=4096)
     assert route(request(0, prompt=8000), None, RouteState((small, cpu))).lane == "cpu"
     nowhere = route(request(0), None, RouteState((dead, replace(cpu, alive=False))))
@@ -174,6 +175,15 @@ def test_an_interactive_request_promotes_its_session() -> None:
     assert decision.predicted is not None
     assert decision.predicted.move_ms > 0
     assert route(request(0), home("gpu"), lanes()).reason is Reason.HOME
+
+
+def test_kv_is_copied_to_a_lane_with_memory_of_its_own() -> None:
+    gpu, cpu = lanes().lanes
+    state = RouteState((replace(gpu, copy_token_ms=0.01), cpu))
+    for session, ms in ((home("cpu"), 10.0 + 1.9 + 1.9), (home("gpu"), 0.0)):
+        decision = route(request(0), session, state)
+        assert decision.predicted is not None
+        assert (decision.lane, decision.predicted.move_ms) == ("gpu", pytest.approx(ms))
 
 
 def test_background_work_is_demoted_only_for_others_and_after_a_delay() -> None:
@@ -232,22 +242,6 @@ def test_sessions_do_not_alternate_between_lanes() -> None:
         if rank == 0:
             urgent_ms = now_ms
     assert moves == 1
-
-
-def test_idle_sessions_leave_the_fast_lane() -> None:
-    state = lanes()
-    for lane, idle_ms, session, to in (
-        ("gpu", 61_000.0, home("gpu"), "cpu"),
-        ("gpu", 59_000.0, home("gpu"), ""),
-        ("gpu", 61_000.0, home("gpu", urgent_ms=59_000.0), ""),
-        ("gpu", 61_000.0, home("gpu", dwell_ms=1_000.0), ""),
-        ("cpu", 61_000.0, home("cpu"), ""),
-        ("gone", 61_000.0, home("gone"), ""),
-    ):
-        assert session.lane == lane
-        assert demotion(session, idle_ms, 300, state) == to
-    dead = replace(state.lanes[1], alive=False)
-    assert demotion(home("gpu"), 61_000.0, 300, RouteState((state.lanes[0], dead))) == ""
 
 
 def test_the_least_loaded_lane_of_a_tier_is_chosen() -> None:

@@ -1,0 +1,151 @@
+"""Migrations that no request asks for: of idle sessions from fast lanes, and of turns to them.
+
+Owns how many begin at a time; `policy.moves` says which.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from typing import NamedTuple
+
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.placement.decision_log import DecisionLog
+from batchengine.engine.placement.lane_view import LaneViews
+from batchengine.engine.placement.move_report import MoveCause
+from batchengine.engine.placement.session_times import TimesOfSessions
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.turn import Turn
+from batchengine.policy import moves, router
+from batchengine.policy.cost import LoadRow
+from batchengine.session import Session
+
+MOVES_MAX = 4  # idle sessions that leave the fast lanes per second; turns that go there at a time
+WAITING_MAX = 64  # turns of a queue that are looked at for a promotion
+
+
+class OwnMove(NamedTuple):
+    """A session, the lane it is to go to, and why."""
+
+    session: Session
+    to: LaneLoop
+    cause: MoveCause
+
+
+class OwnMoves:
+    """The migrations of one engine that are due. Use: `due`, once a second."""
+
+    def __init__(
+        self, state: EngineState, lanes: LaneViews, times: TimesOfSessions, log: DecisionLog
+    ) -> None:
+        self._state, self._lanes, self._times, self._log = state, lanes, times, log
+        self._promoting: set[int] = set()  # keys of sessions
+
+    def due(self, policy: router.RoutePolicy) -> list[OwnMove]:
+        """Return the migrations to begin now, if lanes are of different tiers."""
+        lanes = self._state.lanes
+        if not any(loop.config.tier == router.FAST for loop in lanes):
+            return []
+        return self._promotions(policy) + self._demotions(policy)
+
+    def _view(self, session: Session, home: LaneLoop, reused: int) -> router.RouteSession:
+        note, now_ms = self._times.of(session), self._state.now_ms()
+        return router.RouteSession(
+            home.lane.name,
+            reused,
+            max(0, reused - session.kv.sealed_tokens),
+            now_ms - max(note.moved_ms, note.refused_ms),
+            now_ms - note.urgent_ms,
+        )
+
+    # ---------------------------------------------------------------------------- promotions
+
+    def _promotions(self, policy: router.RoutePolicy) -> list[OwnMove]:
+        """Return turns that end earlier on a fast lane: most urgent first, then by what they gain;
+        one alone while no step of that lane was measured."""
+        self._promoting &= self._state.moves.keys()
+        found = [
+            (turn.rank, gain.there_ms - gain.here_ms, index, turn, home)
+            for index, (turn, home) in enumerate(self._movable())
+            if (gain := self._promotion(turn, home, policy)) is not None
+        ]
+        due: list[OwnMove] = []
+        for _, _, _, turn, home in sorted(found, key=lambda row: row[:3]):
+            gain = self._promotion(turn, home, policy)  # beside those that are chosen already
+            to = None if gain is None else self._state.lane(gain.lane)
+            if gain is None or to is None:
+                continue
+            if len(self._promoting) >= (MOVES_MAX if to.cost.steps else 1):
+                break
+            session = turn.session
+            self._promoting.add(session.key)
+            self._lanes.joined(to, session.tenant, turn.rank, session.frontier, session.to_compute)
+            if (record := self._log.of_request(turn.generation.request_id)) is not None:
+                record.note(
+                    f"to {gain.lane} ({gain.reason}): it is predicted to end in"
+                    f" {gain.there_ms / 1000:.2f} s there, {gain.here_ms / 1000:.2f} s on"
+                    f" {home.lane.name}"
+                )
+            due.append(OwnMove(session, to, MoveCause.FASTER))
+        return due
+
+    def _movable(self) -> list[tuple[Turn, LaneLoop]]:
+        """Return the turns of lanes that are not fast which may move, and their lanes."""
+        return [
+            (turn, home)
+            for home in self._state.lanes
+            if home.up and home.config.tier != router.FAST
+            for turn in (*home.running.values(), *islice(home.waiting.values(), WAITING_MAX))
+            if not (turn.paused or turn.is_away or turn.shared_with or turn.end)
+            and not (turn.session.kv.held or turn.session.suspect)
+            and turn.session.key not in self._state.moves
+            and turn.session.key not in self._promoting
+        ]
+
+    def _promotion(
+        self, turn: Turn, home: LaneLoop, policy: router.RoutePolicy
+    ) -> moves.Promotion | None:
+        session, generation = turn.session, turn.generation
+        request = generation.request
+        left = max(1, self._lanes.tokens_out(request) - generation.completion_tokens)
+        n, frontier = len(session.tokens), session.frontier
+        row = LoadRow(turn.rank, frontier, max(1, n - frontier), left, session.key in home.running)
+        known = self._lanes.asked(request)
+        asked = router.RouteRequest(
+            turn.rank,
+            n,
+            left,
+            len(request.prompt) + request.tokens_max,
+            known.ttft_ms if generation.first_token_ms is None else math.inf,
+            turn.tpot_ms,
+            known.ttlt_ms
+            if math.isinf(known.ttlt_ms)
+            else max(1.0, known.ttlt_ms - (self._state.now_ms() - generation.arrived_ms)),
+            router.is_urgent(known, policy),
+        )
+        session_view = self._view(session, home, min(frontier, n - 1))
+        state = router.RouteState(self._lanes.all(session.tenant), policy)
+        return moves.promotion(asked, session_view, row, state)
+
+    # ----------------------------------------------------------------------------- demotions
+
+    def _demotions(self, policy: router.RoutePolicy) -> list[OwnMove]:
+        """Return idle sessions to demote from fast lanes, oldest use first."""
+        state, now_ms = router.RouteState(self._lanes.all(), policy), self._state.now_ms()
+        found: list[OwnMove] = []
+        for session in self._state.sessions.values():
+            home = self._state.home.get(session.key)
+            if (
+                home is None
+                or home.config.tier != router.FAST
+                or not self._state.is_at_rest(session)
+            ):
+                continue
+            idle_ms = now_ms - self._times.of(session).used_ms
+            view = self._view(session, home, 0)
+            to = self._state.lane(moves.demotion(view, idle_ms, len(session.tokens), state))
+            if to is not None:
+                found.append(OwnMove(session, to, MoveCause.IDLE))
+                if len(found) >= MOVES_MAX:
+                    break
+        return found
