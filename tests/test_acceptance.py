@@ -164,4 +164,5 @@ async def test_a_full_disk_does_not_flood_the_log(
         real, ledger._transact = ledger._transact, refuse
         assert (await reader).done is not None
         ledger._transact = real
-    assert sum("the ledger refused" in line for line in caplog.messages) == 1
+    # The second, if the answer takes longer than the time between two such lines.
+    assert sum("the ledger refused" in line for line in caplog.messages) in (1, 2)

@@ -586,6 +586,7 @@ def relabelled(path: Path, to: Path, pre: str) -> Path:
     return to
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("pre", ["tekken", "default", "gpt-4o", "falcon"])
 def test_long_runs_of_one_class_are_tokenised(pre: str, bpe_path: Path, tmp_path: Path) -> None:
     """llama.cpp splits these by a recursive regex, which ended the engine at 30 KB."""
@@ -601,6 +602,7 @@ def test_long_runs_of_one_class_are_tokenised(pre: str, bpe_path: Path, tmp_path
     asyncio.run(main())
 
 
+@pytest.mark.alone
 def test_a_text_that_ends_its_process_twice_is_refused(bpe_path: Path, tmp_path: Path) -> None:
     path = relabelled(bpe_path, tmp_path / "other.gguf", "tekken")
 

@@ -107,6 +107,7 @@ def daemon(
         process.stdout.close()
 
 
+@pytest.mark.alone
 def test_version_is_fast_and_imports_little() -> None:
     done = cli("version")
     assert done.returncode == 0
