@@ -314,23 +314,27 @@ def upload_weights(
 
 
 def _self_test(ops: CudaOps, gpu: Gpu, model: Model, pool: kernels.Pool) -> None:
-    """Raise ARITHMETIC_WRONG unless the GPU gives the bits of the CPU for two small steps."""
+    """Raise GPU_DISAGREES unless the GPU gives the bits of the CPU for small steps, of which the
+    last ones are a captured one and its replay."""
     page = gpu.allocate(model.shape.payload_bytes)
     gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
     on_host = mmap.mmap(-1, model.shape.payload_bytes)
-    on_gpu = _stepper(ops, model, TEST_TOKENS, 1, 1)
+    on_gpu = GpuSteps(gpu, ops, _stepper(ops, model, TEST_TOKENS, 1, 1))
     on_cpu = _stepper(CpuOps(pool), model, TEST_TOKENS, 1, 1)
     rng = np.random.default_rng(1)
     start = 0
-    for n in (TEST_TOKENS, 1):
+    for n in (TEST_TOKENS, 1, 1, 1):
         tokens = rng.integers(0, model.spec.n_vocab, n).astype(np.int32)
         seeds, entry = np.arange(n, dtype=np.uint64), np.array([[n, start, 1]], np.int32)
-        for stepper, address in ((on_gpu, page), (on_cpu, kernels.address_of(on_host))):
-            stepper.set(tokens, entry, np.array([address], np.uint64))
-            stepper.run(np.array([n - 1], np.int32))
-        got = ops.read_rows(cast(Rows, on_gpu.logits(1)), 1)
+        last = np.array([n - 1], np.int32)
+        on_gpu.begin(tokens, entry, np.array([page], np.uint64), last)
+        on_cpu.set(tokens, entry, np.array([kernels.address_of(on_host)], np.uint64))
+        on_cpu.run(last)
+        got = ops.read_rows(cast(Rows, on_gpu.stepper.logits_rows), 1)
         same = got.tobytes() == on_cpu.logits(1).view(1).tobytes()
-        if not (same and np.array_equal(on_gpu.row_digests(seeds), on_cpu.row_digests(seeds))):
+        digests = on_gpu.stepper.row_digests(seeds)
+        if not (same and np.array_equal(digests, on_cpu.row_digests(seeds))):
             raise errors.GPU_DISAGREES(tokens=n)
         start += n
+    on_gpu.graphs.clear()
     gpu.free(page)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
-from kernels.cuda.gpu import Gpu, Graph
+from kernels.cuda.gpu import Gpu, GpuFault, Graph
+
+log = logging.getLogger("batchengine.worker")
 
 T = TypeVar("T")
 SEEN = 4  # times as many keys are known as graphs are held
@@ -15,7 +18,8 @@ SEEN = 4  # times as many keys are known as graphs are held
 class Graphs(Generic[T]):
     """Up to `most` graphs by key, the least recently used of which gives way.
 
-    Launches of equal keys have equal arguments: what varies lies in memory that they read.
+    Launches of equal keys have equal arguments: what varies lies in memory that they read. Without
+    a graph they are begun one by one.
     """
 
     def __init__(self, gpu: Gpu, most: int) -> None:
@@ -34,8 +38,8 @@ class Graphs(Generic[T]):
         """
         if self._freed != self._gpu.freed:  # a graph may name what was freed
             self.clear()
-        is_held = key in self._held or (key in self._seen and self._capture(key, launch))
-        if not is_held:
+        is_again = key in self._seen and self._most > 0
+        if key not in self._held and not (is_again and self._capture(key, launch)):
             self._seen[key] = None
             if len(self._seen) > SEEN * self._most:
                 self._seen.popitem(last=False)
@@ -54,11 +58,15 @@ class Graphs(Generic[T]):
         self._freed = self._gpu.freed
 
     def _capture(self, key: Hashable, launch: Callable[[], T]) -> bool:
-        """Hold the graph of a key, unless there is no memory for it."""
+        """Hold the graph of a key, if the device can."""
         results: list[T] = []
         try:
             graph = self._gpu.capture(lambda: results.append(launch()))
         except MemoryError:
+            return False
+        except GpuFault as fault:  # one of the device itself is met again without a capture
+            log.warning("launches are not captured any longer: %s", fault)
+            self._most = 0
             return False
         self._held[key] = graph, results[0]
         if len(self._held) > self._most:

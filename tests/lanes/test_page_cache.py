@@ -12,11 +12,13 @@ import pytest
 import kernels
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.lanes.cuda import open_gpu, parts_of, unwritten
+from batchengine.lanes.cuda import DeviceMemory, open_gpu, parts_of, unwritten
 from batchengine.lanes.page_cache import PageCache
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
 from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, Graph
+from kv_store.arenas.arena import Arena
+from tests.kv.test_importing import LAYOUT, REPR, SLOTS, Bank
 
 BYTES = 64
 ANY = 99  # what new memory holds
@@ -171,6 +173,27 @@ def test_expected_pages_take_no_page_of_the_step_and_may_be_given_up() -> None:
     scene.cache.forget([15])
     scene.cache.copy_expected(BYTES)
     assert not scene.gpu.aside
+
+
+def test_sealed_pages_are_expected_once_they_are_touched(tmp_path: Path) -> None:
+    bank, gpu = Bank(tmp_path), FakeGpu(4)
+    cache = PageCache(gpu, LAYOUT.payload_bytes, 4)
+    folders = str(tmp_path / "ext"), str(tmp_path / "arena")
+    arena = Arena.create(f"{tmp_path}/arena/gpu.1", LAYOUT, SLOTS, 3, repr_id=REPR)
+    attach = wire.Attach(arena.path, SLOTS, LAYOUT.page_bytes, *folders)
+    memory = DeviceMemory(attach, LAYOUT, cache)
+    first, second, absent = bank.seal(0).code, bank.seal(1).code, 9 << 32
+    entry = wire.Entry(1, 1, 0, 1, 1, None)
+    memory.prepare(wire.Step((entry,), touch=(first, second, absent)), [])
+    assert not gpu.aside  # before the GPU has begun the step
+    cache.copy_expected(1)
+    assert [array.tobytes() for _, array in gpu.aside] == [bank.rows.tobytes()]
+    memory.prepare(wire.Step(()), [])  # nothing else to do
+    assert (len(gpu.aside), len(cache)) == (2, 2)
+    memory.prepare(wire.Step((), freed=(first,)), [])
+    assert len(cache) == 1
+    arena.close(delete=False)
+    bank.close()
 
 
 def step_of(*entries: tuple[int, list[int]]) -> StepInput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,7 @@ from bench.models.tensors import aligned
 from bench.simt.emulator import COMPILER, ROOT, Emulator, EmulatorFault, compile_kernels
 from kernels.cuda import driver, memory
 from kernels.cuda.driver import CudaGpu
-from kernels.cuda.gpu import Gpu
+from kernels.cuda.gpu import Gpu, GpuFault, Graph
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.ops import CudaOps
 from tests.kernels.cuda.fake_driver import FakeDriver
@@ -151,7 +152,9 @@ def test_matrices_that_are_uploaded_together_are_one_launch(
     assert len(launched) == ((4 if has_bias else 3) if together else len(made))
 
 
-def test_steps_of_a_shape_are_replayed_until_memory_is_freed(gpu: Emulator) -> None:
+def test_steps_of_a_shape_are_replayed_until_memory_is_freed(
+    gpu: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls, graphs = list[int](), Graphs[int](gpu, 2)
     x, y = gpu.allocate(4), gpu.allocate(4)
     at, values = gpu.allocate(4), np.zeros(1, np.float32)
@@ -182,6 +185,12 @@ def test_steps_of_a_shape_are_replayed_until_memory_is_freed(gpu: Emulator) -> N
     with pytest.raises(EmulatorFault, match="captured"):
         gpu.capture(lambda: gpu.copy_in(x, values))
     assert step(2) == 9
+
+    def cannot(run: Callable[[], None]) -> Graph:
+        raise GpuFault("no graph")
+
+    monkeypatch.setattr(gpu, "capture", cannot)
+    assert [step(4), step(4), step(4), step(2)] == [10, 11, 12, 9]
 
 
 def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:
