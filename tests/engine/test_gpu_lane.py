@@ -58,7 +58,13 @@ async def gpu_engine(
     lanes = (
         LaneConfig(name="cpu", threads=1, tier="bulk", entries_max=seats),
         LaneConfig(
-            name="gpu", kind="cuda", threads=1, tier="fast", device=device, vram_bytes=vram_bytes
+            name="gpu",
+            kind="cuda",
+            threads=1,
+            tier="fast",
+            device=device,
+            vram_bytes=vram_bytes,
+            steps_in_flight=2,
         ),
     )
     overrides = {"router__promote_auto": False, "limits__context_tokens": context, **overrides}
@@ -110,6 +116,7 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
             await moved(engine, "s0", lane)
             n = generation.completion_tokens
             await eventually(lambda n=n: generation.completion_tokens > n + 2)
+        assert engine.state.lanes[1].meter.ahead
         generation.cancel()
         answer = await reader
         assert answer.error is None
