@@ -15,6 +15,7 @@ class MoveCause(enum.StrEnum):
     PROMOTION = "promotion"
     DEMOTION = "demotion"
     FASTER = "promotion: it ends earlier"  # of a turn that no request waits behind
+    RELIEF = "demotion: urgent turns need its lane"
     IDLE = "demotion: idle"
     EVACUATION = "evacuation"  # its lane is down or drained
 

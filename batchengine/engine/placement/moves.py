@@ -1,4 +1,4 @@
-"""Migrations that no request asks for: of idle sessions from fast lanes, and of turns to them.
+"""Migrations that no request asks for: of turns to and from fast lanes, and of idle sessions.
 
 Owns how many begin at a time; `policy.moves` says which.
 """
@@ -39,14 +39,14 @@ class OwnMoves:
         self, state: EngineState, lanes: LaneViews, times: TimesOfSessions, log: DecisionLog
     ) -> None:
         self._state, self._lanes, self._times, self._log = state, lanes, times, log
-        self._promoting: set[int] = set()  # keys of sessions
+        self._moving: set[int] = set()  # keys of sessions
 
     def due(self, policy: router.RoutePolicy) -> list[OwnMove]:
         """Return the migrations to begin now, if lanes are of different tiers."""
         lanes = self._state.lanes
         if not any(loop.config.tier == router.FAST for loop in lanes):
             return []
-        return self._promotions(policy) + self._demotions(policy)
+        return self._turns(policy) + self._demotions(policy)
 
     def _view(self, session: Session, home: LaneLoop, reused: int) -> router.RouteSession:
         note, now_ms = self._times.of(session), self._state.now_ms()
@@ -58,27 +58,28 @@ class OwnMoves:
             now_ms - note.urgent_ms,
         )
 
-    # ---------------------------------------------------------------------------- promotions
+    # --------------------------------------------------------------------------------- turns
 
-    def _promotions(self, policy: router.RoutePolicy) -> list[OwnMove]:
-        """Return turns that end earlier on a fast lane: most urgent first, then by what they gain;
-        one alone while no step of that lane was measured."""
-        self._promoting &= self._state.moves.keys()
-        found = [
-            (turn.rank, gain.there_ms - gain.here_ms, index, turn, home)
-            for index, (turn, home) in enumerate(self._movable())
-            if (gain := self._promotion(turn, home, policy)) is not None
-        ]
+    def _turns(self, policy: router.RoutePolicy) -> list[OwnMove]:
+        """Return turns that end earlier on a fast lane, most urgent first, then by what they gain;
+        then turns that leave one. One alone while no step of the lane they go to was measured."""
+        self._moving &= self._state.moves.keys()
+        found: list[tuple[bool, int, float, int, Turn, LaneLoop]] = []
+        for index, (turn, home) in enumerate(self._movable()):
+            if (move := self._turn_move(turn, home, policy)) is not None:
+                leaves, gain_ms = home.config.tier == router.FAST, move.here_ms - move.there_ms
+                rank = -turn.rank if leaves else turn.rank
+                found.append((leaves, rank, -gain_ms, index, turn, home))
         due: list[OwnMove] = []
-        for _, _, _, turn, home in sorted(found, key=lambda row: row[:3]):
-            gain = self._promotion(turn, home, policy)  # beside those that are chosen already
+        for leaves, *_, turn, home in sorted(found, key=lambda row: row[:4]):
+            gain = self._turn_move(turn, home, policy)  # beside those that are chosen already
             to = None if gain is None else self._state.lane(gain.lane)
             if gain is None or to is None:
                 continue
-            if len(self._promoting) >= (MOVES_MAX if to.cost.steps else 1):
+            if len(self._moving) >= (MOVES_MAX if to.cost.steps else 1):
                 break
             session = turn.session
-            self._promoting.add(session.key)
+            self._moving.add(session.key)
             self._lanes.joined(to, session.tenant, turn.rank, session.frontier, session.to_compute)
             if (record := self._log.of_request(turn.generation.request_id)) is not None:
                 record.note(
@@ -86,25 +87,26 @@ class OwnMoves:
                     f" {gain.there_ms / 1000:.2f} s there, {gain.here_ms / 1000:.2f} s on"
                     f" {home.lane.name}"
                 )
-            due.append(OwnMove(session, to, MoveCause.FASTER))
+            cause = MoveCause.RELIEF if leaves else MoveCause.FASTER
+            due.append(OwnMove(session, to, cause))
         return due
 
     def _movable(self) -> list[tuple[Turn, LaneLoop]]:
-        """Return the turns of lanes that are not fast which may move, and their lanes."""
+        """Return the turns that may move, and their lanes."""
         return [
             (turn, home)
             for home in self._state.lanes
-            if home.up and home.config.tier != router.FAST
+            if home.up
             for turn in (*home.running.values(), *islice(home.waiting.values(), WAITING_MAX))
             if not (turn.paused or turn.is_away or turn.shared_with or turn.end)
             and not (turn.session.kv.held or turn.session.suspect)
             and turn.session.key not in self._state.moves
-            and turn.session.key not in self._promoting
+            and turn.session.key not in self._moving
         ]
 
-    def _promotion(
+    def _turn_move(
         self, turn: Turn, home: LaneLoop, policy: router.RoutePolicy
-    ) -> moves.Promotion | None:
+    ) -> moves.TurnMove | None:
         session, generation = turn.session, turn.generation
         request = generation.request
         left = max(1, self._lanes.tokens_out(request) - generation.completion_tokens)
@@ -125,7 +127,8 @@ class OwnMoves:
         )
         session_view = self._view(session, home, min(frontier, n - 1))
         state = router.RouteState(self._lanes.all(session.tenant), policy)
-        return moves.promotion(asked, session_view, row, state)
+        choose = moves.relief if home.config.tier == router.FAST else moves.promotion
+        return choose(asked, session_view, row, state)
 
     # ----------------------------------------------------------------------------- demotions
 

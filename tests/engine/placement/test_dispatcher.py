@@ -482,6 +482,23 @@ def test_turns_go_to_a_fast_lane_that_comes_up_a_few_at_a_time(
     assert note.startswith("to gpu (latency-sensitive: fast lane): it is predicted to end in ")
 
 
+def test_a_standard_turn_makes_room_for_one_that_waits_for_the_fast_lane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    h = dispatcher_scene(monkeypatch)
+    session = h.session("s", h.fast)
+    turn = h.turn(session, prompt=session.tokens)
+    session.frontier -= 1
+    h.fast.running[session.key] = turn
+    h.fast.meter.steps += 1
+    h.dispatch.tick()
+    assert h.spawned == []
+    h.occupy(h.fast, 1, waiting=True)
+    h.dispatch.tick()
+    h.run_spawned()
+    assert h.moves == [("gpu", "cpu", MoveCause.RELIEF)]
+
+
 def test_a_promotion_that_failed_is_not_tried_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,9 +7,19 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from batchengine.policy.cost import LoadRow, load_of, predict, without
-from batchengine.policy.moves import demotion, promotion
-from batchengine.policy.router import Reason, RoutePolicy, RouteRequest, RouteState
+from batchengine.policy.cost import LoadRow, StepCost, load_of, predict, without
+from batchengine.policy.moves import RELIEVES, demotion, promotion, relief
+from batchengine.policy.router import (
+    BULK,
+    FAST,
+    LaneState,
+    Reason,
+    RoutePolicy,
+    RouteRequest,
+    RouteSession,
+    RouteState,
+    route,
+)
 from tests.policy.router.test_router import CPU, GPU, home, lanes, load, request
 
 DECODE = LoadRow(1, 190, 1, 100, True)
@@ -99,6 +109,79 @@ def test_a_turn_is_not_counted_beside_itself(seated: bool, to_compute: int) -> N
     for rank in range(4):
         got, expected = (predict(one, rank, 300, to_compute, 100) for one in (found, alone))
         assert (got.ttft_ms, got.tpot_ms) == pytest.approx((expected.ttft_ms, expected.tpot_ms))
+
+
+def test_a_turn_that_can_wait_leaves_a_fast_lane_that_urgent_ones_need() -> None:
+    slow = load(GPU, decodes=200)  # 44 ms a step, and 50 are promised
+    for given, row, session, fast, leaves in (
+        (left(1), DECODE, home("gpu"), slow, True),
+        (left(1), DECODE, home("gpu"), load(GPU, decodes=40, waiting=1), True),
+        (left(1), DECODE, home("gpu"), load(GPU, decodes=40), False),
+        (left(0), DECODE, home("gpu"), slow, False),
+        (left(1, tpot_ms=20.0), DECODE, home("gpu"), slow, False),
+        (left(1), DECODE._replace(to_compute=300), home("gpu"), slow, False),
+        (left(1), DECODE, home("gpu", dwell_ms=4_000.0), slow, False),
+        (left(1), DECODE, home("gpu", urgent_ms=4_000.0), slow, False),
+        (left(1), DECODE, home("cpu"), slow, False),
+    ):
+        found = relief(given, session, row, lanes(fast=fast))
+        assert (found and (found.lane, found.reason)) == (("cpu", RELIEVES) if leaves else None)
+    busy = lanes(fast=slow, bulk=load(CPU, decodes=40))  # 88 ms a token, and 100 are promised
+    assert relief(left(1), home("gpu"), DECODE, busy) is None
+    gpu, cpu = lanes(fast=slow).lanes
+    assert (
+        relief(left(1), home("gpu"), DECODE, RouteState((gpu, replace(cpu, alive=False)))) is None
+    )
+
+
+def test_two_processors_keep_the_promises_of_half_as_many_sessions_more() -> None:
+    """A 27B model on an L40S and 32 cores, sessions of 8,192 tokens, of which 300 are new; half of
+    them are promised 50 ms a token and half 250: the cores are too slow for prompts only."""
+    costs = {
+        "gpu": StepCost(21.3, 0.345, 0.68, 4.7e-5, 1e-6),
+        "cpu": StepCost(1, 11.1, 13.7, 2e-4, 2e-5),
+    }
+    targets = {0: (500.0, 50.0), 1: (2_000.0, 250.0)}
+
+    def sessions(*names: str) -> int:
+        rows: dict[str, list[LoadRow]] = {name: [] for name in names}
+
+        def state() -> RouteState:
+            return RouteState(
+                tuple(
+                    LaneState(
+                        name,
+                        load_of(costs[name], 256, 512, rows[name]),
+                        tier=FAST if name == "gpu" else BULK,
+                    )
+                    for name in names
+                )
+            )
+
+        for n in range(100):
+            rank = n % 2
+            ttft_ms, tpot_ms = targets[rank]
+            asked = RouteRequest(rank, 8192, 200, 8392, ttft_ms, tpot_ms)
+            row = LoadRow(rank, 8192, 1, 200, True)
+            decision = route(asked, RouteSession("", 7892), state())
+            rows[decision.lane].append(row)
+            for turn in [row for row in rows["gpu"] if row.rank]:  # a second passes
+                known = RouteSession("gpu", 8191)
+                moved = relief(
+                    replace(asked, rank=1, ttft_ms=math.inf, tpot_ms=250.0), known, turn, state()
+                )
+                if moved is not None:
+                    rows["gpu"].remove(turn)
+                    rows[moved.lane].append(turn)
+            for lane in state().lanes:
+                promised = min((targets[row.rank][1] for row in rows[lane.name]), default=math.inf)
+                if lane.load.step_ms > promised:
+                    return n
+        return 100
+
+    alone = sessions("gpu")
+    assert 24 <= alone <= 28
+    assert sessions("gpu", "cpu") >= 1.35 * alone
 
 
 # ---- idle sessions ----
