@@ -21,8 +21,7 @@ from batchengine.wire import lane as wire
 from bench.simt.emulator import ROOT, Emulator, compile_kernels
 from kernels.cuda.gpu import Argument, Gpu, GpuFault
 
-GOOD, LOSSY, FULL, ABSENT, WRONG = range(5)
-LAUNCHES = 2000  # of LOSSY, after which it fails
+GOOD, FULL, ABSENT, WRONG = range(4)
 FULL_SHARE = 2  # FULL has the memory that the lane may take, divided by this
 
 
@@ -30,19 +29,19 @@ ARGUMENTS = 6  # of a worker without a plan, with the program's name
 
 
 def plan_failure(plan: Path, failure: str, launches: int) -> None:
-    """Have the GPU fail after so many launches: `fault` and `memory` once; with `gone` the worker
-    aborts, and finds no GPU until the file is removed."""
+    """Have the GPU fail after so many launches: `fault` and `memory` once; with `abort` the worker
+    ends, and with `gone` no other one finds a GPU until the file is removed."""
     written = plan.with_suffix(".part")
     written.write_text(f"{failure} {launches}")
     written.replace(plan)
 
 
 class LimitedGpu(Emulator):
-    """An emulated GPU with so many bytes of memory, on which so many launches succeed."""
+    """An emulated GPU with so many bytes of memory."""
 
-    def __init__(self, n_bytes: int, launches: int, wrong: bool = False) -> None:
+    def __init__(self, n_bytes: int, wrong: bool = False) -> None:
         super().__init__(compile_kernels(ROOT / "build/simt", is_checked=False))
-        self._limit, self._launches, self._wrong = n_bytes, launches, wrong
+        self._limit, self._wrong = n_bytes, wrong
 
     def allocate(self, n_bytes: int) -> int:
         if self.used + n_bytes > self._limit:
@@ -56,9 +55,6 @@ class LimitedGpu(Emulator):
         threads: int,
         arguments: Sequence[Argument],
     ) -> None:
-        self._launches -= 1
-        if self._launches < 0:
-            raise GpuFault("an illegal memory access was encountered")
         if self._wrong and kernel == "place_kv":
             arguments = [*arguments[:14], 0, *arguments[15:]]  # another number of rotated values
         super().launch(kernel, blocks, threads, arguments)
@@ -68,7 +64,7 @@ class PlannedGpu(LimitedGpu):
     """An emulated GPU whose failures are in a file. A failure lasts as long as the process."""
 
     def __init__(self, n_bytes: int, plan: Path) -> None:
-        super().__init__(n_bytes, 1 << 60)
+        super().__init__(n_bytes)
         self._plan, self._failure, self._until = plan, "", 0
 
     def launch(
@@ -86,7 +82,7 @@ class PlannedGpu(LimitedGpu):
         if self._failure and self._until < 0:
             if self._failure == "memory":
                 raise MemoryError
-            if self._failure == "gone":
+            if self._failure in ("gone", "abort"):
                 os.abort()
             raise GpuFault("an illegal memory access was encountered")
         super().launch(kernel, blocks, threads, arguments)
@@ -100,8 +96,8 @@ def _planned(plan: Path) -> tuple[str, int] | None:
 
 
 def open_emulated(resources: wire.CudaResources, cache_dir: Path, plan: Path | None = None) -> Gpu:
-    """The GPU of an index: GOOD; LOSSY fails after a while; FULL has less memory than the lane
-    counts on; ABSENT is none; WRONG computes other numbers."""
+    """The GPU of an index: GOOD; FULL has less memory than the lane counts on; ABSENT is none;
+    WRONG computes other numbers."""
     if plan is not None:
         if (found := _planned(plan)) and found[0] == "gone":
             raise errors.GPU_UNUSABLE(index=resources.index, why="it has fallen off the bus")
@@ -109,8 +105,7 @@ def open_emulated(resources: wire.CudaResources, cache_dir: Path, plan: Path | N
     if resources.index == ABSENT:
         raise errors.GPU_UNUSABLE(index=resources.index, why="there is none")
     memory = resources.vram_bytes // (FULL_SHARE if resources.index == FULL else 1)
-    launches = LAUNCHES if resources.index == LOSSY else 1 << 60
-    return LimitedGpu(memory, launches, resources.index == WRONG)
+    return LimitedGpu(memory, resources.index == WRONG)
 
 
 if __name__ == "__main__":

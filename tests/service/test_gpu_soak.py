@@ -29,7 +29,7 @@ from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from service.admin.client import Client, admin
 from tests.lanes.emulated_worker import plan_failure
 
-KILLS = ("gpu", "fault", "memory", "cpu")  # SIGKILL of a worker, or a failure of the GPU
+KILLS = ("gpu", "fault", "memory", "cpu", "abort")  # SIGKILL of a worker, or a failure of the GPU
 LAUNCHES_MAX = 200  # before a failure of the GPU
 STREAMS = 3
 POLL_S = 0.02

@@ -188,6 +188,12 @@ class Outage:
     def __repr__(self) -> str:
         return f"<Outage {self._lane!r} failed_starts={self.failed_starts} {self.why!r}>"
 
+    @property
+    def may_be_the_lane(self) -> bool:
+        """Whether a lane, rather than a session, may have ended its worker: a GPU, or one on which
+        no worker starts. Suspects then prove themselves on another lane."""
+        return self._config.kind == "cuda" or self.failed_starts > 0
+
     async def end(self, stops_within: Callable[[float], Awaitable[bool]]) -> None:
         """Start the next worker; retry until it is up, or `stops_within` a time returns True.
 

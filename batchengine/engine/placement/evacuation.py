@@ -56,11 +56,11 @@ class Evacuation:
             self._under_way.discard(loop)
 
     def _evacuees(self, loop: LaneLoop) -> list[Session]:
-        """Return sessions with turns on a lane that is down, except suspects, unless it cannot
-        start; of a drained lane only after they have dropped its rows."""
+        """Return sessions with turns on a lane that is down, except suspects if one of them may be
+        the cause; of a drained lane only after they have dropped its rows."""
         settled = not loop.is_rechecking if loop.draining else not loop.kv.slots.is_attached
         if not settled or loop.stopping:
             return []
         turns = [*loop.running.values(), *loop.waiting.values()]
-        is_lost = loop.outage.failed_starts > 0  # no session is the cause of that
-        return [turn.session for turn in turns if is_lost or not turn.session.suspect]
+        all_leave = loop.outage.may_be_the_lane
+        return [turn.session for turn in turns if all_leave or not turn.session.suspect]

@@ -172,7 +172,8 @@ class Migrator:
         if not to.up:
             raise Abort(f"lane {to.lane.name} is {'drained' if to.draining else 'down'}")
         home = self._state.home.get(session.key)
-        if session.suspect and not (home is not None and home.outage.failed_starts):
+        leaves = home is not None and not home.up and home.outage.may_be_the_lane
+        if session.suspect and not leaves:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort(CLOSED)
