@@ -34,7 +34,7 @@ TILE = 16  # rows of a tile of packed weights
 FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens, else for 64
 THREADS = 256
 LOG2_E = 1.4426950408889634
-SAMPLE_THREADS = 1024
+SAMPLE_THREADS_MAX = 1024
 SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are used here
     {
         "names": ["logprobs", "first_history", "n_history", "first_bias", "n_bias"],
@@ -311,7 +311,8 @@ class CudaOps:
             *(self._adjusted.reserve(4 * n * vocab), self._weights.reserve(4 * n * vocab)),
             *(tokens, logprobs, top_tokens, top_tokens + 4 * n * n_best, n_best),
         ]
-        self._gpu.launch("sample", (n, 1, 1), SAMPLE_THREADS, arguments)
+        threads = min(-(-vocab // 32) * 32, SAMPLE_THREADS_MAX)
+        self._gpu.launch("sample", (n, 1, 1), threads, arguments)
         self._gpu.copy_out(tokens, got)
         chosen, chances = got[:n].tolist(), got.view(np.float32)[n : 2 * n].tolist()
         best_ids, best = got[2 * n :].reshape(2, n, n_best)
