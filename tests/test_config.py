@@ -25,8 +25,9 @@ KEY = "0123456789abcdef"
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
-    return Machine((0, 2, 4, 6), 64 << 30, False, {}, str(tmp_path))
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    home = tmp_path_factory.mktemp("home")  # short enough for a socket in it
+    return Machine((0, 2, 4, 6), 64 << 30, False, {}, str(home))
 
 
 def write(tmp_path: Path, text: str) -> str:
@@ -42,15 +43,15 @@ def message(tmp_path: Path, text: str) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_derived_from_the_machine(machine: Machine, tmp_path: Path) -> None:
+def test_defaults_are_derived_from_the_machine(machine: Machine) -> None:
     config = load(machine=machine, overrides={"model.path": "/models/Pocket-Q4_0.gguf"})
     assert config.model.id == "pocket-q4_0"
     assert (config.server.host, config.server.port) == ("127.0.0.1", 7717)
     (lane,) = config.lanes
     assert (lane.name, lane.kind, lane.threads, lane.cores) == ("cpu", "cpu", 4, (0, 2, 4, 6))
-    assert config.store.dir == f"{tmp_path}/.local/state/batchengine/kv"
-    assert config.server.admin_socket == f"{tmp_path}/.local/state/batchengine/admin.sock"
-    assert config.cache_dir == f"{tmp_path}/.cache/batchengine"
+    assert config.store.dir == f"{machine.home}/.local/state/batchengine/kv"
+    assert config.server.admin_socket == f"{machine.home}/.local/state/batchengine/admin.sock"
+    assert config.cache_dir == f"{machine.home}/.cache/batchengine"
     assert 64 << 20 <= config.store.budget_bytes <= 32 << 30
 
 

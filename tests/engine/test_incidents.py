@@ -20,7 +20,7 @@ import pytest
 import batchengine.lanes.host_memory as memory_module
 import kv_store.layout as layout_module
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ErrorEvent
-from batchengine.engine.lane import loop as loop_module
+from batchengine.engine.lane import inflight
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.step import StepWriter
 from batchengine.engine.tasks import Tasks
@@ -312,7 +312,7 @@ async def answers_in_other_slots(stage: Stage) -> None:
 
 
 def slots_are_identities(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loop_module, "check_answer", lambda in_flight, done: None)
+    patch.setattr(inflight, "check_answer", lambda in_flight, done: None)
 
 
 def test_incident_k_a_slot_is_no_identity() -> None:
