@@ -16,8 +16,11 @@ from tests.support.tracebacks import give_lines
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Random tests draw this many examples in `make soak`, and 100 otherwise, or their part of it.
+# Random tests draw other examples in each `make soak`, 1,000 of them; otherwise the same 100, or
+# their part of it, so that a change passes or fails for what it changes.
 settings.register_profile("soak", max_examples=1000, deadline=None)
+settings.register_profile("suite", derandomize=True)
+settings.load_profile("suite")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
