@@ -9,15 +9,14 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, Graph, words_of
+from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -64,12 +63,12 @@ class Launches(Graph):
     """Launches in their order."""
 
     gpu: Gpu
-    arguments: list[tuple[Any, ...]]
+    captured: list[KernelLaunch]
 
     def replay(self) -> None:
         """Run them."""
-        for one in self.arguments:
-            self.gpu.launch(*one)
+        for launch in self.captured:
+            self.gpu.launch(*launch)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -84,7 +83,7 @@ class Emulator(Gpu):
     def __init__(self, library: Path, seed: int = 0) -> None:
         super().__init__()
         self.seed = seed
-        self._captured: list[tuple[Any, ...]] | None = None
+        self._captured: list[KernelLaunch] | None = None
         self.facts = DeviceFacts("an emulated GPU", 1 << 30, 1, (0, 0))
         self._c = c = ctypes.CDLL(str(library))
         c.simt_error.restype = ctypes.c_char_p
@@ -132,24 +131,17 @@ class Emulator(Gpu):
     def synchronize(self) -> None:
         """Every call has ended."""
 
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
-        """Run a kernel to its end. Raises EmulatorFault."""
+    def _launch(self, launch: KernelLaunch) -> None:
         if self._captured is not None:
-            self._captured.append((kernel, blocks, threads, arguments))
+            self._captured.append(launch)
             return
-        words = words_of(arguments)
-        grid = np.array(blocks, np.int32)
+        words = words_of(launch.arguments)
+        grid = np.array(launch.blocks, np.int32)
         self._check(
             self._c.simt_launch(
-                kernel.encode(),
+                launch.kernel.encode(),
                 ctypes.c_void_p(grid.ctypes.data),
-                ctypes.c_int(threads),
+                ctypes.c_int(launch.threads),
                 ctypes.c_void_p(words.ctypes.data),
                 ctypes.c_size_t(len(words)),
                 ctypes.c_uint64(self.seed),

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, GpuFault, Graph, words_of
+from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, words_of
 
 STAGING_BYTES = 64 << 20  # pinned, for each stream: what is copied before the first wait
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
@@ -204,14 +204,8 @@ class CudaGpu(Gpu):
 
     # -- kernels
 
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
-        """Start a kernel; its failure is raised by a later call."""
+    def _launch(self, launch: KernelLaunch) -> None:
+        kernel, blocks, threads, arguments = launch
         found = self._kernels.get(kernel) or self._find(kernel)
         if len(arguments) != found.parameters:
             raise GpuFault(f"{kernel}: {found.parameters} parameters, not {len(arguments)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +41,15 @@ def words_of(arguments: Sequence[Argument]) -> NDArray[np.uint64]:
         else:
             words[i] = argument & (1 << 64) - 1
     return words
+
+
+class KernelLaunch(NamedTuple):
+    """A kernel by name, its grid, the threads of a block, and its arguments in order."""
+
+    kernel: str
+    blocks: tuple[int, int, int]
+    threads: int
+    arguments: Sequence[Argument]
 
 
 class Graph(Protocol):
@@ -86,6 +95,16 @@ class Gpu(ABC):
         self.fetch(address, array)
         self.synchronize()
 
+    def launch(
+        self,
+        kernel: str,
+        blocks: tuple[int, int, int],
+        threads: int,
+        arguments: Sequence[Argument],
+    ) -> None:
+        """Run a kernel of kernels/cuda/src. Its failure may be raised by a later call."""
+        self._launch(KernelLaunch(kernel, blocks, threads, arguments))
+
     @abstractmethod
     def _allocate(self, n_bytes: int) -> int: ...
 
@@ -117,14 +136,7 @@ class Gpu(ABC):
         """Wait for everything that was called, but for `copy_aside`."""
 
     @abstractmethod
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
-        """Run a kernel of kernels/cuda/src."""
+    def _launch(self, launch: KernelLaunch) -> None: ...
 
     @abstractmethod
     def capture(self, run: Callable[[], None]) -> Graph:

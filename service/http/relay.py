@@ -132,7 +132,7 @@ async def answer_whole(
                         case ErrorEvent():
                             raise event.error
                         case QueuedEvent():
-                            pass
+                            continue
         answer = await _send_parts(request, formatter.whole())
         live.outcome = "finished"
         return answer

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from batchengine.lanes.cuda import CudaDevice
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
 from bench.simt.emulator import ROOT, Emulator, compile_kernels
-from kernels.cuda.gpu import Argument, Gpu, GpuFault
+from kernels.cuda.gpu import Gpu, GpuFault, KernelLaunch
 
 GOOD, FULL, ABSENT, WRONG = range(4)
 FULL_SHARE = 2  # FULL has the memory that the lane may take, divided by this
@@ -48,16 +47,11 @@ class LimitedGpu(Emulator):
             raise MemoryError
         return super().allocate(n_bytes)
 
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
-        if self._wrong and kernel == "place_kv":
-            arguments = [*arguments[:14], 0, *arguments[15:]]  # another number of rotated values
-        super().launch(kernel, blocks, threads, arguments)
+    def _launch(self, launch: KernelLaunch) -> None:
+        given = launch.arguments
+        if self._wrong and launch.kernel == "place_kv":  # another number of rotated values
+            launch = launch._replace(arguments=[*given[:14], 0, *given[15:]])
+        super()._launch(launch)
 
 
 class PlannedGpu(LimitedGpu):
@@ -67,13 +61,7 @@ class PlannedGpu(LimitedGpu):
         super().__init__(n_bytes)
         self._plan, self._failure, self._until = plan, "", 0
 
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
+    def _launch(self, launch: KernelLaunch) -> None:
         if not self._failure and (found := _planned(self._plan)):
             self._failure, self._until = found
             if self._failure != "gone":
@@ -85,7 +73,7 @@ class PlannedGpu(LimitedGpu):
             if self._failure in ("gone", "abort"):
                 os.abort()
             raise GpuFault("an illegal memory access was encountered")
-        super().launch(kernel, blocks, threads, arguments)
+        super()._launch(launch)
 
 
 def _planned(plan: Path) -> tuple[str, int] | None:

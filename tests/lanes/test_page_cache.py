@@ -16,7 +16,7 @@ from batchengine.lanes.cuda import DeviceMemory, open_gpu, parts_of, unwritten
 from batchengine.lanes.page_cache import PageCache
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
-from kernels.cuda.gpu import Argument, DeviceFacts, Gpu, Graph
+from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
 from kv_store.arenas.arena import Arena
 from tests.kv.test_importing import LAYOUT, REPR, SLOTS, Bank
 
@@ -65,13 +65,7 @@ class FakeGpu(Gpu):
     def synchronize(self) -> None:
         raise AssertionError
 
-    def launch(
-        self,
-        kernel: str,
-        blocks: tuple[int, int, int],
-        threads: int,
-        arguments: Sequence[Argument],
-    ) -> None:
+    def _launch(self, launch: KernelLaunch) -> None:
         raise AssertionError
 
     def capture(self, run: Callable[[], None]) -> Graph:
