@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -144,11 +144,32 @@ class Sampling(msgspec.Struct, frozen=True):
 GREEDY = Sampling()
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """What the text of an answer must conform to: a JSON Schema, as JSON; "{}" = any JSON value."""
+class Constraint(msgspec.Struct, frozen=True):
+    """A grammar that the whole text of an answer follows, control tokens of the family included.
 
-    json_schema: str
+    `text` is a JSON Schema as JSON ("{}" = any JSON value), a grammar in llguidance's variant of
+    Lark, or a regular expression.
+    """
+
+    kind: Literal["json_schema", "lark", "regex"]
+    text: str
+
+
+class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the text of an answer is split into parts (`service.protocols.output`).
+
+    `family`: markup of the model, "" = all text is content. `in_reasoning`: the prompt ends inside
+    a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the only tool that
+    the answer calls, where its text is the arguments alone; "" = none.
+    """
+
+    family: str = ""
+    in_reasoning: bool = False
+    calls: bool = False
+    tool: str = ""
+
+
+PLAIN_OUTPUT = OutputForm()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +183,8 @@ class GenerationRequest:
     KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
     computed once. `promote`: route this turn to the fast lane. `expected_output_tokens`: the
     client's estimate, for the router only. `form`: form of the answer's events; the engine records
-    it for later streams of the same turn. `constraint` None = any text; no lane supports
-    constraints yet, so the service refuses requests that need one.
+    it for later streams of the same turn, and `output` with it. `constraint` None = any text; no
+    lane supports constraints yet.
     """
 
     request_id: str
@@ -181,6 +202,7 @@ class GenerationRequest:
     promote: bool = False
     expected_output_tokens: int | None = None
     form: str = FORM_CHAT
+    output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
 
 

@@ -8,18 +8,24 @@ from typing import Any, ClassVar, cast
 from batchengine import errors
 from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
 from batchengine.text.messages import ROLES
-from service.protocols import requests
+from service.protocols import conversation
+from service.protocols.conversation import Conversation, ToolChoice
 from service.protocols.formatter import Answer
 from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
-from service.protocols.output import OutputPart, Text, plain_text
+from service.protocols.output import (
+    CallArguments,
+    CallStart,
+    OutputPart,
+    Reasoning,
+    Text,
+    plain_text,
+)
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
 from service.protocols.schema import ChatRequest
-from service.session_ids import CALL_CHARS_MAX
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
-CALLS_MAX = 64  # tool calls of one conversation that are looked up
 
 
 def check(body: ChatRequest) -> None:
@@ -34,40 +40,18 @@ def check(body: ChatRequest) -> None:
 
 def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The tokens of the conversation; raises 400."""
-    context = limits.context_tokens
-    messages, text_bytes, calls = _messages(body.messages)
-    requests.check_text_size(text_bytes, context, "messages")
-    tools = None if body.tool_choice == "none" else _tools(body.tools)
-    prompt = text.encode_chat(messages, tools, _kwargs(body))
-    requests.check_prompt(prompt, context, "messages")
-    tokens_max = body.max_completion_tokens or body.max_tokens
-    if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
-        tokens_max = min(limits.tokens_max_default, context - len(prompt))
-    logprobs = (body.top_logprobs or 0) if body.logprobs else -1
-    return Prompt([prompt], tokens_max, logprobs, "messages", calls)
+    return conversation.read(_conversation(body), text, limits)
 
 
-def _messages(
-    messages: list[dict[str, Any]],
-) -> tuple[list[dict[str, Any]], int, tuple[str, ...]]:
-    """Messages as templates expect them, the bytes of their text, and the tool calls in them."""
-    clean = [_message(message, index) for index, message in enumerate(messages)]
-    return clean, sum(map(_text_bytes, clean)), _tool_calls(clean)
-
-
-def _tool_calls(messages: list[dict[str, Any]]) -> tuple[str, ...]:
-    """Ids of the calls in the messages, the newest last: a parked session may wait for one of them.
-
-    Only the newest CALLS_MAX count; a value that is no id is left out.
-    """
-    found: dict[str, None] = {}
-    for message in messages:
-        calls: list[dict[str, Any]] = message.get("tool_calls") or []
-        for value in [*(call.get("id") for call in calls), message.get("tool_call_id")]:
-            if isinstance(value, str) and 0 < len(value) <= CALL_CHARS_MAX and value.isprintable():
-                found.pop(value, None)
-                found[value] = None
-    return tuple(found)[-CALLS_MAX:]
+def _conversation(body: ChatRequest) -> Conversation:
+    return Conversation(
+        messages=[_message(message, index) for index, message in enumerate(body.messages)],
+        tools=_tools(body.tools) or [],
+        tool_choice=ToolChoice("none" if body.tool_choice == "none" else "auto"),
+        template=_kwargs(body),
+        tokens_max=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+    )
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -164,10 +148,6 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
     return given
 
 
-def _text_bytes(message: dict[str, Any]) -> int:
-    return len(message["content"].encode()) + len(message.get("reasoning_content", "").encode())
-
-
 class ChatFormatter(OpenAIFormatter):
     """Chat chunks and the whole chat object."""
 
@@ -213,6 +193,10 @@ def _delta(part: OutputPart) -> Chunk:
     match part:
         case Text(text):
             return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case CallStart() | CallArguments():  # no parser makes them yet
+            return {}
 
 
 def _logprob(one: TokenLogprob) -> Chunk:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchengine.core import BatchEngineError, DoneEvent, TokenEvent, Usage
-from service.protocols.output import OutputParser, OutputPart, PlainText
+from service.protocols.output import OutputParser, OutputPart, parser_of
 from service.protocols.requests import HttpJob
 
 
@@ -76,9 +76,9 @@ class Formatter(ABC):
     whole answer calls `collect`, then `whole`.
     """
 
-    def __init__(self, job: HttpJob, parser: Callable[[], OutputParser] = PlainText) -> None:
+    def __init__(self, job: HttpJob) -> None:
         self.job = job
-        self.answers = [Answer(parser()) for _ in job.requests]
+        self.answers = [Answer(parser_of(asked.output)) for asked in job.requests]
         self.ids: EventIds | None = None  # of a stream that can be resumed
         self._unfinished = len(job.requests)
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+from batchengine.core import OutputForm
+
 
 class Text(NamedTuple):
     """Part of the answer's text, never empty."""
@@ -17,7 +19,27 @@ class Text(NamedTuple):
     text: str
 
 
-OutputPart = Text
+class Reasoning(NamedTuple):
+    """Part of the text that the model wrote before its answer, never empty."""
+
+    text: str
+
+
+class CallStart(NamedTuple):
+    """The beginning of call number `call` (from 0) of a tool; parts of other kinds end it."""
+
+    call: int
+    name: str
+
+
+class CallArguments(NamedTuple):
+    """Part of the arguments of call `call`, which is JSON text once the call is over."""
+
+    call: int
+    json: str
+
+
+OutputPart = Text | Reasoning | CallStart | CallArguments
 
 
 class OutputParser(Protocol):
@@ -43,5 +65,10 @@ class PlainText:
 
 
 def plain_text(parts: Iterable[OutputPart]) -> str:
-    """The answer's text without anything else."""
-    return "".join(part.text for part in parts)
+    """The answer's text without reasoning and calls."""
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def parser_of(form: OutputForm) -> OutputParser:
+    """The parser of an answer of this form."""
+    return PlainText()

@@ -13,7 +13,7 @@ from batchengine.core import BatchEngineError
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
 from service.protocols.requests import HttpJob, Prompt
-from service.protocols.schema import Body
+from service.protocols.schema import Body, Common
 
 
 class PromptEncoder(typing.Protocol):
@@ -40,8 +40,9 @@ class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
 class Protocol(Generic[Body]):
     """One row of `service.protocols.table`.
 
-    `check` raises for fields that are known and not implemented, `read_prompt` tokenises; both
-    raise BatchEngineError 400, and run in a text process.
+    `check` raises for fields that are known and not implemented, `read_prompt` tokenises, `common`
+    says the body's other fields by the names that all protocols share; they raise BatchEngineError
+    400, and run in a text process.
     """
 
     name: str  # as the ledger stores it in a turn's record
@@ -51,6 +52,7 @@ class Protocol(Generic[Body]):
     read_prompt: Callable[[Body, PromptEncoder, PromptLimits], Prompt]
     formatter: Callable[[HttpJob], Formatter]
     error: Callable[[BatchEngineError], dict[str, object]]  # the JSON of a refusal
+    common: Callable[[Body], Common] = schema.common_fields
 
     def parse(self, data: bytes | bytearray) -> tuple[Body, list[str]]:
         """A request's body, and the names of fields in it that change nothing; raises 400."""

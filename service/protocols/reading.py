@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from batchengine import errors
+from batchengine.core import Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
@@ -19,8 +20,6 @@ from service.protocols.schema import Common
 from service.protocols.table import BY_NAME
 
 READER = "service.protocols.reading:read"  # as the engine passes it to its text processes
-
-_common_fields = Common.__struct_fields__
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
@@ -44,11 +43,23 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int
     param: str
     tool_call_ids: tuple[str, ...]
+    output: OutputForm
+    constraint: Constraint | None
+    echo: bytes
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
         tokens = list(map(token_ids, self.tokens))
-        return Prompt(tokens, self.tokens_max, self.logprobs, self.param, self.tool_call_ids)
+        return Prompt(
+            tokens,
+            self.tokens_max,
+            self.logprobs,
+            self.param,
+            self.tool_call_ids,
+            self.output,
+            self.constraint,
+            self.echo,
+        )
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -65,15 +76,17 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
         raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
     protocol.check(body)
     prompt = protocol.read_prompt(body, text, asked.limits)
-    fields = Common(**{name: getattr(body, name) for name in _common_fields})
     return encode(
         Reading(
-            fields,
+            protocol.common(body),
             ignored,
             list(map(token_bytes, prompt.tokens)),
             prompt.tokens_max,
             prompt.logprobs,
             prompt.param,
             prompt.tool_call_ids,
+            prompt.output,
+            prompt.constraint,
+            prompt.echo,
         )
     )

@@ -20,7 +20,14 @@ from multidict import CIMultiDictProxy
 
 from batchengine import errors
 from batchengine.config import Config
-from batchengine.core import GenerationRequest, ModelInfo, Sampling
+from batchengine.core import (
+    PLAIN_OUTPUT,
+    Constraint,
+    GenerationRequest,
+    ModelInfo,
+    OutputForm,
+    Sampling,
+)
 from service.engine_api import EngineApi, GenerationApi
 from service.protocols import carriers
 from service.protocols.carriers import Caller
@@ -42,11 +49,15 @@ KEY_CHARS_MAX = 255
 HEADER_FINAL = "x-dynamo-session-final"
 
 
+NOTHING = b"null"
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """The part of a request that its protocol reads; all else is common to all protocols.
 
     `param` is the field that errors about the size name. `logprobs` as in `core.Sampling`.
+    `echo` is JSON of the request that the protocol's formatter repeats in its answer.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -54,6 +65,9 @@ class Prompt:
     logprobs: int
     param: str
     tool_call_ids: tuple[str, ...] = ()
+    output: OutputForm = PLAIN_OUTPUT
+    constraint: Constraint | None = None
+    echo: bytes = NOTHING
 
 
 @dataclass(slots=True)
@@ -74,6 +88,7 @@ class HttpJob:
     service_tier: str | None = None
     choices_per_prompt: int = 1
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None
+    echo: bytes = NOTHING  # as in `Prompt`; of a stream that resumes a turn it is lost
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
 
@@ -230,6 +245,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             f" {GENERATIONS_MAX}",
             fix="send fewer at once",
         )
+    job.echo = prompt.echo
     context = info.context_tokens
     sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
     for tokens in prompt.tokens:
@@ -243,6 +259,8 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             prompt=tuple(tokens),
             tokens_max=prompt.tokens_max,
             tool_call_ids=prompt.tool_call_ids,
+            output=prompt.output,
+            constraint=prompt.constraint,
         )
         for choice in range(job.choices_per_prompt):
             seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))

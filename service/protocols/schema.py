@@ -103,6 +103,11 @@ class Common(Struct, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
+def common_fields(body: Common) -> Common:
+    """The fields of `body` that all protocols share, without its others."""
+    return Common(**{name: getattr(body, name) for name in Common.__struct_fields__})
+
+
 class ChatRequest(Common, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES_MAX)]
     max_tokens: TokenCount | None = None
@@ -126,7 +131,7 @@ class CompletionRequest(Common, kw_only=True):
     suffix: str | None = None
 
 
-Body = TypeVar("Body", ChatRequest, CompletionRequest)
+Body = TypeVar("Body", bound=Common)
 
 # Fields of the `batchengine` object that are accepted and have no effect.
 EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")

@@ -219,7 +219,9 @@ async def test_refusals_give_their_reason(site: Site) -> None:
         assert caught.value.name == "context_length_exceeded"
         assert caught.value.kind is Kind.INVALID
         assert caught.value.details == {"n_prompt_tokens": context, "n_ctx": context}
-        asked = dataclasses.replace(request(words(1, 9), 1), constraint=Constraint("{}"))
+        asked = dataclasses.replace(
+            request(words(1, 9), 1), constraint=Constraint("json_schema", "{}")
+        )
         with pytest.raises(BatchEngineError) as caught:
             engine.submit(asked)
         assert caught.value.code == errors.CONSTRAINT_UNSUPPORTED.code

@@ -15,7 +15,15 @@ from typing import Any
 
 import msgspec
 
-from batchengine.core import FORM_CHAT, GenerationRequest, Sampling, Sla
+from batchengine.core import (
+    FORM_CHAT,
+    PLAIN_OUTPUT,
+    Constraint,
+    GenerationRequest,
+    OutputForm,
+    Sampling,
+    Sla,
+)
 from kv_store import keys
 
 CALLS_MAX = 64  # latest tool calls that are kept of one session
@@ -40,6 +48,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     sla: Sla = Sla()
     park: bool = False
     form: str = FORM_CHAT
+    output: OutputForm = PLAIN_OUTPUT
+    constraint: Constraint | None = None
     number: int = 0
 
     @classmethod
@@ -66,8 +76,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         """Whether `request` may be a repetition of this one. The seed is not compared: a client
         that sends none gets a new one each time."""
         sampling = msgspec.structs.replace(request.sampling, seed=self.sampling.seed)
-        limits = (request.tokens_max, request.stop, request.ignore_eos)
-        same = (self.tokens_max, self.stop, self.ignore_eos) == limits
+        limits = (request.tokens_max, request.stop, request.ignore_eos, request.constraint)
+        same = (self.tokens_max, self.stop, self.ignore_eos, self.constraint) == limits
         return same and self.says_the_same(sampling)
 
 

@@ -1,0 +1,93 @@
+"""A conversation as every chat protocol means it, and its prompt.
+
+Owns `Conversation`, which the protocols make of their bodies, and the order in which it becomes a
+`Prompt`: bounds, template and tokenizer. Runs in a text process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from batchengine.core import Constraint
+from service.protocols import requests
+from service.protocols.protocol import PromptEncoder, PromptLimits
+from service.protocols.requests import NOTHING, Prompt
+from service.session_ids import CALL_CHARS_MAX
+
+CALLS_MAX = 64  # tool calls of one conversation that are looked up
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which tools an answer may call, or must: `names` limits a required call; () = any tool."""
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: tuple[str, ...] = ()
+    parallel: bool = True
+
+
+AUTO = ToolChoice()
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One chat request, whatever its protocol.
+
+    `messages` are in the form of OpenAI's chat, with roles system, user, assistant and tool, text
+    content as one string, `reasoning_content`, `tool_calls` and `tool_call_id`; `tools` likewise
+    are functions with JSON Schemas. `response` is the form that the answer's text must have.
+    `continues` = the last message is the assistant's, and the answer goes on with its text.
+    `tokens_max` None = not given. `param` is the field that errors about the size name.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tool_choice: ToolChoice = AUTO
+    response: Constraint | None = None
+    continues: bool = False
+    template: dict[str, Any] = field(default_factory=dict[str, Any])  # variables of the template
+    tokens_max: int | None = None
+    logprobs: int = -1
+    param: str = "messages"
+    echo: bytes = NOTHING
+
+
+def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
+    """The prompt of `conversation`; raises 400."""
+    context, param = limits.context_tokens, conversation.param
+    requests.check_text_size(sum(map(_text_bytes, conversation.messages)), context, param)
+    tools = None if conversation.tool_choice.mode == "none" else conversation.tools or None
+    tokens = text.encode_chat(conversation.messages, tools, conversation.template)
+    requests.check_prompt(tokens, context, param)
+    tokens_max = conversation.tokens_max
+    if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
+        tokens_max = min(limits.tokens_max_default, context - len(tokens))
+    return Prompt(
+        [tokens],
+        tokens_max,
+        conversation.logprobs,
+        param,
+        call_ids(conversation.messages),
+        constraint=conversation.response,
+        echo=conversation.echo,
+    )
+
+
+def call_ids(messages: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Ids of the calls in the messages, the newest last: a parked session may wait for one of them.
+
+    Only the newest CALLS_MAX count; a value that is no id is left out.
+    """
+    found: dict[str, None] = {}
+    for message in messages:
+        calls: list[dict[str, Any]] = message.get("tool_calls") or []
+        for value in [*(call.get("id") for call in calls), message.get("tool_call_id")]:
+            if isinstance(value, str) and 0 < len(value) <= CALL_CHARS_MAX and value.isprintable():
+                found.pop(value, None)
+                found[value] = None
+    return tuple(found)[-CALLS_MAX:]
+
+
+def _text_bytes(message: dict[str, Any]) -> int:
+    return len(message["content"].encode()) + len(message.get("reasoning_content", "").encode())
