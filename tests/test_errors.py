@@ -16,7 +16,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError, Kind
 from batchengine.errors import CATALOGUE, Problem
 from service.http.answers import STATUS, error_headers
-from service.protocols.openai import ERROR_TYPES, error_object
+from service.protocols.openai.envelope import ERROR_TYPES, error_object
 
 ROOT = Path(__file__).resolve().parent.parent
 CATALOGUE_FILE = ROOT / "batchengine" / "errors.py"

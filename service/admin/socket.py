@@ -29,7 +29,7 @@ from service.admin.client import ADMIN_LINE_BYTES_MAX
 from service.engine_api import check_serving
 from service.http.admission import Service
 from service.operations import OPERATIONS, Operation
-from service.protocols.openai import error_object
+from service.protocols.openai.envelope import error_object
 from service.session_ids import printable
 
 log = logging.getLogger("batchengine.service")

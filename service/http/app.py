@@ -34,8 +34,8 @@ from service.http.admission import (
 )
 from service.http.answers import STATUS, error_headers, json_answer
 from service.protocols import carriers, reading, requests
-from service.protocols.chat import CHAT
 from service.protocols.formatter import Formatter
+from service.protocols.openai.chat import CHAT
 from service.protocols.protocol import PromptLimits, Protocol
 from service.protocols.table import BY_ROUTE
 from service.session_ids import printable

@@ -21,7 +21,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.http.admission import CALLER, SERVICE
 from service.http.answers import error_headers, json_answer
-from service.protocols.openai import error_object
+from service.protocols.openai.envelope import error_object
 
 log = logging.getLogger("batchengine.service")
 

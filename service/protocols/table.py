@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.protocols.chat import CHAT
-from service.protocols.completions import COMPLETIONS
+from service.protocols.openai.chat import CHAT
+from service.protocols.openai.completions import COMPLETIONS
 from service.protocols.protocol import Protocol
 
 PROTOCOLS: tuple[Protocol[Any], ...] = (CHAT, COMPLETIONS)  # Any: each row has its own body

@@ -19,9 +19,9 @@ from batchengine.core import (
 )
 from service.http import relay, sse
 from service.protocols import requests
-from service.protocols.chat import ChatFormatter
-from service.protocols.completions import CompletionFormatter
 from service.protocols.formatter import EventIds, Formatter, SseEvent
+from service.protocols.openai.chat import ChatFormatter
+from service.protocols.openai.completions import CompletionFormatter
 from service.protocols.output import PlainText, Text
 from service.protocols.table import BY_NAME, BY_ROUTE
 from tests.support.fake_engine import FakeEngine, chat, serving

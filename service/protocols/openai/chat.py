@@ -11,7 +11,7 @@ from batchengine.text.messages import ROLES
 from service.protocols import conversation
 from service.protocols.conversation import Conversation, ToolChoice
 from service.protocols.formatter import Answer
-from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import (
     CallArguments,
     CallStart,

@@ -9,7 +9,7 @@ from batchengine import errors
 from batchengine.core import FORM_TEXT, DoneEvent, TokenEvent, TokenLogprob
 from service.protocols import requests
 from service.protocols.formatter import Answer
-from service.protocols.openai import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, plain_text
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import HttpJob, Prompt

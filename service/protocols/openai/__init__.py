@@ -1,0 +1,1 @@
+"""The chat and text completion routes of OpenAI, and their common envelope."""
