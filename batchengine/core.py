@@ -35,7 +35,6 @@ class Kind(enum.Enum):
     MEDIA_TYPE = enum.auto()
     BUSY = enum.auto()  # a limit is reached: send it again later
     INTERNAL = enum.auto()
-    UNSUPPORTED = enum.auto()
     UNAVAILABLE = enum.auto()  # the daemon cannot serve now: send it again later
 
 
@@ -312,3 +311,11 @@ class ModelInfo:
     quantisation: str
     has_chat_template: bool
     details: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+    created: int = 0  # when the file was written, in seconds since the epoch
+    model_hash: str = ""  # of its tensors
+    arith_id: str = ""  # of the arithmetic that computes it
+
+    @property
+    def fingerprint(self) -> str:
+        """What answers are a function of beside the request: model and arithmetic."""
+        return f"be-{self.model_hash[:12]}-{self.arith_id[:12]}"

@@ -365,21 +365,18 @@ WRONG_HOST = Problem("BE1708", Kind.FORBIDDEN, "host_not_allowed",
 WRONG_ORIGIN = Problem("BE1709", Kind.FORBIDDEN, "origin_not_allowed",
     "requests from this web origin are refused",
     "a web page must not use the daemon unless its origin is allowed",
-    "call the daemon from a program, or add the origin to server.allowed_origins")
+    "add {origin} to server.allowed_origins, or call the daemon from a program")
 INVALID_API_KEY = Problem("BE1710", Kind.UNAUTHENTICATED, "invalid_api_key",
     "the API key is {problem}",
     "this daemon was started with API keys, which cover every route",
     "send Authorization: Bearer KEY")
 UNKNOWN_ROUTE = Problem("BE1711", Kind.NOT_FOUND, "route_not_found",
-    "there is no route {method} {path:.80}",
-    fix="POST /v1/chat/completions or /v1/completions; GET /v1/models, /v1/sessions, /v1/stream,"
-    " /health, /metrics")
+    "there is no route {method} {path:.80}", fix="{fix}")
 WRONG_METHOD = Problem("BE1712", Kind.METHOD, "method_not_allowed",
     "{method} is not possible on this route", fix="use {usable}",
     details=("allowed",))  # also the value of the Allow header
-NOT_SUPPORTED = Problem("BE1713", Kind.UNSUPPORTED, "not_supported",
-    "{path:.80} is not implemented in this version",
-    fix="use POST /v1/chat/completions or /v1/completions")
+NOT_SUPPORTED = Problem("BE1713", Kind.NOT_FOUND, "not_supported",
+    "this daemon has no {path:.80}", "{why}", "{fix}")
 TOO_MANY_CONNECTIONS = Problem("BE1714", Kind.UNAVAILABLE, "too_many_connections",
     "all {connections_max:,} connections are in use",
     fix="retry, or raise limits.streams_max and the limit of open files", retry_ms=1000)
@@ -425,6 +422,10 @@ PAGE_REFUSED = Problem("BE1734", Kind.FORBIDDEN, "origin_not_allowed",
     "a web page may have sent this request, which takes a running answer over",
     "it names its session in the address alone, as an image on any page could",
     "name the session in the header {header}")
+ANSWER_TOO_LARGE = Problem("BE1750", Kind.INVALID, "answer_too_large",
+    "the answer would be larger than {mib} MiB", fix="send a part of it at a time")
+LOOKS_LIKE_TLS = Problem("BE1751", Kind.INVALID, "malformed_http",
+    "this looks like TLS", "the port speaks plain HTTP", "use http:// instead of https://")
 TOO_MANY_OF_KEY = Problem("BE1735", Kind.BUSY, "too_many_requests",
     "{running:,} requests of this key are open",
     "the rest of the {limit:,} is for other keys",

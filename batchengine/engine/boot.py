@@ -270,6 +270,7 @@ async def start(launch: Launch) -> Running:
         lanes = [Lane(lane_config.name, command=launch.command) for lane_config in config.lanes]
         text, facts = await _load(launch, lanes, loader, undo)
         info.has_chat_template = text.tokenizer.chat_template is not None
+        info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
         started = time.monotonic()
         store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
         undo.push_async_callback(asyncio.to_thread, store.close)
@@ -412,7 +413,7 @@ def inspect_model(config: Config) -> ModelInfo:
     with GgufFile(config.model.path) as gguf:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
-        file_bytes = Path(config.model.path).stat().st_size
+        found = Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
     return ModelInfo(
         model_id=config.model.id or Path(config.model.path).stem,
@@ -420,7 +421,7 @@ def inspect_model(config: Config) -> ModelInfo:
         arch=spec.arch,
         n_layer=spec.n_layer,
         n_params=n_params,
-        file_bytes=file_bytes,
+        file_bytes=found.st_size,
         context_tokens=min(limit, spec.context_trained),
         context_trained=spec.context_trained,
         vocab_size=spec.n_vocab,
@@ -433,6 +434,7 @@ def inspect_model(config: Config) -> ModelInfo:
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
         },
+        created=int(found.st_mtime),
     )
 
 

@@ -136,9 +136,11 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
     turn = state.turns.get(generation)
     phase = "queued" if turn is None else turn.session.state.value
     usage, tpot_ms = generation.usage(now_ms), generation.tpot_ms
+    queued = generation.queued if generation.started_ms is None else None
     return {
         "request_id": generation.request_id,
         "session_id": generation.session_id,
+        "tenant": generation.request.tenant,
         "class": generation.request.sla.sla_class.value,
         "state": "paused" if turn is not None and turn.paused and not turn.is_away else phase,
         "prompt_tokens": usage.prompt_tokens,
@@ -147,6 +149,8 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
         "to_compute": 0 if turn is None else turn.session.to_compute,
         "age_ms": round(usage.total_ms, 1),
         "lane": generation.lane,
+        "position": None if queued is None else queued.position,
+        "eta_ms": None if queued is None or queued.eta_ms is None else round(queued.eta_ms, 1),
         "ttft_ms": None if generation.first_token_ms is None else round(usage.ttft_ms, 3),
         "tpot_ms": None if tpot_ms is None else round(tpot_ms, 3),
         **({} if turn is None else state.held_facts(turn.session)),

@@ -42,6 +42,10 @@ class TextEncoder:
         self._on_phase(TOKENIZER)
         return self._tokenizer.encode(text, special=special)
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token; of a control token its name."""
+        return self._tokenizer.piece(token)
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -21,6 +21,7 @@ from multidict import CIMultiDictProxy
 from batchengine import errors
 from batchengine.config import ApiKey, Config, openness
 from service.protocols.carriers import Caller
+from service.session_ids import printable
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s]+)(:[0-9]{0,5})?")
 FREE_FAILURES = 10  # of an address in FAILURES_SECONDS, until its attempts wait
@@ -162,18 +163,31 @@ class OriginPolicy:
             raise errors.WRONG_HOST()
         origins = headers.getall("Origin", [])
         if not origins and _fetch_site(headers) in ("cross-site", "same-site"):
-            raise errors.WRONG_ORIGIN()  # an image or a link on a page: browsers send no Origin
+            # an image or a link on a page: browsers send no Origin
+            raise errors.WRONG_ORIGIN(origin="the page's origin")
         for origin in origins:
             own = (f"http://{hosts[0]}".lower(), f"https://{hosts[0]}".lower())
             if origin.lower() not in self._origins and origin.lower() not in own:
-                raise errors.WRONG_ORIGIN()
+                raise errors.WRONG_ORIGIN(origin=printable(origin))
+
+    def consent(self, headers: CIMultiDictProxy[str]) -> dict[str, str]:
+        """The headers that let a page of an allowed origin read the answer (CORS); none for
+        others."""
+        origin = headers.get("Origin", "")
+        if origin.lower() not in self._origins:
+            return {}
+        return {
+            "Access-Control-Allow-Origin": origin,
+            "Access-Control-Expose-Headers": "*",
+            "Vary": "Origin",
+        }
 
 
 def check_changes(headers: CIMultiDictProxy[str]) -> None:
     """Raises 403 for a GET that changes something and that a page of another site could send.
 
     Browsers on plain HTTP send neither Origin nor Sec-Fetch-Site with an image; but no page can
-    add one of OWN_HEADERS without the consent that this daemon never gives (CORS).
+    add one of OWN_HEADERS without consent (CORS), which allowed origins alone get.
     """
     could_be_page = "Mozilla/" in headers.get("User-Agent", "") or "Referer" in headers
     is_own = _fetch_site(headers) in ("same-origin", "none") or "Origin" in headers

@@ -20,13 +20,16 @@ from aiohttp import web
 from batchengine import errors
 from batchengine.config import Config, keys
 from service.engine_api import EngineApi, GenerationApi
-from service.http.access import Attempts, Keyring, OriginPolicy
+from service.http.access import Attempts, Keyring, OriginPolicy, check_content
 from service.http.fair_admission import FairAdmission
+from service.http.overview import Overview
 from service.protocols import requests
 from service.protocols.carriers import Caller
+from service.protocols.protocol import PromptLimits
 
 log = logging.getLogger("batchengine.service")
 
+BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
 BODIES_BYTES_MAX = 256 << 20  # of all requests that are being read, parsed and tokenised
 
 
@@ -48,6 +51,7 @@ class Service:
     config: Config
     keyring: Keyring
     origin_policy: OriginPolicy
+    overview: Overview
     folders: tuple[bytes, ...] = ()  # of the daemon, which answers leave out
     attempts: Attempts = field(default_factory=Attempts)
     fair_admission: FairAdmission = field(default_factory=FairAdmission)
@@ -60,7 +64,8 @@ class Service:
 
     @classmethod
     def create(cls, engine: EngineApi, config: Config) -> Service:
-        return cls(engine, config, Keyring(config.auth), OriginPolicy(config), folders_of(config))
+        keyring, policy = Keyring(config.auth), OriginPolicy(config)
+        return cls(engine, config, keyring, policy, Overview(engine), folders_of(config))
 
     def __repr__(self) -> str:
         return f"<Service {self.engine.phase} live={len(self.live)} accepting={self.accepting}>"
@@ -179,6 +184,22 @@ async def read_body(
     except TimeoutError:
         raise errors.BODY_TOO_SLOW(seconds=seconds_max) from None
     return body
+
+
+async def read_json_body(request: web.Request, admission: Admission) -> bytearray:
+    """The bytes of a POST, never more than allowed; raises 400, 408, 413, 415 or 503."""
+    check_content(request.headers, request.content_type, request.charset)
+    service = request.app[SERVICE]
+    bytes_max = service.config.server.body_bytes_max
+    if service.engine.phase != "loading":
+        bytes_max = min(bytes_max, requests.body_bytes_max(service.engine.info.context_tokens))
+    return await read_body(request, bytes_max, BODY_SECONDS_MAX, admission)
+
+
+def prompt_limits(service: Service) -> PromptLimits:
+    """What bounds a prompt now; the engine has loaded."""
+    info, config = service.engine.info, service.config
+    return PromptLimits(info.context_tokens, info.vocab_size, config.limits.tokens_max_default)
 
 
 SERVICE = web.AppKey("service", Service)

@@ -22,7 +22,6 @@ STATUS: dict[Kind, int] = {  # of the answer to an error
     Kind.MEDIA_TYPE: 415,
     Kind.BUSY: 429,
     Kind.INTERNAL: 500,
-    Kind.UNSUPPORTED: 501,
     Kind.UNAVAILABLE: 503,
 }
 RETRY_MS = 1000  # where an error that passes by itself names no time

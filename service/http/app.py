@@ -15,45 +15,41 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-import batchengine
 from batchengine import errors
 from batchengine.config import keys
 from batchengine.core import BatchEngineError
 from service.engine_api import check_serving
 from service.http import relay, sessions
-from service.http.access import address_of, check_content
+from service.http.access import address_of
 from service.http.admission import (
     CALLER,
     HEADERS,
     REQUEST_ID,
     SERVICE,
-    Admission,
     Live,
     Service,
-    read_body,
+    prompt_limits,
+    read_json_body,
 )
 from service.http.answers import STATUS, error_headers, json_answer
-from service.protocols import carriers, reading, requests
+from service.http.routes import models, openapi, queue, route, texts, unbuilt
+from service.http.routes.route import Route
+from service.protocols import reading, requests
 from service.protocols.formatter import Formatter
-from service.protocols.openai.chat import CHAT
-from service.protocols.protocol import PromptLimits, Protocol
-from service.protocols.table import BY_ROUTE
-from service.session_ids import printable
+from service.protocols.protocol import Protocol
+from service.protocols.table import BY_ROUTE, protocol_of
 
 log = logging.getLogger("batchengine.service")
 
-BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
 UNREAD = (errors.TOO_MANY_BODIES.code, errors.MALFORMED_HTTP.code)  # the body, or its rest
 UNKNOWN_COUNTED_MAX = 64  # names of ignored fields that one body adds to the metrics
 _TARGET = re.compile(r"[!-~]{1,4096}")
+_HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1024}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-NOT_BUILT = (
-    "responses", "messages", "embeddings", "rerank", "moderations", "batches", "files", "uploads",
-    "assistants", "threads", "vector_stores", "audio/{rest:.*}", "images/{rest:.*}",
-    "fine_tuning/{rest:.*}",
-)  # fmt: skip
+CORS_SECONDS = 600  # in which a page need not ask again
+GENERATED = ("application/json", "text/event-stream")
 
 
 def build(service: Service) -> web.Application:
@@ -63,19 +59,9 @@ def build(service: Service) -> web.Application:
     )
     app[SERVICE] = service
     app.on_response_prepare.append(_name_server)
-    for route in BY_ROUTE:
-        app.router.add_post(route, _generate, expect_handler=_expect)
-    app.router.add_get("/v1/models", _models, expect_handler=_expect)
-    app.router.add_get("/v1/models/{model:.+}", _model, expect_handler=_expect)
-    app.router.add_get("/models", _models, expect_handler=_expect)
-    app.router.add_get("/health", _health, expect_handler=_expect)
-    app.router.add_get("/metrics", _metrics, expect_handler=_expect)
-    app.router.add_get("/props", _props, expect_handler=_expect)
-    sessions.add(app, _expect)
-    for path in NOT_BUILT:
-        app.router.add_route("*", f"/v1/{path}", _not_built, expect_handler=_expect)
-        if "{" not in path:
-            app.router.add_route("*", f"/v1/{path}/{{rest:.*}}", _not_built, expect_handler=_expect)
+    for row in ROUTES:
+        route.add(app, row, _expect)
+    app[openapi.DOCUMENT] = openapi.document(ROUTES, has_keys=bool(service.config.auth))
     # aiohttp's own 404 and 405 would answer Expect in front of `_guard`
     app.router.add_route("*", "/{rest:.*}", _nowhere, expect_handler=_expect)
     return app
@@ -149,8 +135,7 @@ def _error_of(request: web.Request, error: Exception) -> tuple[BatchEngineError,
 
 
 def _error_response(error: BatchEngineError, status: int, path: str) -> web.Response:
-    """The error object of the protocol that `path` belongs to; of other paths OpenAI's."""
-    body = BY_ROUTE.get(path, CHAT).error(error)
+    body = protocol_of(path).error(error)
     response = json_answer(body, status, error_headers(error))
     if status in (408, 413, 417) or error.code in UNREAD:
         response.force_close()  # the rest of the body is not worth reading
@@ -165,7 +150,7 @@ def _http_error(request: web.Request, error: web.HTTPException) -> BatchEngineEr
         return errors.WRONG_METHOD(method=request.method, usable=usable, allowed=", ".join(allowed))
     if error.status == 404:
         path = request.path if _TARGET.fullmatch(request.path) else "there"
-        return errors.UNKNOWN_ROUTE(method=request.method, path=path)
+        return unbuilt.refusal(request.method, path, PATHS)
     return errors.MALFORMED_HTTP()
 
 
@@ -174,6 +159,9 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Checks Host, Origin and API key before any route; also before 404 and 405."""
     service, now = request.app[SERVICE], time.monotonic()
     service.origin_policy.check(request.headers)
+    request[HEADERS] |= service.origin_policy.consent(request.headers)
+    if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
+        return _preflight(request)
     address = address_of(request.transport and request.transport.get_extra_info("peername"))
     try:
         caller = service.keyring.identify(request.headers)
@@ -188,14 +176,17 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
-async def _read_body(request: web.Request, admission: Admission) -> bytearray:
-    """The bytes of a POST, never more than allowed; raises 400, 408, 413, 415 or 503."""
-    check_content(request.headers, request.content_type, request.charset)
-    service = request.app[SERVICE]
-    bytes_max = service.config.server.body_bytes_max
-    if service.engine.phase != "loading":
-        bytes_max = min(bytes_max, requests.body_bytes_max(service.engine.info.context_tokens))
-    return await read_body(request, bytes_max, BODY_SECONDS_MAX, admission)
+def _preflight(request: web.Request) -> web.Response:
+    """The answer to a browser that asks, without a key, what a page of an allowed origin may
+    send; for the page of this daemon there is nothing to ask."""
+    asked = request.headers.get("Access-Control-Request-Headers", "")
+    allowed = asked if _HEADER_NAMES.fullmatch(asked) else "*"
+    headers = {
+        "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",
+        "Access-Control-Allow-Headers": allowed,
+        "Access-Control-Max-Age": str(CORS_SECONDS),
+    }
+    return web.Response(status=204, headers=headers)
 
 
 async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatter, Live]:
@@ -203,16 +194,12 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
     service = request.app[SERVICE]
     engine, config = service.engine, service.config
     with service.admit(request[CALLER].tenant) as admission:
-        data = await _read_body(request, admission)
+        data = await read_json_body(request, admission)
         if not service.accepting:
             raise errors.DRAINING()
         check_serving(engine)
-        info = engine.info
-        limits = PromptLimits(
-            info.context_tokens, info.vocab_size, config.limits.tokens_max_default
-        )
         strict = config.server.strict_fields or request.query.get("strict") == "1"
-        question = reading.encode(reading.Question(protocol.name, limits, strict))
+        question = reading.encode(reading.Question(protocol.name, prompt_limits(service), strict))
         answer = await engine.text.read(question, memoryview(data), tenant=request[CALLER].tenant)
         found = reading.decode_reading(answer)
         for name in found.ignored[:UNKNOWN_COUNTED_MAX]:
@@ -221,7 +208,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],
         )  # fmt: skip
-        requests.fill(job, found.fields, found.prompt(), info)
+        requests.fill(job, found.fields, found.prompt(), engine.info)
         generations = await requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))
         return protocol.formatter(job), live
@@ -247,53 +234,6 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         service.leave(live, live.outcome)
 
 
-def _model_row(service: Service, name: str) -> dict[str, object]:
-    info = service.engine.info
-    return {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "batchengine",
-        "context_length": info.context_tokens,
-        "max_model_len": info.context_tokens,
-        "meta": {
-            "n_ctx": info.context_tokens,
-            "n_ctx_train": info.context_trained,
-            "n_params": info.n_params,
-            "n_vocab": info.vocab_size,
-            "size": info.file_bytes,
-            "architecture": info.arch,
-            "quantisation": info.quantisation,
-        },
-        "capabilities": ["completion", *(["chat"] if info.has_chat_template else [])],
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
-        "status": {"value": "loaded"},
-        "class": str(carriers.alias_class(name) or service.config.sla.default_class),
-    }
-
-
-def _served(service: Service) -> list[str]:
-    if service.engine.phase == "loading":
-        raise errors.LOADING(progress=service.engine.progress)
-    return carriers.model_names(service.engine.info.model_id, service.config.model.aliases)
-
-
-async def _models(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    rows = [_model_row(service, name) for name in _served(service)]
-    return json_answer({"object": "list", "data": rows})
-
-
-async def _model(request: web.Request) -> web.Response:
-    service = request.app[SERVICE]
-    asked = request.match_info["model"]
-    names = _served(service)
-    if asked not in names:
-        asked = printable(asked)
-        raise errors.UNKNOWN_MODEL(asked=asked, served=", ".join(names))
-    return json_answer(_model_row(service, asked))
-
-
 async def _health(request: web.Request) -> web.Response:
     """200 only when a request sent now would be computed."""
     service = request.app[SERVICE]
@@ -316,36 +256,6 @@ async def _metrics(request: web.Request) -> web.Response:
     return web.Response(body=text, headers={"Content-Type": content_type})
 
 
-async def _props(request: web.Request) -> web.Response:
-    """The properties that llama-server clients read: context size and template features."""
-    service = request.app[SERVICE]
-    _served(service)
-    info = service.engine.info
-    return json_answer(
-        {
-            "default_generation_settings": {
-                "n_ctx": info.context_tokens,
-                "params": {"max_tokens": -1, "n_predict": -1, "temperature": 1.0, "top_p": 1.0},
-            },
-            "total_slots": service.config.lanes[0].entries_max,
-            "model_alias": info.model_id,
-            "model_path": info.path.rpartition("/")[2],  # the name, not where it lies
-            "modalities": {"vision": False, "audio": False},
-            "chat_template_caps": {
-                "supports_tools": info.has_chat_template,
-                "supports_tool_calls": False,
-                "supports_typed_content": True,
-                "supports_reasoning_effort": False,
-            },
-            "build_info": f"batchengine {batchengine.__version__}",
-        }
-    )
-
-
-async def _not_built(request: web.Request) -> web.Response:
-    raise errors.NOT_SUPPORTED(path=request.path)
-
-
 async def _nowhere(request: web.Request) -> web.Response:
     """Raises 405 where another method has a route, else 404."""
     allowed: set[str] = set()
@@ -354,3 +264,27 @@ async def _nowhere(request: web.Request) -> web.Response:
     if allowed := allowed - {"*"}:  # "*" is this route
         raise web.HTTPMethodNotAllowed(request.method, allowed)
     raise web.HTTPNotFound
+
+
+_STRICT = (("strict", "1 = refuse fields that the daemon does not know"),)
+
+ROUTES = (
+    *(
+        Route(
+            "POST", path, _generate, f"Generates: {one.body.__name__} in, an answer or its events"
+            " out.", "generation", one.body, _STRICT, GENERATED,
+        )
+        for path, one in BY_ROUTE.items()
+    ),
+    *texts.ROUTES,
+    *models.ROUTES,
+    *sessions.ROUTES,
+    Route("GET", "/health", _health, "200 = a request sent now is computed.", "operation"),
+    Route(
+        "GET", "/metrics", _metrics, "Numbers for Prometheus.", "operation",
+        content=("text/plain",),
+    ),
+    *queue.ROUTES,
+    *openapi.ROUTES,
+)  # fmt: skip
+PATHS = tuple(dict.fromkeys(row.path for row in ROUTES))

@@ -38,6 +38,7 @@ BACKLOG = 1024
 # a client that vanished without a word is noticed after a minute: its request is computed no more
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 HEADER_BYTES_MAX = 8190
+TLS_HELLO = b"\x16\x03"  # the first bytes of a client that speaks TLS
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -82,7 +83,8 @@ class Connection(web.RequestHandler):
     errors as JSON, also for a body that turns out to be malformed while it is read."""
 
     __slots__ = (
-        "_body", "_deadline", "_idle_since", "_is_resuming", "_look_at", "_stream", "_unsent",
+        "_body", "_deadline", "_has_begun", "_idle_since", "_is_resuming", "_look_at", "_stream",
+        "_unsent",
     )  # fmt: skip
 
     def __init__(self, manager: web.Server, *, loop: asyncio.AbstractEventLoop, **kw: Any) -> None:
@@ -91,6 +93,7 @@ class Connection(web.RequestHandler):
         self._stream: asyncio.Transport | None = None  # also while aiohttp waits for its close
         self._body: StreamReader | None = None  # of the last request
         self._idle_since = loop.time()
+        self._has_begun = False  # a byte was received
         self._is_resuming = False
         self._unsent = 0  # bytes when the client was last looked at; 0 = it takes what is sent
         self._look_at = 0.0  # loop time of the next look
@@ -102,6 +105,12 @@ class Connection(web.RequestHandler):
         self._deadline = loop.call_later(FIRST_REQUEST_SECONDS, self._give_up)
 
     def data_received(self, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            if data.startswith(TLS_HELLO) and self._stream is not None:
+                self._stream.write(_canned("400 Bad Request", errors.LOOKS_LIKE_TLS()))
+                self._stream.close()
+                return
         super().data_received(data)
         if not self._messages:
             return
@@ -187,16 +196,21 @@ class Connection(web.RequestHandler):
         return response
 
 
+def _canned(status: str, error: BatchEngineError) -> bytes:
+    """A whole answer, after which the connection is closed."""
+    body = msgspec.json.encode(error_object(error))
+    head = [f"HTTP/1.1 {status}", "Content-Type: application/json"]
+    head += [f"{name}: {value}" for name, value in error_headers(error).items()]
+    head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
+    return "\r\n".join(head).encode() + body
+
+
 class Refusal(asyncio.Protocol):
     """A connection beyond the cap: one canned 503, then closed."""
 
     def __init__(self, connections_max: int) -> None:
         error = errors.TOO_MANY_CONNECTIONS(connections_max=connections_max)
-        body = msgspec.json.encode(error_object(error))
-        head = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json"]
-        head += [f"{name}: {value}" for name, value in error_headers(error).items()]
-        head += [f"Content-Length: {len(body)}", "Connection: close", "", ""]
-        self._answer = "\r\n".join(head).encode() + body
+        self._answer = _canned("503 Service Unavailable", error)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         stream = cast("asyncio.Transport", transport)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +23,7 @@ from service.http import relay
 from service.http.access import check_changes, check_content
 from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, read_body
 from service.http.answers import json_answer
+from service.http.routes.route import Route
 from service.operations import OPERATIONS, Operation
 from service.protocols import requests, strict_json
 from service.protocols.table import BY_NAME
@@ -35,27 +36,13 @@ TURN_CHARS_MAX = 128
 TOKENS_MAX = 1 << 24
 ROWS_AT_ONCE = 256  # of a listing, between two chances for other tasks
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Expect = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
-
-
-def add(app: web.Application, expect: Expect) -> None:
-    """Adds every route of this module; `expect` answers the Expect header."""
-    app.router.add_get("/v1/sessions", _list, expect_handler=expect)
-    router = app.router
-    adders = {"GET": router.add_get, "POST": router.add_post, "DELETE": router.add_delete}
-    for operation in OPERATIONS:
-        adders[operation.method](operation.path, _handler(operation), expect_handler=expect)
-    # no HEAD: it would take the turn over from its reader, and has no body for its events
-    app.router.add_get("/v1/stream", _stream, allow_head=False, expect_handler=expect)
-
 
 def _text(chars_max: int) -> Any:
     text: Any = Annotated[str, Meta(min_length=1, max_length=chars_max)]
     return text | None
 
 
-def _handler(operation: Operation) -> Handler:
+def _route(operation: Operation) -> Route:
     """The route of one row."""
     fields: list[tuple[str, Any, Any]] = [
         (one.body, _text(one.chars_max), None) for one in operation.arguments
@@ -77,7 +64,11 @@ def _handler(operation: Operation) -> Handler:
         answer = operations.public({**found, "turns": []})
         return json_answer(answer | {"turns": await _public_rows(turns)})
 
-    return handle
+    takes_body = operation.method == "POST" and fields
+    return Route(
+        operation.method, operation.path, handle, operation.synopsis, "sessions",
+        body if takes_body else None,
+    )  # fmt: skip
 
 
 def _ready(request: web.Request) -> Service:
@@ -154,6 +145,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
             include_usage=request.query.get("include_usage", "1") != "0",
             route=requests.route_name(service.engine),
             seed=asked.sampling.seed,
+            fingerprint=service.engine.info.fingerprint,
             predict=lambda: service.engine.predicted(asked.request_id),
             requests=[asked],
         )
@@ -204,3 +196,21 @@ def _position(request: web.Request) -> tuple[str, int]:
             " the number; from=0 streams the last turn from its beginning",
         )
     return turn_id, int(text)
+
+
+ROUTES = (
+    Route("GET", "/v1/sessions", _list, "The caller's sessions in memory.", "sessions"),
+    *map(_route, OPERATIONS),
+    Route(
+        "GET", "/v1/stream", _stream, "The last turn of a session again, and what follows.",
+        "sessions",
+        query=(
+            ("session_id", "an x-batchengine-session-id, or the client's own id"),
+            ("from", "how many tokens of the answer the reader has; 0 = all are sent"),
+            ("turn", "the part of the last id: line before the colon, beside `from`"),
+            ("include_usage", "0 = without the usage chunk"),
+        ),
+        content=("text/event-stream",),
+        head=False,  # it would take the turn over from its reader, and has no body for its events
+    ),
+)  # fmt: skip

@@ -20,6 +20,7 @@ class PromptEncoder(typing.Protocol):
     """Tokenizer and chat template, as `batchengine.text.encoder` has them."""
 
     def encode(self, text: str, *, special: bool) -> list[int]: ...
+    def piece(self, token: int) -> bytes: ...
     def encode_chat(
         self,
         messages: list[dict[str, Any]],
@@ -34,6 +35,11 @@ class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
     context_tokens: int
     vocab_size: int
     tokens_max_default: int
+
+
+def input_tokens(count: int) -> dict[str, object]:
+    """OpenAI's object of a counted prompt."""
+    return {"object": "response.input_tokens", "input_tokens": count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ class Protocol(Generic[Body]):
     formatter: Callable[[HttpJob], Formatter]
     error: Callable[[BatchEngineError], dict[str, object]]  # the JSON of a refusal
     common: Callable[[Body], Common] = schema.common_fields
+    count_route: str = ""  # path of the POST that counts the tokens of a body's prompt
+    counted: Callable[[int], dict[str, object]] = input_tokens  # its answer
 
     def parse(self, data: bytes | bytearray) -> tuple[Body, list[str]]:
         """A request's body, and the names of fields in it that change nothing; raises 400."""

@@ -14,6 +14,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
+from service.protocols.llama import texts
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
 from service.protocols.schema import Common
@@ -28,6 +29,7 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
     protocol: str
     limits: PromptLimits
     strict: bool = False  # refuse unknown fields
+    task: str = ""  # one of `texts.TASKS` instead of a generation
 
 
 class Reading(msgspec.Struct, array_like=True, frozen=True):
@@ -68,9 +70,12 @@ decode_reading = msgspec.msgpack.Decoder(Reading).decode
 
 
 def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
-    """A `Reading` of the body `data`, as msgpack; raises BatchEngineError 400."""
+    """A `Reading` of the body `data`, as msgpack, or the answer of a task, as JSON; raises
+    BatchEngineError 400."""
     asked = _decode_question(question)
     protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
+    if asked.task:
+        return texts.TASKS[asked.task](text, protocol, asked.limits, data)
     body, ignored = protocol.parse(data)
     if ignored and asked.strict:
         raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])

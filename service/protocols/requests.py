@@ -86,6 +86,7 @@ class HttpJob:
     seed: int
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since the epoch
     service_tier: str | None = None
+    fingerprint: str | None = None  # of model and arithmetic
     choices_per_prompt: int = 1
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None
     echo: bytes = NOTHING  # as in `Prompt`; of a stream that resumes a turn it is lost
@@ -149,6 +150,7 @@ def open_job(
         route=route_name(engine),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         service_tier=None if body.service_tier is None else carriers.SERVED_TIER[sla.sla_class],
+        fingerprint=engine.info.fingerprint,
         choices_per_prompt=body.n or 1,
         predict=lambda: engine.predicted(request_id),
     )

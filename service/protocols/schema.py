@@ -132,6 +132,7 @@ class CompletionRequest(Common, kw_only=True):
 
 
 Body = TypeVar("Body", bound=Common)
+Kind = TypeVar("Kind", bound=Struct)
 
 # Fields of the `batchengine` object that are accepted and have no effect.
 EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
@@ -147,15 +148,20 @@ def read_request(kind: type[Body], values: dict[str, object]) -> tuple[Body, lis
     Raises BatchEngineError 400 whose `param` is the path of the first wrong field.
     """
     known = set(kind.__struct_encode_fields__)
-    try:
-        body = msgspec.convert(values, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+    body = convert(kind, values)
     unknown = [printable(name) for name in values if name not in known]
     for name in EXTENSION_UNREAD:
         if getattr(body.batchengine, name, None) is not None:
             unknown.append(f"batchengine.{name}")
     return body, unknown
+
+
+def convert(kind: type[Kind], values: dict[str, object]) -> Kind:
+    """`values` as a `kind`; raises BatchEngineError 400 as `read_request` does."""
+    try:
+        return msgspec.convert(values, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
 
 
 def _field_error(text: str) -> BatchEngineError:

@@ -1,4 +1,7 @@
-"""The table of HTTP protocols, from which the application makes its generation routes."""
+"""The table of HTTP protocols, from which the application makes its generation routes.
+
+Each route under /v1 has an alias without it, as llama-server has them.
+"""
 
 from __future__ import annotations
 
@@ -10,4 +13,16 @@ from service.protocols.protocol import Protocol
 
 PROTOCOLS: tuple[Protocol[Any], ...] = (CHAT, COMPLETIONS)  # Any: each row has its own body
 BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
-BY_ROUTE = {route: protocol for protocol in PROTOCOLS for route in protocol.routes}
+
+
+def _with_aliases(routes: dict[str, Protocol[Any]]) -> dict[str, Protocol[Any]]:
+    return routes | {path.removeprefix("/v1"): protocol for path, protocol in routes.items()}
+
+
+BY_ROUTE = _with_aliases({route: one for one in PROTOCOLS for route in one.routes})
+BY_COUNT_ROUTE = _with_aliases({one.count_route: one for one in PROTOCOLS if one.count_route})
+
+
+def protocol_of(path: str) -> Protocol[Any]:
+    """The protocol whose error object answers on `path`; of other paths OpenAI's."""
+    return BY_ROUTE.get(path) or BY_COUNT_ROUTE.get(path) or CHAT

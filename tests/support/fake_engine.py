@@ -129,6 +129,9 @@ class FakeEngine:
             vocab_size=VOCAB_SIZE,
             quantisation="Q4_0",
             has_chat_template=True,
+            created=1_700_000_000,
+            model_hash="fade" * 16,
+            arith_id="cafe" * 16,
         )
 
     async def start(self, on_stage: Callable[[Stage], None]) -> None:
@@ -392,7 +395,15 @@ class FakeEngine:
 
     def requests(self) -> Sequence[Mapping[str, Any]]:
         return [
-            {"request_id": g.request_id, "class": str(g.request.sla.sla_class)}
+            {
+                "request_id": g.request_id,
+                "session_id": g.session_id,
+                "tenant": g.request.tenant,
+                "class": str(g.request.sla.sla_class),
+                "position": None,
+                "eta_ms": None,
+                "lane": "cpu",
+            }
             for g in self.generations
             if not g.finished
         ]

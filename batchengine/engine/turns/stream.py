@@ -75,6 +75,7 @@ class Generation:
         self.resumed_tokens = 0  # of completion_tokens: computed for an earlier stream
         self.reuse_reason = ""
         self.lane = ""
+        self.queued: QueuedEvent | None = None  # the last place that was reported
         self.lane_wait_ms = 0.0  # predicted when its lane was chosen
         self.cancelled = False
         self.finished = False  # the last event is queued; events may be unread
@@ -148,6 +149,8 @@ class Generation:
         """Queue an event for the reader; tokens wait for `release`. Does nothing after the end."""
         if self.finished:
             return
+        if isinstance(event, QueuedEvent):
+            self.queued = event
         if isinstance(event, TokenEvent):
             self._shown += 1
             if self._shown <= (self.resumes or 0):

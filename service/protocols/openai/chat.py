@@ -215,4 +215,5 @@ CHAT = Protocol(
     read_prompt=read_prompt,
     formatter=ChatFormatter,
     error=error_object,
+    count_route="/v1/chat/completions/input_tokens",
 )

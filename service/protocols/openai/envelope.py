@@ -31,7 +31,6 @@ ERROR_TYPES: dict[Kind, str] = {
     Kind.MEDIA_TYPE: _INVALID,
     Kind.BUSY: "rate_limit_error",
     Kind.INTERNAL: "server_error",
-    Kind.UNSUPPORTED: "not_supported_error",
     Kind.UNAVAILABLE: "server_error",
 }
 
@@ -161,6 +160,7 @@ class OpenAIFormatter(Formatter):
             "object": kind,
             "created": self.job.created,
             "model": self.job.model,
+            "system_fingerprint": self.job.fingerprint,
             "choices": choices,
         }
         if self.job.stream and self.job.include_usage:

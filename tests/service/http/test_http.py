@@ -13,7 +13,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.core import SlaClass
-from service.http import app, listener
+from service.http import admission, listener
 from tests.support.fake_engine import (
     MODEL_ID,
     FakeEngine,
@@ -527,7 +527,7 @@ async def test_half_a_request_does_not_hold_a_connection(monkeypatch: pytest.Mon
 
 
 async def test_a_body_that_never_ends_is_answered_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "BODY_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(admission, "BODY_SECONDS_MAX", 0.2)
     async with serving() as served:
         answer = await served.raw(
             b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -1,0 +1,51 @@
+"""Routes that tokenise and count prompts; a text process does the work, within its limits."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from service.engine_api import check_serving
+from service.http.admission import CALLER, SERVICE, prompt_limits, read_json_body
+from service.http.routes.route import Handler, Route
+from service.protocols import reading
+from service.protocols.llama.texts import DetokenizeRequest, TokenizeRequest
+from service.protocols.openai.chat import CHAT
+from service.protocols.table import BY_COUNT_ROUTE
+
+
+def _handler(task: str, protocol: str = CHAT.name) -> Handler:
+    """The handler of one task of `service.protocols.llama.texts`."""
+
+    async def handle(request: web.Request) -> web.Response:
+        service, tenant = request.app[SERVICE], request[CALLER].tenant
+        with service.admit(tenant) as admission:
+            data = await read_json_body(request, admission)
+            check_serving(service.engine)
+            question = reading.Question(protocol, prompt_limits(service), task=task)
+            answer = await service.engine.text.read(
+                reading.encode(question), memoryview(data), tenant=tenant
+            )
+        return web.Response(body=answer, content_type="application/json")
+
+    return handle
+
+
+_COUNTED = "How many tokens the prompt of this body has."
+
+ROUTES = (
+    *(
+        Route("POST", path, _handler("count", one.name), _COUNTED, "text", one.body)
+        for path, one in BY_COUNT_ROUTE.items()
+    ),
+    Route(
+        "POST", "/apply-template", _handler("apply-template"), "The text of a chat's prompt.",
+        "text", CHAT.body,
+    ),
+    Route(
+        "POST", "/tokenize", _handler("tokenize"), "The tokens of a text.", "text", TokenizeRequest
+    ),
+    Route(
+        "POST", "/detokenize", _handler("detokenize"), "The text of tokens.", "text",
+        DetokenizeRequest,
+    ),
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Routes that llama-server has beside those of OpenAI."""
