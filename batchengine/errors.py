@@ -422,14 +422,14 @@ PAGE_REFUSED = Problem("BE1734", Kind.FORBIDDEN, "origin_not_allowed",
     "a web page may have sent this request, which takes a running answer over",
     "it names its session in the address alone, as an image on any page could",
     "name the session in the header {header}")
-ANSWER_TOO_LARGE = Problem("BE1750", Kind.INVALID, "answer_too_large",
-    "the answer would be larger than {mib} MiB", fix="send a part of it at a time")
-LOOKS_LIKE_TLS = Problem("BE1751", Kind.INVALID, "malformed_http",
-    "this looks like TLS", "the port speaks plain HTTP", "use http:// instead of https://")
 TOO_MANY_OF_KEY = Problem("BE1735", Kind.BUSY, "too_many_requests",
     "{running:,} requests of this key are open",
     "the rest of the {limit:,} is for other keys",
     "wait for the answers, or raise auth.keys.NAME.streams_max", retry_ms=2000)
+ANSWER_TOO_LARGE = Problem("BE1750", Kind.INVALID, "answer_too_large",
+    "the answer would be larger than {mib} MiB", fix="send a part of it at a time")
+LOOKS_LIKE_TLS = Problem("BE1751", Kind.INVALID, "malformed_http",
+    "this looks like TLS", "the port speaks plain HTTP", "use http:// instead of https://")
 
 # ----------------------------------------------------------------- 21: frames between processes
 FRAME_MAGIC = Problem("BE2101", Kind.INTERNAL, _DEFECT, "not a batchengine frame", "{why}")

@@ -12,8 +12,8 @@ import pytest
 
 from batchengine.config import ApiKey, Config
 from service.http import admission
-from service.protocols import chat as chat_module
 from service.protocols import requests
+from service.protocols.openai import chat as chat_module
 from tests.support.engines import until
 from tests.support.fake_engine import (
     CONTEXT_TOKENS,
