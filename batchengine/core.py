@@ -17,7 +17,11 @@ PAGE_TOKENS = 256  # tokens per KV page; part of the format (docs/numerics.md, 7
 SUPERPAGE_PAGES = 4  # whose attention is folded as one: pages move between daemons in these
 ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
 LOGPROBS_MAX = 20
-FORM_CHAT, FORM_TEXT = "chat", "text"  # of a request, and of the events of its answer
+FORM_CHAT, FORM_TEXT, FORM_RESPONSES = (
+    "chat",
+    "text",
+    "responses",
+)  # of a request, and of the events of its answer
 
 
 class Kind(enum.Enum):

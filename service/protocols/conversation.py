@@ -51,6 +51,7 @@ class Conversation:
     logprobs: int = -1
     param: str = "messages"
     echo: bytes = NOTHING
+    unread: tuple[str, ...] = ()  # as in `Prompt`
 
 
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
@@ -71,6 +72,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         call_ids(conversation.messages),
         constraint=conversation.response,
         echo=conversation.echo,
+        unread=conversation.unread,
     )
 
 

@@ -77,10 +77,11 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     if asked.task:
         return texts.TASKS[asked.task](text, protocol, asked.limits, data)
     body, ignored = protocol.parse(data)
-    if ignored and asked.strict:
-        raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
     protocol.check(body)
     prompt = protocol.read_prompt(body, text, asked.limits)
+    ignored += prompt.unread
+    if ignored and asked.strict:
+        raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
     return encode(
         Reading(
             protocol.common(body),

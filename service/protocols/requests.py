@@ -57,7 +57,8 @@ class Prompt:
     """The part of a request that its protocol reads; all else is common to all protocols.
 
     `param` is the field that errors about the size name. `logprobs` as in `core.Sampling`.
-    `echo` is JSON of the request that the protocol's formatter repeats in its answer.
+    `echo` is JSON of the request that the protocol's formatter repeats in its answer. `unread` are
+    names of what was accepted and changes nothing.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -68,6 +69,7 @@ class Prompt:
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
     echo: bytes = NOTHING
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)

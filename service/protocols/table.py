@@ -10,8 +10,9 @@ from typing import Any
 from service.protocols.openai.chat import CHAT
 from service.protocols.openai.completions import COMPLETIONS
 from service.protocols.protocol import Protocol
+from service.protocols.responses.responses import RESPONSES
 
-PROTOCOLS: tuple[Protocol[Any], ...] = (CHAT, COMPLETIONS)  # Any: each row has its own body
+PROTOCOLS: tuple[Protocol[Any], ...] = (CHAT, COMPLETIONS, RESPONSES)  # Any: each has its body
 BY_NAME = {protocol.name: protocol for protocol in PROTOCOLS}
 
 

@@ -37,7 +37,7 @@ ERROR_TYPES: dict[Kind, str] = {
 Chunk = dict[str, object]
 
 _encoder = msgspec.json.Encoder()
-_LATER = msgspec.Raw(b"[\0]")  # a list that is sent item by item: JSON has no NUL elsewhere
+LATER = msgspec.Raw(b"[\0]")  # a list that is sent item by item: JSON has no NUL elsewhere
 LIST_ITEMS = 32  # of such a list in one part; of up to 4 KiB each
 
 
@@ -76,17 +76,17 @@ class OpenAIFormatter(Formatter):
         return [*(self._event(chunk) for chunk in self._with_closing(chunks)), DONE]
 
     def whole(self) -> Iterator[bytes]:
-        body = self._with_facts(self._envelope(self.whole_object, _LATER))
+        body = self._with_facts(self._envelope(self.whole_object, LATER))
         head, tail = _encoder.encode(body).split(b"\0")
         yield head
         for index, answer in enumerate(self.answers):
             choice = self._choice(index, answer)
             if self.job.requests[index].sampling.logprobs >= 0:
-                choice["logprobs"] = self._logprobs(dict.fromkeys(self.logprob_lists, _LATER))
+                choice["logprobs"] = self._logprobs(dict.fromkeys(self.logprob_lists, LATER))
             start, *rest = _encoder.encode(choice).split(b"\0")
             yield b"," + start if index else start
             for name, after in zip(self.logprob_lists, rest, strict=False):
-                yield from _joined(answer.logprobs.get(name, []))
+                yield from joined(answer.logprobs.get(name, []))
                 yield after
         yield tail
 
@@ -177,7 +177,7 @@ class OpenAIFormatter(Formatter):
         return body
 
 
-def _joined(items: list[bytes]) -> Iterator[bytes]:
+def joined(items: list[bytes]) -> Iterator[bytes]:
     """The items of a JSON list, in parts."""
     for start in range(0, len(items), LIST_ITEMS):
         part = b",".join(items[start : start + LIST_ITEMS])

@@ -116,8 +116,9 @@ def test_only_the_last_choice_ends_the_stream() -> None:
 
 
 def test_every_row_is_found_by_name_and_route() -> None:
-    assert {"chat", "text"} == set(BY_NAME)  # stored turns contain these names
-    assert {"/v1/chat/completions", "/v1/completions"} == {p for p in BY_ROUTE if p[:4] == "/v1/"}
+    assert {"chat", "text", "responses"} == set(BY_NAME)  # stored turns contain these names
+    versioned = {path for path in BY_ROUTE if path.startswith("/v1/")}
+    assert versioned == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
     assert BY_ROUTE["/v1/completions"] is BY_NAME["text"]
 
 

@@ -1,0 +1,217 @@
+"""Events of a generation as the stream or the whole object of OpenAI Responses.
+
+Owns the response object: the fields of its request, its items, its status and usage. The
+log-probabilities of a stream are in the deltas alone, of a whole answer in its messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from batchengine.core import BatchEngineError, DoneEvent, Kind, TokenEvent, TokenLogprob
+from service.protocols.formatter import Formatter, SseEvent
+from service.protocols.openai.envelope import (
+    LATER,
+    Chunk,
+    joined,
+    logprob_number,
+    serving_object,
+    timings_object,
+)
+from service.protocols.output import OutputPart
+from service.protocols.requests import NOTHING, HttpJob
+from service.protocols.responses.output import OutputItems
+from service.protocols.responses.tools import ToolNames
+
+ID_PREFIX = "resp_"
+TURN_PREFIX = "req_"  # of a request's id, which is its turn's
+STATUS = {"length": "incomplete", "shutdown": "failed"}  # of a finish reason; else "completed"
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Echo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an answer repeats or needs of its request; JSON, as `Prompt.echo` carries it."""
+
+    fields: dict[str, msgspec.Raw] = {}
+    names: ToolNames = ToolNames()
+    encrypts: bool = False
+
+
+def response_id(turn_id: str) -> str:
+    """The id of the response that a turn makes."""
+    return ID_PREFIX + turn_id.removeprefix(TURN_PREFIX)
+
+
+def turn_id_of(given: str) -> str:
+    """The turn of a response's id."""
+    return TURN_PREFIX + given.removeprefix(ID_PREFIX)
+
+
+def echo_of(data: bytes) -> Echo:
+    """The `Echo` of a job; an empty one of a job that has none."""
+    return Echo() if data == NOTHING else msgspec.json.decode(data, type=Echo)
+
+
+def head(job: HttpJob, turn_id: str, echo: Echo) -> Chunk:
+    """A response that has not ended: all of it but status, output and usage."""
+    fields: Chunk = {
+        "id": response_id(turn_id),
+        "object": "response",
+        "created_at": job.created,
+        "status": "in_progress",
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "model": job.model,
+        "output": [],
+        **echo.fields,
+        "service_tier": job.service_tier or "default",
+        "usage": None,
+    }
+    return fields
+
+
+def ended(status: str) -> Chunk:
+    """The fields of a response that ended with this status."""
+    fields: Chunk = {"status": status}
+    if status == "completed":
+        fields["completed_at"] = int(time.time())
+    elif status == "incomplete":
+        fields["incomplete_details"] = {"reason": "max_output_tokens"}
+    elif status == "failed":
+        why = "the daemon stopped in the middle of this answer; send the request again"
+        fields["error"] = {"code": "server_error", "message": why}
+    return fields
+
+
+def usage_object(prompt: int, cached: int, made: int, reasoning: int) -> Chunk:
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": made,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + made,
+    }
+
+
+def error_fields(error: BatchEngineError) -> Chunk:
+    """The error of a response that failed. Clients know few codes, and retry `server_error`."""
+    is_wrong = error.kind in (Kind.INVALID, Kind.TOO_LARGE, Kind.CONFLICT)
+    code = error.name if is_wrong else "server_error"
+    return {"code": code, "message": str(error), "batchengine_code": error.code}
+
+
+class ResponsesFormatter(Formatter):
+    """Events with `sequence_number`, or one response object."""
+
+    def __init__(self, job: HttpJob) -> None:
+        super().__init__(job)
+        echo, turn = echo_of(job.echo), job.asked.request_id.removeprefix(TURN_PREFIX)
+        self._head = head(job, job.asked.request_id, echo)
+        self._items = OutputItems(turn, echo.names, encrypts=echo.encrypts)
+        self._sent = 0  # events
+        self._reasoning_tokens = 0
+        self._early: list[bytes] = []  # log-probabilities of tokens whose text is held back
+
+    # ---- streams ----
+
+    def opening(self) -> list[SseEvent]:
+        names = ("response.created", "response.in_progress")
+        return [self._event({"type": name, "response": self._head}) for name in names]
+
+    def noop(self) -> list[SseEvent]:
+        """The second event once more, as comments do not reset the watchdog of every client."""
+        self._sent -= 1
+        return [self._event({"type": "response.in_progress", "response": self._head})]
+
+    def failure(self, error: BatchEngineError) -> list[SseEvent]:
+        chunks = self._items.close("incomplete")
+        fields: Chunk = {"status": "failed", "error": error_fields(error)}
+        response = self._head | fields | {"output": self._items.done}
+        chunks.append({"type": "response.failed", "response": response})
+        return [self._event(chunk) for chunk in chunks]
+
+    def token(self, index: int, event: TokenEvent) -> list[SseEvent]:
+        events = super().token(index, event)
+        self._reasoning_tokens += self._items.in_reasoning
+        return events
+
+    def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        logprobs = [] if event.logprob is None else [msgspec.Raw(_logprob_item(event))]
+        chunks = self._items.push(parts, logprobs)
+        return [self._event(chunk) for chunk in chunks]
+
+    def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        chunks = self._items.push(parts, [])
+        status = STATUS.get(self.answers[0].finish_reason, "completed")
+        chunks += self._items.close("completed" if status == "completed" else "incomplete")
+        response = self._ended(status)
+        chunks.append({"type": f"response.{status}", "response": response})
+        return [self._event(chunk) for chunk in chunks]
+
+    # ---- whole answers ----
+
+    def _keep_logprob(self, index: int, event: TokenEvent) -> None:
+        self._early.append(_logprob_item(event))
+
+    def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
+        answer = self.answers[0]
+        super().collect(index, event)
+        self._items.push(answer.parts, [])
+        answer.parts.clear()
+        self._reasoning_tokens += self._items.in_reasoning and isinstance(event, TokenEvent)
+        if self._items.in_message:
+            self._items.logprobs[-1].extend(self._early)
+            self._early.clear()
+        elif self._items.is_begun:
+            self._early.clear()  # of reasoning or of a call
+
+    def whole(self) -> Iterator[bytes]:
+        status = STATUS.get(self.answers[0].finish_reason, "completed")
+        self._items.close("completed" if status == "completed" else "incomplete")
+        messages = [item for item in self._items.done if item["type"] == "message"]
+        for item in messages:
+            item["content"] = [{**item["content"][0], "logprobs": LATER}]
+        start, *rest = _encode(self._ended(status)).split(b"\0")
+        yield start
+        for logprobs, after in zip(self._items.logprobs, rest, strict=True):
+            yield from joined(logprobs)
+            yield after
+
+    # ---- inner ----
+
+    def _ended(self, status: str) -> Chunk:
+        usage = self.answers[0].usage
+        numbers = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        return {
+            **self._head,
+            **ended(status),
+            "output": self._items.done,
+            "usage": usage_object(*numbers, self._reasoning_tokens),
+            "timings": timings_object(self.answers),
+            "batchengine": serving_object(self.job, self.answers),
+        }
+
+    def _event(self, chunk: Chunk) -> SseEvent:
+        name = str(chunk["type"])
+        data = _encode({"type": name, "sequence_number": self._sent, **chunk})
+        self._sent += 1
+        return SseEvent(data, name, "" if self.ids is None else self.ids.current)
+
+
+def _logprob_item(event: TokenEvent) -> bytes:
+    assert event.logprob is not None  # callers look first
+    top = [_logprob(one) for one in event.top]
+    return _encode(_logprob(event.logprob) | {"top_logprobs": top})
+
+
+def _logprob(one: TokenLogprob) -> Chunk:
+    return {
+        "token": one.text.decode("utf-8", "replace"),
+        "bytes": list(one.text),
+        "logprob": logprob_number(one.logprob),
+    }

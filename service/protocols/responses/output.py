@@ -1,0 +1,163 @@
+"""Output items of a response as they grow, and the events that say so.
+
+Owns the order of events: an item is added, its one part is added, grows and is done, then the item
+is done, before the next one begins. The items at the end are those that the events described.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from service.protocols.openai.envelope import Chunk
+from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
+from service.protocols.responses.items import encrypted
+from service.protocols.responses.tools import ToolNames, custom_input
+
+Fields = dict[str, Any]
+
+
+class OutputItems:
+    """The items of one response. `push` and `close` return events without sequence numbers."""
+
+    def __init__(self, turn: str, names: ToolNames, *, encrypts: bool) -> None:
+        """`turn` makes ids of items: a stream that is sent again has the same."""
+        self.done: list[Fields] = []
+        self.logprobs: list[list[bytes]] = []  # of each message, by its place among them
+        self._turn = turn
+        self._names = names
+        self._encrypts = encrypts
+        self._item: Fields | None = None  # that grows
+        self._text: list[str] = []  # of it, so far
+        self._calls = 0
+
+    @property
+    def in_message(self) -> bool:
+        """Whether the item that grows is a message."""
+        return self._item is not None and self._item["type"] == "message"
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the item that grows is reasoning."""
+        return self._item is not None and self._item["type"] == "reasoning"
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an item grows."""
+        return self._item is not None
+
+    def push(self, parts: Iterable[OutputPart], logprobs: list[msgspec.Raw]) -> list[Chunk]:
+        """The events of `parts`; the first text has the log-probabilities of its token."""
+        events: list[Chunk] = []
+        for part in parts:
+            match part:
+                case Text(text):
+                    if not self.in_message:
+                        events += self._begin_message()
+                    events.append(self._grow("output_text", text) | {"logprobs": logprobs})
+                    logprobs = []
+                case Reasoning(text):
+                    if not self.in_reasoning:
+                        events += self._begin_reasoning()
+                    events.append(self._grow("reasoning_text", text))
+                case CallStart(_, name):
+                    events += self._begin_call(name)
+                case CallArguments(_, json):
+                    if self._item is None or "call_id" not in self._item:
+                        continue
+                    grown = self._grow_call(json)
+                    events += [grown] if grown is not None else []
+        return events
+
+    def close(self, status: str = "completed") -> list[Chunk]:
+        """The events that end the item that grows."""
+        item, text = self._item, "".join(self._text)
+        if item is None:
+            return []
+        at, place = {"item_id": item["id"]}, {"output_index": len(self.done)}
+        events: list[Chunk] = []
+        kind = item["type"]
+        if kind == "function_call":
+            item["arguments"] = text
+            done = "response.function_call_arguments.done"
+            events.append({"type": done, **at, **place, "name": item["name"], "arguments": text})
+        elif kind == "custom_tool_call":
+            item["input"] = text = custom_input(text)
+            name = "response.custom_tool_call_input"
+            events.append({"type": f"{name}.delta", **at, **place, "delta": text})
+            events.append({"type": f"{name}.done", **at, **place, "input": text})
+        else:
+            part = _part(kind, text)
+            item["content"] = [part]
+            if kind == "reasoning" and self._encrypts:
+                item["encrypted_content"] = encrypted(text)
+            here = {**at, **place, "content_index": 0}
+            logprobs: Fields = {"logprobs": []} if kind == "message" else {}
+            done = f"response.{part['type']}.done"
+            events.append({"type": done, **here, "text": text, **logprobs})
+            events.append({"type": "response.content_part.done", **here, "part": part})
+        if "status" in item:
+            item["status"] = status
+        events.append({"type": "response.output_item.done", **place, "item": item})
+        self.done.append(item)
+        self._item, self._text = None, []
+        return events
+
+    def _begin_message(self) -> list[Chunk]:
+        self.logprobs.append([])
+        fields: Fields = {"role": "assistant", "content": []}
+        return self._begin("message", "msg", fields)
+
+    def _begin_reasoning(self) -> list[Chunk]:
+        fields: Fields = {"summary": [], "content": []}
+        return self._begin("reasoning", "rs", fields)
+
+    def _begin_call(self, name: str) -> list[Chunk]:
+        fields: Fields = {"call_id": f"call_{self._turn}{self._calls:02x}"}
+        self._calls += 1
+        if name in self._names.namespaces:
+            fields["namespace"], fields["name"] = self._names.namespaces[name]
+        else:
+            fields["name"] = name
+        if name in self._names.custom:
+            return self._begin("custom_tool_call", "ctc", fields | {"input": ""})
+        return self._begin("function_call", "fc", fields | {"arguments": ""})
+
+    def _begin(self, kind: str, prefix: str, fields: Fields) -> list[Chunk]:
+        """The events that end the item before and begin one of `kind`."""
+        events = self.close()
+        index = len(self.done)
+        item: Fields = {"id": f"{prefix}_{self._turn}{index:02x}", "type": kind}
+        if kind != "custom_tool_call":
+            item["status"] = "in_progress"
+        self._item = item | fields
+        added = {"type": "response.output_item.added", "output_index": index}
+        events.append({**added, "item": dict(self._item)})
+        if "content" in fields:
+            here = {"item_id": item["id"], "output_index": index, "content_index": 0}
+            part = _part(kind, "")
+            events.append({"type": "response.content_part.added", **here, "part": part})
+        return events
+
+    def _grow(self, kind: str, text: str) -> Chunk:
+        assert self._item is not None
+        self._text.append(text)
+        here = {"item_id": self._item["id"], "output_index": len(self.done), "content_index": 0}
+        return {"type": f"response.{kind}.delta", **here, "delta": text}
+
+    def _grow_call(self, json: str) -> Chunk | None:
+        """The event of more arguments; None for a custom tool, whose input is known at its end."""
+        assert self._item is not None
+        self._text.append(json)
+        if self._item["type"] == "custom_tool_call":
+            return None
+        here = {"item_id": self._item["id"], "output_index": len(self.done)}
+        return {"type": "response.function_call_arguments.delta", **here, "delta": json}
+
+
+def _part(kind: str, text: str) -> Fields:
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

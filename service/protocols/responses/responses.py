@@ -1,0 +1,54 @@
+"""POST /v1/responses: the row of the protocol table."""
+
+from __future__ import annotations
+
+import msgspec
+
+from batchengine.core import FORM_RESPONSES
+from service.protocols import conversation
+from service.protocols.conversation import Conversation
+from service.protocols.openai.envelope import error_object
+from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
+from service.protocols.requests import Prompt
+from service.protocols.responses import items, schema, tools
+from service.protocols.responses.formatter import Echo, ResponsesFormatter
+from service.protocols.responses.schema import ResponsesRequest
+
+_encode = msgspec.json.Encoder().encode
+
+
+def read_prompt(body: ResponsesRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
+    """The tokens of the input; raises 400."""
+    return conversation.read(_conversation(body), text, limits)
+
+
+def _conversation(body: ResponsesRequest) -> Conversation:
+    messages, items_unread = items.messages(body.input, body.instructions)
+    functions, names, tools_unread = tools.functions(body.tools)
+    fields = {name: msgspec.Raw(_encode(one)) for name, one in schema.repeated(body).items()}
+    echo = Echo(fields, names, schema.wants_encrypted(body))
+    effort = schema.effort(body)
+    return Conversation(
+        messages=messages,
+        tools=functions,
+        tool_choice=tools.tool_choice(body.tool_choice, functions, body.parallel_tool_calls),
+        response=schema.response_format(body),
+        template={} if effort is None else {"reasoning_effort": effort},
+        tokens_max=body.max_output_tokens,
+        logprobs=schema.logprobs(body),
+        param="input",
+        echo=_encode(echo),
+        unread=(*schema.unread(body), *items_unread, *tools_unread),
+    )
+
+
+RESPONSES = Protocol(
+    name=FORM_RESPONSES,
+    routes=("/v1/responses",),
+    body=ResponsesRequest,
+    check=schema.check,
+    read_prompt=read_prompt,
+    formatter=ResponsesFormatter,
+    error=error_object,
+    count_route="/v1/responses/input_tokens",
+)

@@ -1,0 +1,185 @@
+"""The body of POST /v1/responses, its checks, and the fields that its answer repeats.
+
+Owns the names and limits of the protocol's own fields; those of all protocols are in
+`service.protocols.schema`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+import msgspec
+from msgspec import Meta
+
+from batchengine import errors
+from batchengine.core import BatchEngineError, Constraint
+from service.protocols.schema import Common, Name, TokenCount
+
+ITEMS_MAX = 8192
+TOOLS_MAX = 512
+ID_CHARS_MAX = 256
+ECHO_BYTES_MAX = 64 << 10  # of instructions and tools; larger ones are not repeated
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+TOP_LOGPROBS_MAX = 20
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
+
+Fields = dict[str, Any]
+Id = Annotated[str, Meta(max_length=ID_CHARS_MAX)]
+
+
+class ResponsesRequest(Common, kw_only=True):
+    input: str | Annotated[list[Any], Meta(max_length=ITEMS_MAX)] | None = None
+    instructions: str | Annotated[list[Any], Meta(max_length=ITEMS_MAX)] | None = None
+    max_output_tokens: TokenCount | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    tools: Annotated[list[Fields], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: str | Fields | None = None
+    parallel_tool_calls: bool | None = None
+    text: Fields | None = None
+    reasoning: Fields | None = None
+    include: Annotated[list[Name], Meta(max_length=64)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    store: bool | None = None
+    previous_response_id: Id | None = None
+    conversation: Id | Fields | None = None
+    background: bool | None = None
+    background_options: Fields | None = None
+    truncation: Name | None = None
+    prompt: Fields | None = None
+    safety_identifier: Name | None = None
+    client_metadata: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
+    prompt_cache_options: Fields | None = None
+    prompt_cache_retention: Name | None = None
+
+
+def check(body: ResponsesRequest) -> None:
+    """Raises 400 for fields that would change the answer and are not implemented."""
+    if body.prompt is not None:
+        raise _unsupported("prompt", "stored prompts are not supported", "send input")
+    for name in ("previous_response_id", "conversation", "background"):
+        if getattr(body, name):
+            raise _unsupported(name, f"{name} is not supported", f"leave out {name}")
+    if body.n not in (None, 1):
+        raise _unsupported("n", "a response has one answer", "leave out n")
+    if body.truncation not in (None, "auto", "disabled"):
+        what = f"truncation {body.truncation[:40]!r} is unknown"
+        raise errors.INVALID_FIELD(param="truncation", what=what, fix='use "disabled"')
+    if body.background and body.store is False:
+        what = "a background response is stored until it is fetched"
+        raise errors.INVALID_FIELD(param="store", what=what, fix="leave out store or background")
+    if body.conversation is not None and body.previous_response_id is not None:
+        what = "conversation and previous_response_id both name what the input follows"
+        fix = "send one of them"
+        raise errors.INVALID_FIELD(param="previous_response_id", what=what, fix=fix)
+    if body.input is None and body.previous_response_id is None and body.conversation is None:
+        raise errors.MISSING_FIELD(param="input")
+    effort(body)
+    response_format(body)
+
+
+def unread(body: ResponsesRequest) -> list[str]:
+    """Names of fields and tools that are accepted and change nothing."""
+    found = [
+        name
+        for name in ("max_tool_calls", "prompt_cache_options", "prompt_cache_retention")
+        if getattr(body, name) is not None
+    ]
+    if body.truncation == "auto":
+        found.append("truncation")
+    if (body.text or {}).get("verbosity") is not None:
+        found.append("text.verbosity")
+    if (body.reasoning or {}).get("summary") is not None:
+        found.append("reasoning.summary")
+    known = (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED)
+    return found + [f"include.{name[:64]}" for name in body.include or () if name not in known]
+
+
+def effort(body: ResponsesRequest) -> str | None:
+    """How much the model reasons before its answer; raises 400."""
+    asked = (body.reasoning or {}).get("effort")
+    if asked is not None and asked not in EFFORTS:
+        what, fix = "reasoning.effort is unknown", "use one of " + ", ".join(EFFORTS)
+        raise errors.INVALID_FIELD(param="reasoning.effort", what=what, fix=fix)
+    return asked
+
+
+def response_format(body: ResponsesRequest) -> Constraint | None:
+    """The form that the answer's text must have, None = any; raises 400."""
+    asked: object = (body.text or {}).get("format")
+    if asked is None:
+        return None
+    fields = cast("Fields", asked) if isinstance(asked, dict) else {}
+    match fields.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return Constraint("json_schema", '{"type":"object"}')
+        case "json_schema" if isinstance(fields.get("schema"), dict):
+            return Constraint("json_schema", msgspec.json.encode(fields["schema"]).decode())
+        case _:
+            raise errors.INVALID_FIELD(
+                param="text.format",
+                what="text.format has a wrong value",
+                why="it is text, json_object, or json_schema with a schema",
+                fix='send {"type": "json_schema", "name": "…", "schema": {…}}',
+            )
+
+
+def logprobs(body: ResponsesRequest) -> int:
+    """As in `core.Sampling`."""
+    is_asked = bool(body.top_logprobs) or INCLUDE_LOGPROBS in (body.include or ())
+    return (body.top_logprobs or 0) if is_asked else -1
+
+
+def wants_encrypted(body: ResponsesRequest) -> bool:
+    """Whether reasoning items have `encrypted_content`, for clients that return only that."""
+    return INCLUDE_ENCRYPTED in (body.include or ())
+
+
+def conversation_id(body: ResponsesRequest) -> str | None:
+    """The client's name of the conversation that the input follows; raises 400."""
+    given = body.conversation
+    if isinstance(given, dict):
+        given = given.get("id")
+        if not isinstance(given, str) or len(given) > ID_CHARS_MAX:
+            what, fix = "conversation names none", 'send its id, or {"id": "…"}'
+            raise errors.INVALID_FIELD(param="conversation", what=what, fix=fix)
+    return given
+
+
+def repeated(body: ResponsesRequest) -> Fields:
+    """The fields of a request that its response repeats, with the defaults that were used."""
+    reasoning, text = body.reasoning or {}, body.text or {}
+    found: Fields = {
+        "background": bool(body.background),
+        "conversation": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "store": body.store is not False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": text.get("format") or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+    if (named := conversation_id(body)) is not None:
+        found["conversation"] = {"id": named}
+    large: Fields = {"instructions": None, "tools": [], "text": {"format": {"type": "text"}}}
+    if len(msgspec.json.encode([found[name] for name in large])) > ECHO_BYTES_MAX:
+        found |= large
+    return found
+
+
+def _unsupported(param: str, what: str, fix: str) -> BatchEngineError:
+    return errors.UNSUPPORTED_FIELD(param=param, what=what, fix=fix)

@@ -1,0 +1,176 @@
+"""Tools of a Responses request as functions of a chat, and their calls by the names of the request.
+
+Owns the names: a function inside a namespace is `NAMESPACE.NAME` to the model, a custom tool is a
+function with one text argument. Tools that a provider runs are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from service.protocols.conversation import ToolChoice
+
+Fields = dict[str, Any]
+HOSTED = (
+    "web_search", "web_search_preview", "file_search", "computer", "computer_use_preview",
+    "code_interpreter", "image_generation", "local_shell", "shell", "mcp", "tool_search",
+    "apply_patch", "programmatic_tool_calling",
+)  # fmt: skip
+CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
+NAME_CHARS_MAX = 256
+
+
+class ToolNames(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tools whose calls are written otherwise than those of a plain function."""
+
+    namespaces: dict[str, tuple[str, str]] = {}  # name to the model -> (namespace, name)
+    custom: tuple[str, ...] = ()  # names to the model
+
+
+def qualified(name: str, namespace: object) -> str:
+    """The name to the model of a function, which may be in a namespace."""
+    return f"{namespace}.{name}" if isinstance(namespace, str) and namespace else name
+
+
+def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list[str]]:
+    """The tools as functions of a chat, their other names, and the types that were left out."""
+    made: list[Fields] = []
+    namespaces: dict[str, tuple[str, str]] = {}
+    custom: list[str] = []
+    left_out: list[str] = []
+    for index, tool in enumerate(tools or ()):
+        where, kind = f"tools[{index}]", tool.get("type")
+        if kind == "function":
+            made.append(_function(tool, where))
+        elif kind == "custom":
+            made.append(_custom(tool, where))
+            custom.append(_name(tool, where))
+        elif kind == "namespace":
+            outer, inner = _name(tool, where), tool.get("tools")
+            if not isinstance(inner, list):
+                raise _wrong(where, "a namespace with a list of tools")
+            for number, one in enumerate(cast("list[object]", inner)):
+                at = f"{where}.tools[{number}]"
+                fields = cast("Fields", one) if isinstance(one, dict) else {}
+                name = qualified(_name(fields, at), outer)
+                namespaces[name] = outer, _name(fields, at)
+                if fields.get("type") == "custom":
+                    made.append(_custom(fields, at, name))
+                    custom.append(name)
+                else:
+                    made.append(_function(fields, at, name))
+        elif isinstance(kind, str) and kind.startswith(HOSTED):
+            left_out.append(f"tools.{kind[:64]}")
+        else:
+            raise _wrong(where, "a function, a custom tool or a namespace")
+    return made, ToolNames(namespaces, tuple(custom)), left_out
+
+
+def tool_choice(
+    given: str | Fields | None, tools: list[Fields], parallel: bool | None
+) -> ToolChoice:
+    """Which of `tools` an answer may call; raises 400."""
+    known = {tool["function"]["name"] for tool in tools}
+    is_parallel = parallel is not False
+    if given is None or given == "auto":
+        return ToolChoice(parallel=is_parallel)
+    if given == "none":
+        return ToolChoice("none")
+    if given == "required":
+        if not known:
+            raise _wrong_choice("no tool is there to call", "send tools")
+        return ToolChoice("required", (), is_parallel)
+    if isinstance(given, dict):
+        kind = given.get("type")
+        if kind in ("function", "custom"):
+            return ToolChoice("required", (_chosen(given, known),), is_parallel)
+        if kind == "allowed_tools" and given.get("mode", "auto") in ("auto", "required"):
+            listed: object = given.get("tools")
+            allowed = cast("list[object]", listed) if isinstance(listed, list) else []
+            names = tuple(
+                dict.fromkeys(
+                    _chosen(cast("Fields", one), known)
+                    for one in allowed
+                    if isinstance(one, dict) and cast("Fields", one).get("type") not in HOSTED
+                )
+            )
+            if not names:
+                raise _wrong_choice("tool_choice allows no tool", "list functions of tools")
+            return ToolChoice(given.get("mode", "auto"), names, is_parallel)
+    fix = 'use "auto", "none", "required" or {"type": "function", "name": "…"}'
+    raise _wrong_choice("tool_choice is none that this daemon knows", fix)
+
+
+def call_arguments(custom_input: str) -> str:
+    """The arguments of the function that stands for a custom tool."""
+    return msgspec.json.encode({CUSTOM_ARGUMENT: custom_input}).decode()
+
+
+def custom_input(arguments: str) -> str:
+    """The input of a custom tool from those arguments; they themselves if they are none."""
+    try:
+        found = msgspec.json.decode(arguments, type=dict[str, object]).get(CUSTOM_ARGUMENT)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return arguments
+    return found if isinstance(found, str) else arguments
+
+
+def _function(tool: Fields, where: str, name: str = "") -> Fields:
+    function: Fields = {"name": name or _name(tool, where)}
+    for field, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+        value: object = tool.get(field)
+        if value is None:
+            continue
+        if not isinstance(value, kind):
+            raise _wrong(
+                f"{where}.{field}",
+                {"description": "text", "strict": "true or false"}.get(field, "a JSON Schema"),
+            )
+        function[field] = value
+    return {"type": "function", "function": function}
+
+
+def _custom(tool: Fields, where: str, name: str = "") -> Fields:
+    argument: Fields = {"type": "string"}
+    described: object = tool.get("description")
+    parameters = {
+        "type": "object",
+        "properties": {CUSTOM_ARGUMENT: argument},
+        "required": [CUSTOM_ARGUMENT],
+        "additionalProperties": False,
+    }
+    function: Fields = {"name": name or _name(tool, where), "parameters": parameters}
+    if isinstance(described, str):
+        function["description"] = described
+    return {"type": "function", "function": function}
+
+
+def _name(tool: Fields, where: str) -> str:
+    name: object = tool.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
+        raise _wrong(where, f"a tool with a name of at most {NAME_CHARS_MAX} characters")
+    return name
+
+
+def _chosen(given: Fields, known: set[str]) -> str:
+    name = qualified(_name(given, "tool_choice"), given.get("namespace"))
+    if name not in known:
+        raise _wrong_choice(f"tool_choice names {name[:64]!r}, which is not in tools", "add it")
+    return name
+
+
+def _wrong(where: str, expected: str) -> BatchEngineError:
+    return errors.INVALID_FIELD(
+        param=where,
+        what=f"{where} has a wrong value",
+        why=f"expected {expected}",
+        fix='send {"type": "function", "name": "…", "parameters": {…}}',
+    )
+
+
+def _wrong_choice(what: str, fix: str) -> BatchEngineError:
+    return errors.INVALID_FIELD(param="tool_choice", what=what, fix=fix)
