@@ -11,7 +11,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env native free-order sanitize check-arm demo test check bench soak clean
+.PHONY: env native free-order sanitize check-arm demo test check bench soak clients clean
 
 env: .venv/.env-stamp
 .venv/.env-stamp: pyproject.toml
@@ -104,8 +104,14 @@ bench: native
 	$(PY) -m bench ring
 	$(PY) -m bench restart
 	$(PY) -m bench agents
+	$(PY) -m bench serve
 	$(PY) -m bench crash
 	$(PY) -m bench failover
+
+# Unmodified agents and client libraries. The first run installs them into build/clients: npm, a network,
+# and 3 GB of disk; later runs need none and take a few minutes.
+clients: native
+	$(PY) -m bench clients
 
 clean:
 	rm -rf build .venv kernels/_native*.so
