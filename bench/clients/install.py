@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
+import venv
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -54,7 +54,7 @@ def install() -> None:
     _npm(FOLDER / "agents", (HERE / "package.json").read_text())
     stamp, wanted = FOLDER / "venv.txt", LIBRARIES.read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
-        _run([sys.executable, "-m", "venv", str(FOLDER / "venv")], FOLDER)
+        venv.create(FOLDER / "venv", with_pip=True, symlinks=True)
         _run([str(python()), "-m", "pip", "install", "-q", "-r", str(LIBRARIES)], FOLDER)
         stamp.write_text(wanted)
 

@@ -37,15 +37,14 @@ def test_a_call_is_made_once_and_only_with_tools(body: dict[str, Any], said: str
     assert SCRIPT.answer(body) == said
 
 
+CACHED = {"cached_tokens": 30}
+
+
 @pytest.mark.parametrize(
     "answer",
     [
-        {"usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 30}}},
-        {
-            "response": {
-                "usage": {"input_tokens": 40, "input_tokens_details": {"cached_tokens": 30}}
-            }
-        },
+        {"usage": {"prompt_tokens": 40, "prompt_tokens_details": CACHED}},
+        {"response": {"usage": {"input_tokens": 40, "input_tokens_details": CACHED}}},
         {"message": {"usage": {"input_tokens": 10, "cache_read_input_tokens": 30}}},
     ],
 )
