@@ -163,13 +163,15 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `family`: markup of the model, "" = all text is content. `in_reasoning`: the prompt ends inside
     a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the only tool that
-    the answer calls, where its text is the arguments alone; "" = none.
+    the answer calls, where its text is the arguments alone; "" = none. `text_parameters`: by tool,
+    the parameters that are text, which markup without quotes does not tell.
     """
 
     family: str = ""
     in_reasoning: bool = False
     calls: bool = False
     tool: str = ""
+    text_parameters: dict[str, tuple[str, ...]] = {}
 
 
 PLAIN_OUTPUT = OutputForm()
@@ -270,6 +272,13 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class SkippedEvent:
+    """The text of one token that the reader has from an earlier stream of the same turn."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class DoneEvent:
     """The end of a generation: reason "stop", "length" or "shutdown"; `text` = held-back rest."""
 
@@ -285,7 +294,7 @@ class ErrorEvent:
     error: BatchEngineError
 
 
-GenerationEvent = QueuedEvent | TokenEvent | DoneEvent | ErrorEvent
+GenerationEvent = QueuedEvent | SkippedEvent | TokenEvent | DoneEvent | ErrorEvent
 
 
 @dataclass(frozen=True, slots=True)

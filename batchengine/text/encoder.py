@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from batchengine.text.control_tokens import ControlGuard
+from batchengine.text.families import Family, family_of
 from batchengine.text.messages import prepare_messages
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
@@ -29,6 +30,7 @@ class TextEncoder:
         self._renderer = renderer
         self._on_phase = on_phase
         self._guard = ControlGuard(tokenizer)
+        self.family: Family = family_of(renderer.source, tokenizer.special_ids.__contains__)
         self._specials = {
             "bos_token": _text(tokenizer, tokenizer.bos),
             "eos_token": _text(tokenizer, tokenizer.eos),
@@ -45,6 +47,11 @@ class TextEncoder:
     def piece(self, token: int) -> bytes:
         """The bytes of one token; of a control token its name."""
         return self._tokenizer.piece(token)
+
+    def control_id(self, text: str) -> int | None:
+        """The control token of this text, if there is one."""
+        token = self._tokenizer.special_ids.get(text)
+        return token if token is not None and self._tokenizer.is_control(token) else None
 
     def encode_chat(
         self,

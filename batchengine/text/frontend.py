@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from batchengine import errors
+from batchengine.core import PLAIN_OUTPUT, OutputForm
 from batchengine.text.detokeniser import Detokeniser
+from batchengine.text.families import MARKERS
 from batchengine.text.pool import TextLimits, TextPool
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
 from batchengine.wire.text import Encode, EncodeChat, Open, Read, token_ids
@@ -29,6 +31,8 @@ class TextFrontend:
     def __init__(self, tokenizer: Tokenizer, pool: TextPool) -> None:
         self.tokenizer = tokenizer
         self._pool = pool
+        control, name = tokenizer.control, tokenizer.token_text
+        self._unmarked = frozenset(token for token in control if name(token) not in MARKERS)
 
     @classmethod
     async def open(
@@ -102,9 +106,10 @@ class TextFrontend:
         """Bytes of one token."""
         return self.tokenizer.piece(token)
 
-    def detokeniser(self) -> Detokeniser:
-        """A fresh streaming decoder; control tokens are invisible."""
-        return Detokeniser(self.tokenizer.piece, self.tokenizer.is_control)
+    def detokeniser(self, output: OutputForm = PLAIN_OUTPUT) -> Detokeniser:
+        """A fresh streaming decoder; control tokens are invisible, but for markers of a family."""
+        hidden = self._unmarked if output.family else self.tokenizer.control
+        return Detokeniser(self.tokenizer.piece, hidden.__contains__)
 
     async def close(self) -> None:
         """Ends the text processes and frees the vocabulary; idempotent."""

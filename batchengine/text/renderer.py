@@ -111,7 +111,7 @@ class Renderer:
 
     def __init__(self, source: str | None, today: datetime.date, output_chars_max: int) -> None:
         """`source` None = ChatML. `today` is what templates see as the date."""
-        self._source = CHATML if source is None else source
+        self.source = CHATML if source is None else source
         self._today = today
         self._output_chars_max = output_chars_max
         self._template: jinja2.Template | None = None
@@ -147,7 +147,7 @@ class Renderer:
             raise self._broken
         if self._template is None:
             try:
-                self._template = build_environment(self._today).from_string(self._source)
+                self._template = build_environment(self._today).from_string(self.source)
             except MemoryError:
                 raise
             except jinja2.TemplateSyntaxError as error:

@@ -139,6 +139,7 @@ class Tokenizer:
             for token, attr in self._attrs.items()
             if attr & (ATTR_CONTROL | ATTR_UNKNOWN) and self.token_text(token)
         )
+        self.special_ids = {self.token_text(t): t for t in sorted(self._attrs, reverse=True)}
         ends = {*self._attrs, *(t for t in (self.bos, self.eos) if t is not None)}
         self.eog = frozenset(t for t in ends if api.llama_vocab_is_eog(vocab, t))
 

@@ -20,6 +20,7 @@ from batchengine.core import (
     ErrorEvent,
     GenerationEvent,
     QueuedEvent,
+    SkippedEvent,
     TokenEvent,
 )
 from service.engine_api import GenerationApi
@@ -131,6 +132,8 @@ async def answer_whole(
                             formatter.collect(index, event)
                         case ErrorEvent():
                             raise event.error
+                        case SkippedEvent():
+                            formatter.skip(index, event)
                         case QueuedEvent():
                             continue
         answer = await _send_parts(request, formatter.whole())
@@ -214,6 +217,8 @@ async def _relay(
                     case TokenEvent():
                         queued = None
                         out += formatter.token(index, event)
+                    case SkippedEvent():
+                        formatter.skip(index, event)
                     case DoneEvent():
                         out += formatter.finish(index, event)
                     case ErrorEvent():

@@ -7,14 +7,16 @@ Owns `Conversation`, which the protocols make of their bodies, and the order in 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from batchengine.core import Constraint
+from batchengine.core import Constraint, OutputForm
 from service.protocols import requests
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
 from service.session_ids import CALL_CHARS_MAX
 
+END_TOKENS = 16  # of a prompt that are looked at for the beginning of reasoning
+TEXT_PARAMETERS_CHARS_MAX = 1 << 15
 CALLS_MAX = 64  # tool calls of one conversation that are looked up
 
 
@@ -64,16 +66,54 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         tokens_max = min(limits.tokens_max_default, context - len(tokens))
+    form = OutputForm(
+        text.family.name,
+        in_reasoning(tokens, text),
+        calls=tools is not None,
+        text_parameters=text_parameters(tools or []) if text.family.has_bare_values else {},
+    )
     return Prompt(
         [tokens],
         tokens_max,
         conversation.logprobs,
         param,
         call_ids(conversation.messages),
-        constraint=conversation.response,
+        form,
+        conversation.response,
         echo=conversation.echo,
         unread=conversation.unread,
     )
+
+
+def in_reasoning(prompt: list[int], text: PromptEncoder) -> bool:
+    """Whether a prompt ends with the beginning of reasoning."""
+    end = b"".join(map(text.piece, prompt[-END_TOKENS:])).decode("utf-8", "replace").rstrip()
+    return any(end.endswith(start) for start, _ in text.family.reasoning)
+
+
+def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Names of the parameters that are text, by tool; those of the first tools if there are many,
+    as every turn's record holds them."""
+    found: dict[str, tuple[str, ...]] = {}
+    room = TEXT_PARAMETERS_CHARS_MAX
+    for tool in tools:
+        fields = _object(_object(tool["function"].get("parameters")).get("properties"))
+        names = tuple(name for name, schema in fields.items() if _is_text(schema))
+        room -= len(tool["function"]["name"]) + sum(map(len, names))
+        if room < 0:
+            break
+        found[tool["function"]["name"]] = names
+    return found
+
+
+def _object(value: object) -> dict[str, Any]:
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _is_text(schema: object) -> bool:
+    """Whether a JSON Schema says that a value is text, or that or null."""
+    kind: object = _object(schema).get("type")
+    return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 
 def call_ids(messages: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchengine.core import BatchEngineError, DoneEvent, TokenEvent, Usage
-from service.protocols.output import OutputParser, OutputPart, parser_of
+from batchengine.core import BatchEngineError, DoneEvent, SkippedEvent, TokenEvent, Usage
+from service.protocols.families.parser import parser_of
+from service.protocols.output import CallStart, OutputParser, OutputPart, Reasoning
 from service.protocols.requests import HttpJob
 
 
@@ -59,6 +60,8 @@ class Answer:
     `parts` and `logprobs` are filled for whole answers only, `logprobs` only where wanted: lists
     of the answer, by their names, whose items are JSON already.
     `bare` counts tokens without a log-probability: an earlier stream computed and sent theirs.
+    `calls` counts calls of tools, `reasoning_tokens` tokens of reasoning, also those that an
+    earlier stream sent.
     """
 
     parser: OutputParser
@@ -67,6 +70,27 @@ class Answer:
     finish_reason: str = ""
     usage: Usage = field(default_factory=Usage)
     bare: int = 0
+    calls: int = 0
+    reasoning_tokens: int = 0
+    reasons: bool = False  # the last part was reasoning
+
+    def push(self, text: str) -> list[OutputPart]:
+        """The parts that the text of one token completes."""
+        parts = self.parser.push(text)
+        self._count(parts)
+        self.reasoning_tokens += self.reasons or any(isinstance(p, Reasoning) for p in parts)
+        return parts
+
+    def end(self, text: str) -> list[OutputPart]:
+        """The parts that were held back until the end, whose last text is `text`."""
+        parts = [*self.parser.push(text), *self.parser.flush()]
+        self._count(parts)
+        return parts
+
+    def _count(self, parts: list[OutputPart]) -> None:
+        self.calls += sum(isinstance(part, CallStart) for part in parts)
+        if parts:
+            self.reasons = isinstance(parts[-1], Reasoning)
 
 
 class Formatter(ABC):
@@ -78,7 +102,8 @@ class Formatter(ABC):
 
     def __init__(self, job: HttpJob) -> None:
         self.job = job
-        self.answers = [Answer(parser_of(asked.output)) for asked in job.requests]
+        outputs = [asked.output for asked in job.requests]
+        self.answers = [Answer(parser_of(form), reasons=form.in_reasoning) for form in outputs]
         self.ids: EventIds | None = None  # of a stream that can be resumed
         self._unfinished = len(job.requests)
 
@@ -99,8 +124,12 @@ class Formatter(ABC):
             self.ids.count()
         answer = self.answers[index]
         answer.bare += event.logprob is None
-        parts = answer.parser.push(event.text)
+        parts = answer.push(event.text)
         return self._token(index, event, parts) if parts or event.logprob is not None else []
+
+    def skip(self, index: int, event: SkippedEvent) -> None:
+        """Notes one token of choice `index` that the reader has from an earlier stream."""
+        self._skip(index, self.answers[index].push(event.text))
 
     def finish(self, index: int, event: DoneEvent) -> list[SseEvent]:
         """The last events of choice `index`, and those of the stream once every choice is over."""
@@ -122,7 +151,7 @@ class Formatter(ABC):
         if isinstance(event, DoneEvent):
             answer.parts += self._end(index, event)
             return
-        answer.parts += answer.parser.push(event.text)
+        answer.parts += answer.push(event.text)
         if event.logprob is None:
             answer.bare += 1
         else:
@@ -139,6 +168,9 @@ class Formatter(ABC):
     def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
         """The events of `parts`; the first also has the token's log-probability, if any."""
 
+    def _skip(self, index: int, parts: Sequence[OutputPart]) -> None:  # noqa: B027 (may be empty)
+        """Notes parts that the reader has."""
+
     @abstractmethod
     def _keep_logprob(self, index: int, event: TokenEvent) -> None:
         """Adds the log-probability of a token to those of a whole answer."""
@@ -152,4 +184,4 @@ class Formatter(ABC):
         answer = self.answers[index]
         answer.finish_reason, answer.usage = event.finish_reason, event.usage
         self._unfinished -= 1
-        return [*answer.parser.push(event.text), *answer.parser.flush()]
+        return answer.end(event.text)

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from batchengine.core import OutputForm
-
 
 class Text(NamedTuple):
     """Part of the answer's text, never empty."""
@@ -69,6 +67,22 @@ def plain_text(parts: Iterable[OutputPart]) -> str:
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def parser_of(form: OutputForm) -> OutputParser:
-    """The parser of an answer of this form."""
-    return PlainText()
+def reasoning_text(parts: Iterable[OutputPart]) -> str:
+    """The reasoning of an answer."""
+    return "".join(part.text for part in parts if isinstance(part, Reasoning))
+
+
+def calls_of(parts: Iterable[OutputPart]) -> list[CallStart]:
+    """The beginnings of an answer's calls."""
+    return [part for part in parts if isinstance(part, CallStart)]
+
+
+def arguments_of(parts: Iterable[OutputPart], call: int) -> str:
+    """The arguments of call number `call`."""
+    found = (part for part in parts if isinstance(part, CallArguments))
+    return "".join(part.json for part in found if part.call == call)
+
+
+def call_id_of(request_id: str, call: int, prefix: str = "call_") -> str:
+    """The id of call number `call` of an answer: the same in every stream of its turn."""
+    return f"{prefix}{request_id.removeprefix('req_').replace('-', 'c')}n{call}"

@@ -10,6 +10,7 @@ from typing import Any, Generic
 import msgspec
 
 from batchengine.core import BatchEngineError
+from batchengine.text.families import Family
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
 from service.protocols.requests import HttpJob, Prompt
@@ -19,8 +20,11 @@ from service.protocols.schema import Body, Common
 class PromptEncoder(typing.Protocol):
     """Tokenizer and chat template, as `batchengine.text.encoder` has them."""
 
+    @property
+    def family(self) -> Family: ...
     def encode(self, text: str, *, special: bool) -> list[int]: ...
     def piece(self, token: int) -> bytes: ...
+    def control_id(self, text: str) -> int | None: ...
     def encode_chat(
         self,
         messages: list[dict[str, Any]],

@@ -215,7 +215,7 @@ class SimText:
     async def open(cls, path: str, *, reader: str) -> SimText:
         return cls()
 
-    def detokeniser(self) -> SimDetokeniser:
+    def detokeniser(self, output: object = None) -> SimDetokeniser:
         return SimDetokeniser()
 
     def piece(self, token: int) -> bytes:

@@ -33,6 +33,7 @@ from batchengine.core import (
 )
 from batchengine.engine.sessions import directory
 from batchengine.metrics import Metrics
+from batchengine.text.families import FAMILIES
 from service.http import app
 from service.http.listener import Listener, bind
 from service.protocols import reading
@@ -46,10 +47,14 @@ class FakeText:
     """One token per UTF-8 byte; a chat is its messages, one per line."""
 
     def __init__(self) -> None:
+        self.family = FAMILIES["hermes"]
         self.chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, Any]] = []
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return list(text.encode())
+
+    def control_id(self, text: str) -> int | None:
+        return None
 
     def encode_chat(
         self,

@@ -204,7 +204,7 @@ class Requests:
         generation = Generation(
             request,
             session.session_id,
-            self._text.detokeniser,
+            lambda: self._text.detokeniser(request.output),
             self._state.now_ms(),
             self._cancel,
             self._has_room,

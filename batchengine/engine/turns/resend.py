@@ -10,14 +10,14 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from batchengine.core import GenerationEvent, TokenEvent
+from batchengine.core import GenerationEvent, SkippedEvent, TokenEvent
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
 
 SLICE = 256  # tokens between two chances for other tasks: below a millisecond
 
 
 class Resend:
-    """Events of `tokens`, without those of the first `known`, which the reader has."""
+    """Events of `tokens`, of which the reader has the first `known`."""
 
     def __init__(
         self, tokens: Sequence[int], known: int, detokeniser: Detokeniser, stops: StopMatcher
@@ -35,7 +35,7 @@ class Resend:
             await asyncio.sleep(0)
             for token in self._tokens[self._made : self._made + SLICE]:
                 text, _ = self._stops.push(self._detokeniser.push(token))
-                if self._made >= self._known:
-                    self.events.append(TokenEvent(token, text))
+                is_known = self._made < self._known
+                self.events.append(SkippedEvent(text) if is_known else TokenEvent(token, text))
                 self._made += 1
         return bool(self.events)

@@ -20,6 +20,7 @@ from batchengine.core import (
     GenerationEvent,
     GenerationRequest,
     QueuedEvent,
+    SkippedEvent,
     TokenEvent,
     TokenLogprob,
     Usage,
@@ -145,7 +146,7 @@ class Generation:
         """Whether EVENTS_MAX events or more are unread."""
         return len(self._events) + len(self._held) >= EVENTS_MAX
 
-    def push(self, event: TokenEvent | QueuedEvent) -> None:
+    def push(self, event: TokenEvent | QueuedEvent | SkippedEvent) -> None:
         """Queue an event for the reader; tokens wait for `release`. Does nothing after the end."""
         if self.finished:
             return
@@ -154,8 +155,8 @@ class Generation:
         if isinstance(event, TokenEvent):
             self._shown += 1
             if self._shown <= (self.resumes or 0):
-                return
-            if self._shown > self._durable:
+                event = SkippedEvent(event.text)
+            elif self._shown > self._durable:
                 if not self._over:
                     self._held.append(event)
                 return

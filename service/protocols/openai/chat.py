@@ -18,7 +18,11 @@ from service.protocols.output import (
     OutputPart,
     Reasoning,
     Text,
+    arguments_of,
+    call_id_of,
+    calls_of,
     plain_text,
+    reasoning_text,
 )
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
@@ -163,21 +167,56 @@ class ChatFormatter(OpenAIFormatter):
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
         logprobs = self._token_logprobs(index, event)
-        first, *others = [_delta(part) for part in parts or (Text(""),)]
+        first, *others = [self._delta(index, part) for part in parts or (Text(""),)]
         chunks = [self._chunk(index, first, logprobs=logprobs)]
         return chunks + [self._chunk(index, delta) for delta in others]
 
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
-        chunks = [self._chunk(index, _delta(part)) for part in parts]
-        return [*chunks, self._chunk(index, {}, self.answers[index].finish_reason)]
+        chunks = [self._chunk(index, self._delta(index, part)) for part in parts]
+        return [*chunks, self._chunk(index, {}, self._finish_reason(index))]
+
+    def _finish_reason(self, index: int) -> str:
+        answer = self.answers[index]
+        is_call = answer.calls and answer.finish_reason == "stop"
+        return "tool_calls" if is_call else answer.finish_reason
+
+    def _delta(self, index: int, part: OutputPart) -> Chunk:
+        match part:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallStart(call, name):
+                return {"tool_calls": [{"index": call, **self._call(index, call, name)}]}
+            case CallArguments(call, text):
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+
+    def _call(self, index: int, call: int, name: str, arguments: str = "") -> Chunk:
+        function = {"name": name, "arguments": arguments}
+        call_id = call_id_of(self.job.requests[index].request_id, call)
+        return {"id": call_id, "type": "function", "function": function}
 
     def _choice(self, index: int, answer: Answer) -> Chunk:
-        text = plain_text(answer.parts)
+        parts = answer.parts
+        calls = [
+            self._call(index, call, name, arguments_of(parts, call))
+            for call, name in calls_of(parts)
+        ]
+        text = plain_text(parts)
+        message: Chunk = {
+            "role": "assistant",
+            "content": None if calls and not text else text,
+            "refusal": None,
+        }
+        if reasoning := reasoning_text(parts):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
         return {
             "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
+            "message": message,
             "logprobs": None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": self._finish_reason(index),
         }
 
     def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
@@ -187,16 +226,6 @@ class ChatFormatter(OpenAIFormatter):
 
     def _logprobs(self, lists: Chunk) -> Chunk:
         return lists | {"refusal": None}
-
-
-def _delta(part: OutputPart) -> Chunk:
-    match part:
-        case Text(text):
-            return {"content": text}
-        case Reasoning(text):
-            return {"reasoning_content": text}
-        case CallStart() | CallArguments():  # no parser makes them yet
-            return {}
 
 
 def _logprob(one: TokenLogprob) -> Chunk:

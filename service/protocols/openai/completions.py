@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from batchengine import errors
-from batchengine.core import FORM_TEXT, DoneEvent, TokenEvent, TokenLogprob
+from batchengine.core import FORM_TEXT, DoneEvent, SkippedEvent, TokenEvent, TokenLogprob
 from service.protocols import requests
 from service.protocols.formatter import Answer
 from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
@@ -106,6 +106,10 @@ class CompletionFormatter(OpenAIFormatter):
 
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
         super().collect(index, event)
+        self._offsets[index] += len(event.text)
+
+    def skip(self, index: int, event: SkippedEvent) -> None:
+        super().skip(index, event)
         self._offsets[index] += len(event.text)
 
     def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:

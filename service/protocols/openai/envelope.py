@@ -215,7 +215,9 @@ def usage_object(job: HttpJob, answers: list[Answer]) -> Chunk:
         "completion_tokens": made,
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(answer.reasoning_tokens for answer in answers)
+        },
     }
 
 

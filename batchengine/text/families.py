@@ -1,0 +1,101 @@
+"""Families of models by the markup of their answers: reasoning, and calls of tools.
+
+One row per family. The rows are read by three parts: the text process, which chooses a family for
+a model, the detokeniser, which shows control tokens that are markers, and the parser of answers
+(`service.protocols.families`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# What follows a marker that begins calls:
+# object    JSON {"name", "arguments"} or <function=NAME>, closed by </tool_call>
+# function  NAME>, parameters as <parameter=KEY>VALUE</parameter>, closed by </function>
+# objects   JSON {"name", "parameters"}, several with a semicolon between them
+# list      a JSON list of such objects, or NAME[ARGS]{...}
+CallForm = Literal["object", "function", "objects", "list"]
+
+THINK = ("<think>", "</think>")
+TAG, TAG_END = "<tool_call>", "</tool_call>"
+FUNCTION = "<function="
+PYTHON_TAG = "<|python_tag|>"
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Markup of one family.
+
+    `forms`: the form of calls behind each marker that begins them. `bare`: an answer that begins
+    with a JSON object of a call's fields is a call. `writes`: the form in which the family is made
+    to call. `reasoning`: pairs of markers around reasoning, which stands before all else.
+    `inner`: further markers, inside calls.
+    """
+
+    name: str
+    writes: CallForm
+    forms: Mapping[str, CallForm] = field(default_factory=dict[str, CallForm])
+    reasoning: tuple[tuple[str, str], ...] = (THINK,)
+    bare: bool = False
+    inner: tuple[str, ...] = ()
+
+    @property
+    def has_bare_values(self) -> bool:
+        """Whether text may stand without quotes in its calls."""
+        return self.name in ("xml", "generic")
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """All markers that may be control tokens of a vocabulary."""
+        pairs = (marker for pair in self.reasoning for marker in pair)
+        return frozenset((*self.forms, *pairs, *self.inner))
+
+
+_TAGGED: dict[str, CallForm] = {TAG: "object", FUNCTION: "function"}
+_BRACKETS = (ARGS, CALL_ID, "[/TOOL_CALLS]")
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        Family("hermes", "object", _TAGGED, inner=(TAG_END,)),
+        Family("xml", "function", _TAGGED, inner=(TAG_END,)),
+        Family("llama", "objects", {PYTHON_TAG: "objects", FUNCTION: "function"}, bare=True),
+        Family(
+            "mistral",
+            "list",
+            {TOOL_CALLS: "list"},
+            reasoning=(("[THINK]", "[/THINK]"), THINK),
+            inner=_BRACKETS,
+        ),
+        Family(
+            "generic",
+            "object",
+            {**_TAGGED, PYTHON_TAG: "objects", TOOL_CALLS: "list"},
+            bare=True,
+            inner=(TAG_END, *_BRACKETS),
+        ),
+    )
+}
+MARKERS = frozenset[str]().union(*(family.markers for family in FAMILIES.values()))
+
+_FAMILY_SIGNS = (
+    ("xml", re.compile(r"<function=|<parameter=")),
+    ("hermes", re.compile(re.escape(TAG))),
+    ("mistral", re.compile(r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]")),
+    ("llama", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>")),
+)
+
+
+def family_of(template: str, has_token: Callable[[str], bool]) -> Family:
+    """The family of a model, by its chat template, then by special tokens of its vocabulary."""
+    for name, sign in _FAMILY_SIGNS:
+        if sign.search(template):
+            return FAMILIES[name]
+    for token, name in ((TAG, "hermes"), (TOOL_CALLS, "mistral"), (PYTHON_TAG, "llama")):
+        if has_token(token):
+            return FAMILIES[name]
+    return FAMILIES["generic"]

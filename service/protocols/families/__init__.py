@@ -1,0 +1,1 @@
+"""Answers in the markup of a model's family: parsers, and the grammars of calls."""

@@ -1,0 +1,394 @@
+"""The parser of answers with markup: reasoning, text, and calls of tools in any form of a family.
+
+Markup is never shown; what looks like a call and is none comes out as text, also after its end. A
+call is certain once its name and the beginning of its arguments were read: from there on they are
+passed on as they come, so a call that the model writes wrong has arguments that are no JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import cast
+
+import msgspec
+
+from batchengine.core import OutputForm
+from batchengine.text.families import (
+    ARGS,
+    CALL_ID,
+    FAMILIES,
+    FUNCTION,
+    TAG_END,
+    CallForm,
+    Family,
+)
+from service.protocols.families.reader import Reader, Reading
+from service.protocols.output import (
+    CallArguments,
+    CallStart,
+    OutputParser,
+    OutputPart,
+    PlainText,
+    Reasoning,
+    Text,
+)
+
+NAME_CHARS_MAX = 256
+_NAME = re.compile(r"[\w.:/-]")
+_TAG_NAME = re.compile(r"[^<>\n]")
+_NAME_KEYS = ("name", "function", "tool_name")
+_ARGUMENT_KEYS = ("arguments", "parameters", "args")
+_OTHER_KEYS = ("type", "id")  # of a call that has no marker in front
+_PARAMETER, _PARAMETER_END, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
+class FamilyParser:
+    """Splits an answer of one form; parts of one kind that follow each other are joined."""
+
+    def __init__(self, form: OutputForm) -> None:
+        self._form = form
+        self._family: Family = FAMILIES[form.family]
+        self._reader = Reader()
+        self._parts: list[OutputPart] = []
+        self._calls = 0
+        self._held = ""  # white space that is text if more text follows
+        self._shown = False  # whether any text was
+        self._run = self._answer()
+        self._over = False
+
+    def push(self, text: str) -> list[OutputPart]:
+        if text:
+            self._reader.feed(text)
+            self._advance()
+        return self._take_parts()
+
+    def flush(self) -> list[OutputPart]:
+        self._reader.end()
+        self._advance()
+        return self._take_parts()
+
+    # ---- inner ----
+
+    def _advance(self) -> None:
+        if not self._over:
+            self._over = next(self._run, True) is True
+
+    def _take_parts(self) -> list[OutputPart]:
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _add(self, part: OutputPart) -> None:
+        """Adds a part, joined to the last one where both are of one kind."""
+        last = self._parts[-1] if self._parts else None
+        match part, last:
+            case Text(new), Text(old):
+                self._parts[-1] = Text(old + new)
+            case Reasoning(new), Reasoning(old):
+                self._parts[-1] = Reasoning(old + new)
+            case CallArguments(call, new), CallArguments(_, old):
+                self._parts[-1] = CallArguments(call, old + new)
+            case _:
+                self._parts.append(part)
+
+    def _text(self, text: str) -> None:
+        """Adds text of the answer; white space waits until other text follows."""
+        body = text.rstrip()
+        if not body:
+            self._held += text
+            return
+        whole, self._held = self._held + body, text[len(body) :]
+        self._add(Text(whole))
+        self._shown = True
+
+    def _answer(self) -> Reading[bool]:
+        yield from self._reasoning()
+        if not self._form.calls:
+            yield from self._reader.until((), lambda text: self._add(Text(text)))
+            return True
+        family, reader = self._family, self._reader
+        if family.bare:
+            reader.keep()
+            is_object = (yield from reader.space()) == "{"
+            self._held += reader.kept()
+            if is_object:
+                yield from self._objects("", strict=True)
+        openers = tuple(family.forms)
+        while marker := (yield from reader.until(openers, self._text)):
+            yield from self._call(family.forms[marker], marker)
+        if self._held and (self._shown or not self._calls):
+            self._add(Text(self._held))
+        return True
+
+    def _reasoning(self) -> Reading[None]:
+        """Reasoning before all else; of an answer without any, white space is text."""
+        reader, ends = self._reader, tuple(end for _, end in self._family.reasoning)
+        if not self._form.in_reasoning:
+            reader.keep()
+            yield from reader.space()
+            space = reader.kept()
+            for start, _ in self._family.reasoning:
+                if (yield from reader.has(start)):
+                    break
+            else:
+                self._held = space
+                if not self._form.calls and space:
+                    self._add(Text(space))
+                return
+        yield from reader.space()
+        held = ""
+
+        def add(text: str) -> None:
+            nonlocal held
+            body = text.rstrip()
+            if body:
+                self._add(Reasoning(held + body))
+                held = ""
+            held += text[len(body) :]
+
+        if (yield from reader.until(ends, add)):
+            yield from reader.space()
+
+    def _start(self, name: str) -> None:
+        self._add(CallStart(self._calls, name))
+        self._held, self._shown = "", False
+
+    def _arguments(self, text: str) -> None:
+        self._add(CallArguments(self._calls, text))
+
+    def _call(self, form: CallForm, marker: str) -> Reading[None]:
+        """One call, or several, behind `marker`, which is text if there is none."""
+        match form:
+            case "object":
+                yield from self._tagged(marker)
+            case "function":
+                yield from self._function(marker)
+            case "objects":
+                yield from self._objects(marker)
+            case "list":
+                yield from self._listed(marker)
+
+    def _tagged(self, marker: str) -> Reading[None]:
+        reader = self._reader
+        reader.keep()
+        following = yield from reader.space()
+        space = reader.kept()
+        if following == "<" and (yield from reader.has(FUNCTION)):
+            yield from self._function(marker + space + FUNCTION)
+        elif following == "{":
+            while following == "{":
+                if not (yield from self._object(marker + space)):
+                    return
+                marker = space = ""
+                following = yield from reader.space()
+            yield from reader.has(TAG_END)
+        else:
+            self._text(marker + space)
+
+    def _objects(self, prefix: str, strict: bool = False) -> Reading[None]:
+        """Objects with a semicolon between them, if there is one."""
+        reader = self._reader
+        while True:
+            reader.keep()
+            following = yield from reader.space()
+            prefix += reader.kept()
+            if following != "{" or not (yield from self._object(prefix, strict)):
+                if following != "{":
+                    self._text(prefix)
+                return
+            prefix = ""
+            if (yield from reader.space()) != ";":
+                return
+            prefix = reader.take()
+
+    def _listed(self, marker: str) -> Reading[None]:
+        """[{...}, {...}] or NAME[CALL_ID]id[ARGS]{...}."""
+        reader = self._reader
+        reader.keep()
+        following = yield from reader.space()
+        if following == "[":
+            reader.take()
+            following = yield from reader.space()
+            prefix = marker + reader.kept()
+            if following != "{":
+                self._text(prefix)
+            while following == "{" and (yield from self._object(prefix)):
+                prefix = ""
+                if (yield from reader.space()) == ",":
+                    reader.take()
+                following = yield from reader.space()
+            if not prefix:
+                yield from reader.has("]")
+            return
+        name = yield from reader.word(_NAME, NAME_CHARS_MAX)
+        if name and (yield from reader.has(CALL_ID)):
+            yield from reader.word(_NAME, NAME_CHARS_MAX)
+        if name and (yield from reader.has(ARGS)):
+            yield from reader.space()
+        taken = reader.kept()
+        if not name or (yield from reader.peek()) != "{":
+            self._text(marker + taken)
+            return
+        self._start(name)
+        yield from reader.json_value(self._arguments)
+        self._calls += 1
+
+    def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
+        """One call as a JSON object; False if it was none, and `prefix` and it are text.
+
+        `strict`: its keys must be those of a call, as nothing else says that it is one.
+        """
+        reader = self._reader
+        reader.keep()
+        reader.take()
+        name = arguments = ""
+        started = nested = False
+        while (following := (yield from reader.space())) != "}" or nested:
+            if following == "}":
+                nested = False
+                reader.take()
+                continue
+            if following == ",":
+                reader.take()
+                continue
+            key = yield from reader.json_text()
+            if key is None or (yield from reader.space()) != ":":
+                break
+            reader.take()
+            following = yield from reader.space()
+            if key in _NAME_KEYS and following == '"' and not name:
+                name = (yield from reader.json_text()) or ""
+                if not 0 < len(name) <= NAME_CHARS_MAX:
+                    break
+            elif key == "function" and following == "{" and not nested and not started:
+                reader.take()
+                nested = True
+            elif key in _ARGUMENT_KEYS and name and not started and following == "{":
+                reader.kept()
+                self._start(name)
+                started = True
+                if not (yield from reader.json_value(self._arguments)):
+                    break
+            elif started or not strict or key in (*_OTHER_KEYS, *_ARGUMENT_KEYS):
+                value: list[str] = []
+                if not (yield from reader.json_value(value.append)):
+                    break
+                if key in _ARGUMENT_KEYS:
+                    arguments = "".join(value)
+            else:
+                break
+        else:
+            reader.take()
+            if name and not started and (arguments or not strict):
+                reader.kept()
+                self._start(name)
+                started = True
+                self._arguments(_as_object(arguments))
+        if not started:
+            self._text(prefix + reader.kept())
+            return False
+        self._calls += 1
+        return True
+
+    def _function(self, marker: str) -> Reading[None]:
+        """NAME><parameter=KEY>VALUE</parameter>...</function> or NAME>{...}</function>."""
+        reader = self._reader
+        reader.keep()
+        name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
+        if not name.strip() or not (yield from reader.has(">")):
+            self._text(marker + reader.kept())
+            return
+        reader.kept()
+        name = name.strip()
+        self._start(name)
+        texts = self._form.text_parameters.get(name, ())
+        if (yield from reader.space()) == "{":
+            yield from reader.json_value(self._arguments)
+        else:
+            yield from self._parameters(texts)
+        yield from reader.space()
+        if (yield from reader.has(_FUNCTION_END)):
+            yield from reader.space()
+        yield from reader.has(TAG_END)
+        self._calls += 1
+
+    def _parameters(self, texts: tuple[str, ...]) -> Reading[None]:
+        reader, before = self._reader, "{"
+        while (yield from reader.has(_PARAMETER)):
+            key = (yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)).strip()
+            yield from reader.has(">")
+            yield from reader.has("\n")
+            self._arguments(f"{before}{_quoted(key)}: ")
+            if not (yield from self._parameter(key in texts)):
+                return
+            before = ", "
+            if (yield from reader.space()) == "":
+                return
+        self._arguments("{}" if before == "{" else "}")
+
+    def _parameter(self, is_text: bool) -> Reading[bool]:
+        """One value; False where the answer ends inside it."""
+        ends = ("\n" + _PARAMETER_END, _PARAMETER_END)
+        if is_text:
+            self._arguments('"')
+            ended = yield from self._reader.until(ends, self._quote)
+            if ended:
+                self._arguments('"')
+            return bool(ended)
+        value: list[str] = []
+        ended = yield from self._reader.until(ends, value.append)
+        if ended:
+            self._arguments(_as_value("".join(value)))
+        return bool(ended)
+
+    def _quote(self, text: str) -> None:
+        self._arguments(_quoted(text)[1:-1])
+
+
+class ArgumentsParser:
+    """The parser of an answer that is the arguments of one call and nothing else."""
+
+    def __init__(self, tool: str) -> None:
+        self._start: list[OutputPart] = [CallStart(0, tool)]
+
+    def push(self, text: str) -> list[OutputPart]:
+        start, self._start = self._start, []
+        return [*start, CallArguments(0, text)] if text else start
+
+    def flush(self) -> list[OutputPart]:
+        return self.push("")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_object(arguments: str) -> str:
+    """Arguments that came in front of the name, as text, or not at all, as a JSON object."""
+    value = _decoded(arguments or "{}")
+    if isinstance(value, str):
+        arguments, value = value, _decoded(value or "{}")
+    return "{}" if value is None or arguments == "" else arguments
+
+
+def _as_value(text: str) -> str:
+    """A value without quotes as JSON: itself if it is JSON, else text."""
+    bare = text.strip()
+    bare = _WORDS.get(bare, bare)
+    return bare if bare == "null" or _decoded(bare) is not None else _quoted(text)
+
+
+def _decoded(text: str) -> object:
+    """The value of JSON text; None where it is none, or null."""
+    try:
+        return cast("object", msgspec.json.decode(text))
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def parser_of(form: OutputForm) -> OutputParser:
+    """The parser of an answer of this form."""
+    if form.tool:
+        return ArgumentsParser(form.tool)
+    return FamilyParser(form) if form.family in FAMILIES else PlainText()

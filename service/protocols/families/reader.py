@@ -1,0 +1,198 @@
+"""A text that arrives in pieces, read character by character by generators.
+
+A generator that needs more text yields; it is resumed once there is more, or none will come. So
+what it does cannot depend on where the text was cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from functools import lru_cache
+from typing import TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+Sink = Callable[[str], None]
+
+_SPACE = re.compile(r"\s*")
+_IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_SCALAR = re.compile(r"[-+.\w]+")
+
+
+class Reader:
+    """The text that has arrived and was not taken yet."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._ended = False
+        self._taken: list[str] | None = None  # since `keep`
+
+    def feed(self, text: str) -> None:
+        """Adds text."""
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def end(self) -> None:
+        """Says that no more text will come."""
+        self._ended = True
+
+    def keep(self) -> None:
+        """Begins to keep what is taken, for `kept`."""
+        self._taken = []
+
+    def kept(self) -> str:
+        """What was taken since `keep`; ends keeping."""
+        taken, self._taken = "".join(self._taken or ()), None
+        return taken
+
+    def peek(self) -> Reading[str]:
+        """The next character, "" at the end."""
+        while self._at == len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at]
+
+    def take(self, count: int = 1) -> str:
+        """Takes characters that have arrived."""
+        text = self._text[self._at : self._at + count]
+        self._at += len(text)
+        if self._taken is not None:
+            self._taken.append(text)
+        return text
+
+    def space(self) -> Reading[str]:
+        """Takes white space; returns the character after it."""
+        while True:
+            self._match(_SPACE)
+            if (following := (yield from self.peek())) == "" or not following.isspace():
+                return following
+
+    def has(self, literal: str) -> Reading[bool]:
+        """Whether the text goes on with `literal`, which is taken if so."""
+        while len(self._text) - self._at < len(literal):
+            if self._ended or not literal.startswith(self._text[self._at :]):
+                return False
+            yield
+        if not self._text.startswith(literal, self._at):
+            return False
+        self.take(len(literal))
+        return True
+
+    def word(self, pattern: re.Pattern[str], chars_max: int) -> Reading[str]:
+        """Takes characters as long as `pattern` matches them, `chars_max` at most."""
+        found = ""
+        while len(found) < chars_max and (character := (yield from self.peek())):
+            if not pattern.fullmatch(character):
+                break
+            found += self.take()
+        return found
+
+    def until(self, markers: tuple[str, ...], sink: Sink) -> Reading[str]:
+        """Passes text to `sink` up to the first of `markers`, which is taken and returned; "" at
+        the end. Text is held back only while it may be the beginning of a marker."""
+        pattern, firsts = _finder(markers)
+        while True:
+            found = pattern.search(self._text, self._at) if markers else None
+            if found is not None:
+                if found.start() > self._at:
+                    sink(self.take(found.start() - self._at))
+                return self.take(len(found[0]))
+            held = 0 if self._ended else self._held(markers, firsts)
+            if count := len(self._text) - self._at - held:
+                sink(self.take(count))
+            if self._ended:
+                return ""
+            yield
+
+    def json_value(self, sink: Sink) -> Reading[bool]:
+        """Passes one JSON value to `sink`, raw control characters of its strings escaped; False
+        where the text ends inside it or goes on with none.
+
+        Only strings and brackets are looked at: what else is between two brackets is passed on.
+        """
+        closing: list[str] = []
+        while True:
+            character = yield from self.peek()
+            if character == "":
+                return False
+            if character == '"':
+                if not (yield from self._json_string(sink)):
+                    return False
+            elif character in "{[":
+                closing.append("}" if character == "{" else "]")
+                sink(self.take())
+            elif closing and character == closing[-1]:
+                closing.pop()
+                sink(self.take())
+            elif closing:
+                sink(self.take())
+                continue
+            elif not (yield from self._json_scalar(sink)):
+                return False
+            if not closing:
+                return True
+
+    def json_text(self) -> Reading[str | None]:
+        """The value of a JSON string; None where there is none."""
+        pieces: list[str] = []
+        if (yield from self.peek()) != '"' or not (yield from self._json_string(pieces.append)):
+            return None
+        try:
+            return msgspec.json.decode("".join(pieces), type=str)
+        except msgspec.DecodeError:
+            return None
+
+    def _json_string(self, sink: Sink) -> Reading[bool]:
+        sink(self.take())
+        while True:
+            if found := self._match(_IN_STRING):
+                sink(found)
+            character = yield from self.peek()
+            if character == "":
+                return False
+            if character == "\\":
+                escape = self.take()
+                if (yield from self.peek()) == "":
+                    sink(escape)
+                    return False
+                sink(escape + self.take())
+            elif character == '"':
+                sink(self.take())
+                return True
+            elif character < " ":
+                sink(json.dumps(self.take())[1:-1])
+
+    def _json_scalar(self, sink: Sink) -> Reading[bool]:
+        found = False
+        while True:
+            if part := self._match(_SCALAR):
+                found = True
+                sink(part)
+            if self._at < len(self._text) or (yield from self.peek()) == "":
+                return found
+
+    def _match(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self._at)
+        return self.take(found.end() - self._at) if found else ""
+
+    def _held(self, markers: tuple[str, ...], firsts: str) -> int:
+        """How many of the last characters may be the beginning of a marker."""
+        longest = max(map(len, markers), default=1) - 1
+        tail = self._text[max(self._at, len(self._text) - longest) :]
+        for start, character in enumerate(tail):
+            if character in firsts and any(m.startswith(tail[start:]) for m in markers):
+                return len(tail) - start
+        return 0
+
+
+@lru_cache(maxsize=64)
+def _finder(markers: tuple[str, ...]) -> tuple[re.Pattern[str], str]:
+    """A pattern of all markers, and their first characters."""
+    pattern = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))))
+    return pattern, "".join({marker[0] for marker in markers})

@@ -1,0 +1,239 @@
+"""The parser of answers with markup: recorded forms of each family, cuts, and broken calls."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchengine.core import OutputForm
+from batchengine.text.families import FAMILIES, family_of
+from service.protocols.families.parser import parser_of
+from service.protocols.output import (
+    CallArguments,
+    OutputPart,
+    arguments_of,
+    calls_of,
+    plain_text,
+    reasoning_text,
+)
+
+
+def parts_of(text: str, cuts: list[int] | None = None, **fields: Any) -> list[OutputPart]:
+    """The parts of an answer that arrives in pieces; parts of one kind joined."""
+    parser = parser_of(OutputForm(**({"family": "hermes", "calls": True} | fields)))
+    bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts or ()), len(text)]
+    found: list[OutputPart] = []
+    for start, end in itertools.pairwise(bounds):
+        found += parser.push(text[start:end])
+    found += parser.flush()
+    joined: list[OutputPart] = []
+    for part in found:
+        last = joined[-1] if joined else None
+        if type(part) is type(last) and part[:-1] == last[:-1] and isinstance(part[-1], str):
+            joined[-1] = last._replace(**{last._fields[-1]: last[-1] + part[-1]})
+        else:
+            joined.append(part)
+    return joined
+
+
+def summary(parts: list[OutputPart]) -> tuple[str, str, list[tuple[str, object]]]:
+    calls = [(one.name, json.loads(arguments_of(parts, one.call))) for one in calls_of(parts)]
+    return reasoning_text(parts), plain_text(parts), calls
+
+
+SEARCH = '{"query": "a </tool_call> \\" b", "limit": 3}'
+ARGUMENTS = {"query": 'a </tool_call> " b', "limit": 3}
+XML = (
+    "<tool_call>\n<function=search>\n<parameter=query>\nline 1\n\"2\" </function>\n</parameter>\n"
+    "<parameter=limit>\n3\n</parameter>\n<parameter=code>\n007\n</parameter>\n"
+    "<parameter=deep>\n{\"a\": [1]}\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
+    "</function>\n</tool_call>"
+)  # fmt: skip
+XML_ARGUMENTS = {
+    "query": 'line 1\n"2" </function>', "limit": 3, "code": "007", "deep": {"a": [1]}, "flag": True,
+}  # fmt: skip
+RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
+    (
+        "hermes",
+        "Let me look.\n\n<tool_call>\n"
+        f'{{"name": "search", "arguments": {SEARCH}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        ("", "Let me look.", [("search", ARGUMENTS), ("now", {})]),
+    ),
+    (
+        "hermes",
+        "<think>\nI need\n\nit.\n</think>\n\n"
+        f'<tool_call>{{"arguments": {SEARCH}, "name": "search"}}',
+        ("I need\n\nit.", "", [("search", ARGUMENTS)]),
+    ),
+    ("hermes", "<think>\n\n</think>\n\nHi <b>\n", ("", "Hi <b>\n", [])),
+    (
+        "hermes",
+        '<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{\\"a\\": 1}"}}',
+        ("", "", [("f", {"a": 1})]),
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", "", [("f", {})])),
+    ("xml", XML, ("", "", [("search", XML_ARGUMENTS)])),
+    ("xml", XML.removeprefix("<tool_call>\n"), ("", "", [("search", XML_ARGUMENTS)])),
+    ("xml", "<tool_call><function=now></function></tool_call>", ("", "", [("now", {})])),
+    (
+        "llama",
+        f'<|python_tag|>{{"type": "function", "name": "search", "parameters": {SEARCH}}}',
+        ("", "", [("search", ARGUMENTS)]),
+    ),
+    (
+        "llama",
+        f' {{"name": "search", "parameters": {SEARCH}}}; {{"name": "now", "parameters": {{}}}}',
+        ("", "", [("search", ARGUMENTS), ("now", {})]),
+    ),
+    ("llama", '{"name": "Bob", "age": 5}', ("", '{"name": "Bob", "age": 5}', [])),
+    ("llama", '{"name": "Bob"}', ("", '{"name": "Bob"}', [])),
+    ("llama", f"<function=search>{SEARCH}</function>", ("", "", [("search", ARGUMENTS)])),
+    (
+        "mistral",
+        f'[TOOL_CALLS][{{"name": "search", "arguments": {SEARCH}, "id": "abcdefghi"}},'
+        ' {"name": "now", "arguments": {}}]',
+        ("", "", [("search", ARGUMENTS), ("now", {})]),
+    ),
+    (
+        "mistral",
+        f"[THINK]So.[/THINK]Wait.[TOOL_CALLS]search[CALL_ID]abc123456[ARGS]{SEARCH}"
+        "[TOOL_CALLS]now[ARGS]{}",
+        ("So.", "Wait.", [("search", ARGUMENTS), ("now", {})]),
+    ),
+    ("generic", XML, ("", "", [("search", XML_ARGUMENTS)])),
+    ("generic", f"[TOOL_CALLS]search{SEARCH}", ("", "", [("search", ARGUMENTS)])),
+    ("generic", "Just < text [with] {braces}.", ("", "Just < text [with] {braces}.", [])),
+]
+TEXTS = {"search": ("query", "code")}
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), RECORDED)
+def test_recorded_answers(family: str, text: str, expected: tuple[Any, ...]) -> None:
+    parts = parts_of(text, family=family, text_parameters=TEXTS)
+    assert summary(parts) == expected
+    assert parts_of(text, list(range(len(text))), family=family, text_parameters=TEXTS) == parts
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"nam": 3} </tool_call> x'),
+    ("hermes", "<tool_call> no call </tool_call>"),
+    ("hermes", '<tool_call>{"name": <tool_call>'),
+    ("hermes", '<tool_call>{"name": ""}'),
+    ("xml", "<tool_call>\n<function=a\nb>"),
+    ("xml", "<function=>x"),
+    ("llama", '<|python_tag|>search.call(query="x")'),
+    ("llama", '{"name": "f", "parameters'),
+    ("mistral", "[TOOL_CALLS] what?"),
+    ("mistral", "[TOOL_CALLS][1, 2]"),
+    ("mistral", "[TOOL_CALLS]search[ARGS]nothing"),
+]
+
+
+@pytest.mark.parametrize(("family", "text"), BROKEN)
+def test_a_broken_call_is_text(family: str, text: str) -> None:
+    assert summary(parts_of(text, family=family)) == ("", text, [])
+
+
+def test_a_call_after_a_broken_one_is_found() -> None:
+    text = '<tool_call>{"name": <tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert summary(parts_of(text)) == ("", '<tool_call>{"name":', [("f", {})])
+
+
+def test_a_call_that_is_cut_off_keeps_what_was_written() -> None:
+    parts = parts_of('<tool_call>{"name": "f", "arguments": {"a": "x')
+    assert [type(part).__name__ for part in parts] == ["CallStart", "CallArguments"]
+    assert arguments_of(parts, 0) == '{"a": "x'
+
+
+def test_raw_line_breaks_in_arguments_are_escaped() -> None:
+    parts = parts_of('<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>')
+    assert summary(parts)[2] == [("f", {"a": "x\ny\t"})]
+
+
+def test_reasoning_of_a_prompt_that_ends_inside_it() -> None:
+    parts = parts_of("So.\n</think>\n\nYes.", in_reasoning=True, calls=False)
+    assert summary(parts) == ("So.", "Yes.", [])
+    assert summary(parts_of("So. ", in_reasoning=True)) == ("So.", "", [])
+
+
+def test_reasoning_stands_only_at_the_beginning() -> None:
+    text = "Write <think> to think, </think> to end."
+    assert summary(parts_of(text)) == ("", text, [])
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = parser_of(OutputForm("hermes", calls=True))
+    assert parser.push('Hi <tool_call>\n{"name": "f", "arg') == [("Hi",)]
+    assert [type(p) for p in parser.push('uments": {"a": "x')][1:] == [CallArguments]
+    assert parser.push("yz") == [CallArguments(0, "yz")]
+    assert parser.push('"}}') == [CallArguments(0, '"}')]
+
+
+MARKUP = st.sampled_from(
+    [
+        *sorted(FAMILIES["generic"].markers), "<think>", "</think>", "[THINK]", "[/THINK]",
+        "</function>", "<parameter=", "</parameter>", ">", "{", "}", "[", "]", '"', "\\", ":", ",",
+        ";", '"name"', '"arguments"', '"parameters"', '"function"', "f", " ", "\n", "1", "true",
+        '{"name": "f", "arguments": {"a": 1}}', "é", "<",
+    ]
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(
+    st.lists(MARKUP, max_size=30).map("".join),
+    st.lists(st.integers(0, 1000), max_size=12),
+    st.sampled_from(sorted(FAMILIES)),
+    st.booleans(),
+)
+def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], family: str, inside: bool) -> None:
+    whole = parts_of(text, family=family, in_reasoning=inside)
+    assert parts_of(text, cuts, family=family, in_reasoning=inside) == whole
+    assert parts_of(text, list(range(len(text))), family=family, in_reasoning=inside) == whole
+
+
+@settings(deadline=None)
+@given(
+    st.text(st.characters(blacklist_categories=("Cs",)), max_size=80),
+    st.sampled_from(["hermes", "mistral"]),
+)
+def test_text_without_markup_is_never_changed(text: str, family: str) -> None:
+    if not any(marker in text for marker in FAMILIES[family].markers):
+        assert plain_text(parts_of(text, family=family)) == text
+        assert plain_text(parts_of(text, family=family, calls=False)) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>" * 20_000,
+        '<tool_call>{"a": ' + '"x", "a": ' * 20_000,
+        '<tool_call>{"name": "f", "arguments": ' + '{"a": [' * 30_000,
+        "<" * 100_000,
+        "<tool_call>{" + " " * 100_000,
+        "<function=f><parameter=a>" + "\n" * 50_000 + "</parameter" * 5_000,
+    ],
+)
+def test_hostile_answers_cost_time_in_proportion(text: str) -> None:
+    began = time.process_time()
+    parts_of(text, list(range(0, len(text), 7)))
+    assert time.process_time() - began < 5.0
+
+
+def test_families_are_chosen_by_template_then_vocabulary() -> None:
+    def no_token(text: str) -> bool:
+        return False
+
+    assert family_of("x <tool_call> y", no_token).name == "hermes"
+    assert family_of("<tool_call>\n<function=", no_token).name == "xml"
+    assert family_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
+    assert family_of("<|start_header_id|>", no_token).name == "llama"
+    assert family_of("<|im_start|>", no_token).name == "generic"
+    assert family_of("<|im_start|>", "<tool_call>".__eq__).name == "hermes"
