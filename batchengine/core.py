@@ -190,6 +190,12 @@ class GenerationRequest:
     client's estimate, for the router only. `form`: form of the answer's events; the engine records
     it for later streams of the same turn, and `output` with it. `constraint` None = any text; no
     lane supports constraints yet.
+
+    For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
+    none): tokens of new messages, the end of the message before them first, which go behind the
+    session's timeline, and replace `prompt`, if it has one; `append_to`: the turn behind whose
+    answer they go, "" = the last one. `is_retry`: the client has sent the same request before.
+    `found` is what `prepare` decided.
     """
 
     request_id: str
@@ -209,6 +215,34 @@ class GenerationRequest:
     form: str = FORM_CHAT
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
+    in_family: bool = False
+    append: tuple[int, ...] = ()
+    append_to: str = ""
+    is_retry: bool = False
+    found: Found | None = None
+
+
+class TimelineUse(enum.StrEnum):
+    """How a request relates to the timelines of the session that it names."""
+
+    NEW = "new"  # the first timeline of its session
+    CONTINUED = "continued"  # the prompt has the whole timeline, or repeats its last turn
+    APPENDED = "appended"  # the engine made the prompt of the timeline and the new messages
+    EDITED = "edited"  # the timeline is cut where the prompt differs, and goes on from there
+    FORKED = "forked"  # a new timeline beside the others of the session
+    UNNAMED = "unnamed"  # all timelines that the session may have compute: this one is not kept
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The timeline that the engine chose for a request, and why. `shared` leading tokens of the
+    prompt are those of session `of`; `is_history_missing`: the messages look like the newest ones
+    alone."""
+
+    use: TimelineUse
+    of: str = ""
+    shared: int = 0
+    is_history_missing: bool = False
 
 
 class Presence(enum.Enum):

@@ -579,6 +579,9 @@ NOT_ERASED = Problem("BE2419", Kind.UNAVAILABLE, "not_erased",
     "session {session_id} is not erased yet",
     "{why}",
     "its requests were ended; ask again once the store's disk can be written")
+NOT_APPENDABLE = Problem("BE2420", Kind.INVALID, "not_appendable",
+    "the messages cannot be appended to the session", "{why}",
+    "send the whole conversation, without batchengine.append", param="batchengine.append")
 
 # -------------------------------------------------------------------------------------- 25: peers
 PEER_IDENTITY = Problem("BE2501", Kind.INVALID, _USAGE,

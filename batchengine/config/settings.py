@@ -57,6 +57,7 @@ class ApiKey:
     `class_max` names that; without either, and with several keys, `sla.default_class` is both.
     `weight`: of its share of a lane beside other keys of a class. `queue_max`, `streams_max`: of
     the limits of that name, how much one key may take; 0 = as much as it leaves free to the others.
+    `append`: its requests hold new messages only, behind those of their session.
     """
 
     name: str = ""
@@ -67,6 +68,7 @@ class ApiKey:
     weight: float = field(default=1.0, metadata=_within(0.01, 100))
     queue_max: int = field(default=0, metadata=_within(0, 100_000))
     streams_max: int = field(default=0, metadata=_within(0, 100_000))
+    append: bool = False
 
 
 @dataclass(frozen=True, slots=True)

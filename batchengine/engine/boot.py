@@ -45,6 +45,7 @@ from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PeerPlans
 from batchengine.engine.remote.turns import RemoteTurns
+from batchengine.engine.sessions.appending import Appending
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
@@ -179,6 +180,9 @@ class Running:
         )
         self.operations = SessionOperations(
             state, store, journal, self.recovery, self.requests, self.parking, made.text
+        )
+        self.appending = Appending(
+            state, self.recovery, made.text.tokenizer.eog, made.info.context_tokens
         )
         self.peers = Peers(
             launch.config.peers,

@@ -190,6 +190,15 @@ class Engine:
             raise errors.DRAINING()
         return self.running.requests.submit(request)
 
+    async def begin(self, request: GenerationRequest) -> Generation:
+        """Choose the timeline that the request goes on with, and admit it; see `Appending`.
+
+        Raises BatchEngineError before anything has changed.
+        """
+        if request.append:
+            request = await self.running.appending.prompted(request)
+        return self.submit(request)
+
     async def resume(
         self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
     ) -> Generation:

@@ -46,6 +46,7 @@ class EngineState:
         self.sessions: dict[tuple[str, str], Session] = {}  # named ones, oldest use first
         self.dropping: dict[tuple[str, str], asyncio.Event] = {}  # names being erased -> its end
         self.queues: dict[int, deque[Generation]] = {}  # busy session's key -> waiting requests
+        self.lines: dict[int, asyncio.Task[None]] = {}  # busy session's key -> task serving it
         self.moves: dict[int, asyncio.Future[None]] = {}  # session key -> end of its migration
         self.facts: dict[int, SessionFacts] = {}  # session key -> facts of a named one
         self.started = time.monotonic()
@@ -89,6 +90,13 @@ class EngineState:
         """Wait until the session is in no migration."""
         while (move := self.moves.get(session.key)) is not None:
             await asyncio.wait([move])
+
+    async def at_rest(self, tenant: str, session_id: str) -> None:
+        """Wait until the named session has no request."""
+        while (session := self.sessions.get((tenant, session_id))) is not None:
+            if (line := self.lines.get(session.key)) is None:
+                return
+            await asyncio.wait([line])
 
     def find(self, tenant: str, session_id: str) -> Session | None:
         """Return the named session in memory, or the anonymous one that computes now; or None."""

@@ -53,6 +53,10 @@ class TextEncoder:
         token = self._tokenizer.special_ids.get(text)
         return token if token is not None and self._tokenizer.is_control(token) else None
 
+    def ends_turn(self, token: int) -> bool:
+        """Whether the token ends a message of the model."""
+        return token in self._tokenizer.eog
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],

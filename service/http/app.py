@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from aiohttp import HttpVersion11, web
 
 from batchengine import errors
@@ -34,7 +35,7 @@ from service.http.admission import (
 from service.http.answers import STATUS, error_headers, json_answer
 from service.http.routes import models, openapi, queue, route, texts, unbuilt
 from service.http.routes.route import Route
-from service.protocols import reading, requests
+from service.protocols import carriers, reading, requests
 from service.protocols.formatter import Formatter
 from service.protocols.protocol import Protocol
 from service.protocols.table import BY_ROUTE, protocol_of
@@ -199,7 +200,9 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             raise errors.DRAINING()
         check_serving(engine)
         strict = config.server.strict_fields or request.query.get("strict") == "1"
-        question = reading.encode(reading.Question(protocol.name, prompt_limits(service), strict))
+        appends = carriers.appends(request.headers, request[CALLER], config)
+        limits = msgspec.structs.replace(prompt_limits(service), append=appends)
+        question = reading.encode(reading.Question(protocol.name, limits, strict))
         answer = await engine.text.read(question, memoryview(data), tenant=request[CALLER].tenant)
         found = reading.decode_reading(answer)
         for name in found.ignored[:UNKNOWN_COUNTED_MAX]:
@@ -225,6 +228,8 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     session_id = generations[0].session_id or job.asked.session_id
     if session_id:
         headers["x-batchengine-session-id"] = session_id
+    if (found := job.requests[0].found) is not None:
+        headers["x-batchengine-timeline"] = found.use.value
     try:
         if not job.stream:
             return await relay.answer_whole(request, formatter, live)

@@ -77,6 +77,7 @@ HEADERS_EXACT = (
     "x-session-affinity",
 )
 HEADER_LAST = "x-conversation-id"
+HEADER_APPEND = "x-batchengine-append"
 # These match the generic rule but do not name the session of the request.
 NOT_SESSIONS = {"x-parent-session-id", "x-dynamo-parent-session-id"}
 
@@ -109,6 +110,12 @@ def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[t
         yield "prompt_cache_key", body.prompt_cache_key
     if body.metadata is not None and isinstance(body.metadata.get("session_id"), str):
         yield "metadata.session_id", body.metadata["session_id"]
+
+
+def appends(headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> bool:
+    """Whether requests of the caller hold new messages only; their bodies may say otherwise."""
+    given = headers.get(HEADER_APPEND, "").strip().lower()
+    return given == "true" if given else keys.key_of(config, caller.tenant).append
 
 
 # ---- the SLA ----

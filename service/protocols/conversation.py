@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from batchengine.core import Constraint, OutputForm
-from service.protocols import requests
+from service.protocols import append, requests
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
 from service.session_ids import CALL_CHARS_MAX
@@ -40,7 +40,8 @@ class Conversation:
     content as one string, `reasoning_content`, `tool_calls` and `tool_call_id`; `tools` likewise
     are functions with JSON Schemas. `response` is the form that the answer's text must have.
     `continues` = the last message is the assistant's, and the answer goes on with its text.
-    `tokens_max` None = not given. `param` is the field that errors about the size name.
+    `tokens_max` None = not given. `append`: the messages are new ones behind those of the session,
+    if it has some. `param` is the field that errors about the size name.
     """
 
     messages: list[dict[str, Any]]
@@ -54,6 +55,7 @@ class Conversation:
     param: str = "messages"
     echo: bytes = NOTHING
     unread: tuple[str, ...] = ()  # as in `Prompt`
+    append: bool = False
 
 
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
@@ -72,6 +74,9 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         calls=tools is not None,
         text_parameters=text_parameters(tools or []) if text.family.has_bare_values else {},
     )
+    added: list[int] = []
+    if conversation.append or limits.append:
+        added = append.appended(text, conversation.messages, tools, conversation.template)
     return Prompt(
         [tokens],
         tokens_max,
@@ -82,6 +87,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         conversation.response,
         echo=conversation.echo,
         unread=conversation.unread,
+        append=added,
     )
 
 

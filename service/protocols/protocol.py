@@ -25,6 +25,7 @@ class PromptEncoder(typing.Protocol):
     def encode(self, text: str, *, special: bool) -> list[int]: ...
     def piece(self, token: int) -> bytes: ...
     def control_id(self, text: str) -> int | None: ...
+    def ends_turn(self, token: int) -> bool: ...
     def encode_chat(
         self,
         messages: list[dict[str, Any]],
@@ -34,11 +35,13 @@ class PromptEncoder(typing.Protocol):
 
 
 class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
-    """Facts of the model and the configuration that bound a prompt."""
+    """Facts of the model and the configuration that bound a prompt. `append`: the messages are
+    new ones behind those that the session has."""
 
     context_tokens: int
     vocab_size: int
     tokens_max_default: int
+    append: bool = False
 
 
 def input_tokens(count: int) -> dict[str, object]:

@@ -48,6 +48,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     output: OutputForm
     constraint: Constraint | None
     echo: bytes
+    append: bytes = b""
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -61,6 +62,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
             self.output,
             self.constraint,
             self.echo,
+            append=token_ids(self.append),
         )
 
 
@@ -78,13 +80,18 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
         return texts.TASKS[asked.task](text, protocol, asked.limits, data)
     body, ignored = protocol.parse(data)
     protocol.check(body)
-    prompt = protocol.read_prompt(body, text, asked.limits)
+    common, limits = protocol.common(body), asked.limits
+    if common.batchengine is not None and common.batchengine.append is not None:
+        limits = msgspec.structs.replace(limits, append=common.batchengine.append)
+    prompt = protocol.read_prompt(body, text, limits)
+    if limits.append and not prompt.append:
+        raise errors.NOT_APPENDABLE(why="only messages can be appended, no plain text")
     ignored += prompt.unread
     if ignored and asked.strict:
         raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
     return encode(
         Reading(
-            protocol.common(body),
+            common,
             ignored,
             list(map(token_bytes, prompt.tokens)),
             prompt.tokens_max,
@@ -94,5 +101,6 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             prompt.output,
             prompt.constraint,
             prompt.echo,
+            token_bytes(prompt.append),
         )
     )

@@ -58,7 +58,8 @@ class Prompt:
 
     `param` is the field that errors about the size name. `logprobs` as in `core.Sampling`.
     `echo` is JSON of the request that the protocol's formatter repeats in its answer. `unread` are
-    names of what was accepted and changes nothing.
+    names of what was accepted and changes nothing. `append`: the tokens that go behind the
+    session's timeline instead, if it has one.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -70,6 +71,7 @@ class Prompt:
     constraint: Constraint | None = None
     echo: bytes = NOTHING
     unread: tuple[str, ...] = ()
+    append: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True)
@@ -265,6 +267,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             tool_call_ids=prompt.tool_call_ids,
             output=prompt.output,
             constraint=prompt.constraint,
+            append=tuple(prompt.append),
         )
         for choice in range(job.choices_per_prompt):
             seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
@@ -282,6 +285,7 @@ def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
         request,
         request_id=f"{request.request_id}-{index}",
         session_id=None,
+        append=(),
         tool_call_ids=(),
         idempotency_key=f"{key}#{index}" if key else "",
     )
@@ -297,9 +301,12 @@ async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
         for request in job.requests:
             if made:
                 await asyncio.sleep(0)
-            made.append(engine.submit(request))
+            if made and job.requests[0].append:  # the other choices have the same prompt
+                request = dataclasses.replace(request, prompt=made[0].request.prompt)
+            made.append(await engine.begin(request))
     except BaseException:
         for generation in made:
             generation.cancel()
         raise
+    job.requests = [generation.request for generation in made]
     return made

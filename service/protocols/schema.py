@@ -55,6 +55,7 @@ class Extension(Struct, forbid_unknown_fields=True):
     final: bool | None = None  # the session's last turn, as far as the client knows
     park: bool | None = None  # after this turn it will wait for a tool
     promote: bool | None = None
+    append: bool | None = None  # the messages are new ones, behind those of the session
 
 
 class AgentHints(Struct):

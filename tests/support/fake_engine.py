@@ -65,6 +65,9 @@ class FakeText:
         self.chats.append((messages, tools, kwargs))
         return list("".join(f"{m['role']}: {m['content']}\n" for m in messages).encode())
 
+    def ends_turn(self, token: int) -> bool:
+        return token == ord("\n")
+
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:
         await asyncio.sleep(0)
         return reading.read(self, question, bytes(body))
@@ -166,6 +169,9 @@ class FakeEngine:
         if request.session_id is not None:
             self.known[request.tenant, request.session_id] = request
         return generation
+
+    async def begin(self, request: GenerationRequest) -> FakeGeneration:
+        return self.submit(request)
 
     def _last(self, tenant: str | None, session_id: str) -> GenerationRequest:
         for (owner, name), request in self.known.items():

@@ -359,14 +359,18 @@ class SessionRecovery:
 
     async def record(self, tenant: str, session_id: str) -> SessionRecord:
         """Return the ledger's record of a session. Raises BatchEngineError (404, or damaged)."""
-        found = await self._read(durable_name(tenant, session_id))
+        found = await self.find(tenant, session_id)
         if found is None:
             raise errors.UNKNOWN_SESSION(given=session_id)
         return found
 
+    async def find(self, tenant: str, session_id: str) -> SessionRecord | None:
+        """Return the ledger's record of a session, None if it has none. Raises BatchEngineError."""
+        return await self._read(durable_name(tenant, session_id))
+
     async def is_stored(self, tenant: str, session_id: str) -> bool:
         """Whether the ledger has the session."""
-        return await self._read(durable_name(tenant, session_id)) is not None
+        return await self.find(tenant, session_id) is not None
 
     async def _read(self, name: str) -> SessionRecord | None:
         try:

@@ -72,12 +72,11 @@ class Requests:
         self._check_model = check_model
         self._closing = TurnClosing(state, journal, recovery, dispatcher)
         self._running: set[asyncio.Task[None]] = set()
-        self._lines: dict[int, asyncio.Task[None]] = {}  # session key -> task serving its queue
         self._keys = itertools.count(1)
         self._fatal: BaseException | None = None
 
     def __repr__(self) -> str:
-        return f"<Requests {len(self._state.requests)} sessions={len(self._lines)}>"
+        return f"<Requests {len(self._state.requests)} sessions={len(self._state.lines)}>"
 
     # ------------------------------------------------------------------- called from outside
 
@@ -137,7 +136,7 @@ class Requests:
         for generation, of in list(self._state.requests.items()):
             if of is session and not generation.finished:
                 generation.abort(error)
-        while (line := self._lines.get(session.key)) is not None:
+        while (line := self._state.lines.get(session.key)) is not None:
             await asyncio.wait([line])
 
     # -------------------------------------------------------------------------------- the end
@@ -231,7 +230,7 @@ class Requests:
 
     def _serve_queue(self, session: Session, first: Generation) -> None:
         queue = self._state.queues[session.key] = deque[Generation]()
-        self._lines[session.key] = self._spawn(self._serve_all(session, first, queue))
+        self._state.lines[session.key] = self._spawn(self._serve_all(session, first, queue))
 
     async def _serve_all(
         self, session: Session, first: Generation, queue: deque[Generation]
@@ -242,7 +241,7 @@ class Requests:
             while queue:
                 await self._serve(session, queue.popleft())
         finally:
-            del self._state.queues[session.key], self._lines[session.key]
+            del self._state.queues[session.key], self._state.lines[session.key]
             for generation in queue:  # not empty only if this task was cancelled
                 del self._state.requests[generation]
                 generation.fail(errors.DRAINING())

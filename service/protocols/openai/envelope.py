@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from batchengine.core import BatchEngineError, Kind, TokenEvent
+from batchengine.core import BatchEngineError, Found, Kind, TokenEvent
 from service.protocols.formatter import Answer, Formatter, SseEvent
 from service.protocols.output import OutputPart
 from service.protocols.requests import HttpJob
@@ -38,6 +38,10 @@ Chunk = dict[str, object]
 
 _encoder = msgspec.json.Encoder()
 LATER = msgspec.Raw(b"[\0]")  # a list that is sent item by item: JSON has no NUL elsewhere
+HISTORY_MISSING = (
+    "the session has earlier turns, and these messages hold none of them: send the whole"
+    ' conversation, or set "batchengine": {"append": true}'
+)
 LIST_ITEMS = 32  # of such a list in one part; of up to 4 KiB each
 
 
@@ -264,12 +268,24 @@ def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
     }
     if usage.resumed_tokens:
         found["resumed_tokens"] = usage.resumed_tokens
+    if (found_use := job.requests[0].found) is not None:
+        found["timeline"] = timeline_object(found_use)
     bare = sum(answer.bare for answer in answers)
     if bare and any(asked.sampling.logprobs >= 0 for asked in job.requests):
         found["tokens_without_logprobs"] = bare
     if not usage.durable:
         found["durable"] = False
     return found
+
+
+def timeline_object(found: Found) -> Chunk:
+    """How the request went on with its session."""
+    row: Chunk = {"use": found.use.value, "tokens_shared": found.shared}
+    if found.of:
+        row["of"] = found.of
+    if found.is_history_missing:
+        row["warning"] = HISTORY_MISSING
+    return row
 
 
 def _finite(ms: float | None) -> float | None:

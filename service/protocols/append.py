@@ -1,0 +1,60 @@
+"""The tokens that new messages add behind a conversation whose earlier messages are not sent.
+
+A template renders whole conversations only. The new messages are therefore rendered behind two
+made-up beginnings, which differ in the assistant's text alone: what both have behind that text is
+the end of the assistant's message, then the new messages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from batchengine import errors
+from service.protocols.protocol import PromptEncoder
+
+BEGINNINGS = ("one", "two")  # no common character at either end
+
+
+def appended(
+    text: PromptEncoder,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    template: dict[str, Any],
+) -> list[int]:
+    """The tokens of `messages` behind an assistant's message, the token that ends that one first.
+
+    Raises 400 where the template does not render messages one after the other.
+    """
+    one, two = (
+        text.encode_chat([*_beginning(messages, answer), *messages], tools, template)
+        for answer in BEGINNINGS
+    )
+    common = 0
+    for left, right in zip(reversed(one), reversed(two), strict=False):
+        if left != right:
+            break
+        common += 1
+    ends = range(len(one) - common, len(one))
+    end = next((place for place in ends if text.ends_turn(one[place])), None)
+    if end is None or common == len(one):
+        raise errors.NOT_APPENDABLE(
+            why="this model's chat template does not put messages one behind the other"
+        )
+    return one[end:]
+
+
+def _beginning(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:
+    """A user's message and the assistant's answer to it; with a call if its result follows."""
+    asked = {"role": "user", "content": "?"}
+    if messages[0]["role"] != "tool":
+        return [asked, {"role": "assistant", "content": answer}]
+    results = [message for message in messages if message["role"] == "tool"]
+    calls = [
+        {
+            "id": message.get("tool_call_id", f"call_{index}"),
+            "type": "function",
+            "function": {"name": message.get("name", "f"), "arguments": {"x": answer}},
+        }
+        for index, message in enumerate(results)
+    ]
+    return [asked, {"role": "assistant", "content": answer, "tool_calls": calls}]

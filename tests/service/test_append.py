@@ -1,0 +1,91 @@
+"""The `append` mode: new messages as tokens behind a session, in a body, a header or a key."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchengine.config import ApiKey
+from batchengine.core import BatchEngineError
+from batchengine.text.encoder import TextEncoder
+from batchengine.text.renderer import Renderer
+from batchengine.text.vocab import Tokenizer
+from service.protocols import append
+from tests.support.fake_engine import FakeEngine, chat, fake_config, post, serving
+
+USER, CALL, RESULT = (
+    {"role": "user", "content": "And now?"},
+    {
+        "role": "assistant", "content": "",
+        "tool_calls": [{"id": "c", "type": "function",
+                        "function": {"name": "ls", "arguments": {"path": "."}}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "name": "ls", "content": "a.txt"},
+)  # fmt: skip
+# what templates of the Qwen3 kind do: earlier answers lose their reasoning, the last one has some
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pocket_path: Path) -> Tokenizer:
+    return Tokenizer(pocket_path)
+
+
+def encoder_of(tokenizer: Tokenizer, template: str | None) -> TextEncoder:
+    return TextEncoder(tokenizer, Renderer(template, datetime.date(2026, 1, 1), 1 << 20))
+
+
+@pytest.mark.parametrize("added", [[USER], [RESULT], [USER, CALL, RESULT]])
+@pytest.mark.parametrize("which", ["own", "chatml", "thinking"])
+def test_new_messages_are_what_the_whole_conversation_has_more(
+    tokenizer: Tokenizer, added: list[dict[str, Any]], which: str
+) -> None:
+    template = {"own": tokenizer.chat_template, "chatml": None, "thinking": THINKING}[which]
+    text = encoder_of(tokenizer, template)
+    before = [{"role": "user", "content": "Hello"}, {**CALL, "content": "so"}]
+    whole = text.encode_chat([*before, *added])
+    tokens = append.appended(text, added, None, {})
+    assert text.ends_turn(tokens[0])
+    assert whole[-len(tokens) :] == tokens
+    head = text.encode_chat([*before, USER], kwargs={"add_generation_prompt": False})
+    assert len(tokens) < len(whole) - 4
+    assert whole[: len(whole) - len(tokens)] == head[: len(whole) - len(tokens)]
+
+
+def test_a_template_that_shows_one_message_only_is_refused(tokenizer: Tokenizer) -> None:
+    text = encoder_of(tokenizer, "{{ messages[-1].content }}")
+    with pytest.raises(BatchEngineError) as caught:
+        append.appended(text, [USER], None, {})
+    assert caught.value.name == "not_appendable"
+
+
+async def test_a_body_a_header_or_a_key_asks_for_it() -> None:
+    engine, config = FakeEngine(), fake_config()
+    added = tuple(b"\nuser: hi\n")
+    async with serving(engine, config) as served:
+        await post(served, "/v1/chat/completions", chat())
+        await post(served, "/v1/chat/completions", chat(batchengine={"append": True}))
+        headers = {"x-batchengine-append": "true"}
+        await post(served, "/v1/chat/completions", chat(), headers=headers)
+        found = [generation.request.append for generation in engine.generations]
+        assert found == [(), added, added]
+        body = {"prompt": "x", "batchengine": {"append": True}}
+        status, answer, _ = await post(served, "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "not_appendable")
+    keys = (ApiKey("a", "sk-aaaaaaaaaaaaaaaaaaaa", append=True), ApiKey("b", "sk-bbbbbbbbbbbbbb"))
+    engine = FakeEngine()
+    async with serving(engine, dataclasses.replace(config, auth=keys)) as served:
+        for key, more in ((keys[0], {}), (keys[0], {"append": False}), (keys[1], {})):
+            bearer = {"Authorization": f"Bearer {key.key}"}
+            body = chat(batchengine=more)
+            await post(served, "/v1/chat/completions", body, headers=bearer)
+        assert [g.request.append for g in engine.generations] == [added, (), ()]
