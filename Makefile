@@ -11,7 +11,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env native free-order sanitize check-arm demo test check bench soak clients clean
+.PHONY: env native free-order sanitize check-arm demo test browser check bench soak clients clean
 
 env: .venv/.env-stamp
 .venv/.env-stamp: pyproject.toml
@@ -67,6 +67,10 @@ demo: native
 test: native
 	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest -q -m "alone and not slow"
+
+# The dashboard in headless Chromium (Debian package chromium).
+browser: native
+	$(PY) -m pytest -q -rs -m slow tests/service/http/test_browser.py
 
 check: native
 	$(PY) -m ruff check .

@@ -71,6 +71,9 @@ class Metrics:
             "kv_rejected_total", "Turns that reused less KV than their session had", "reason"
         )
         self.tokens_total = counter("tokens_total", "Tokens computed", "kind")
+        self.lane_tokens_total = counter(
+            "lane_tokens_total", "Tokens computed by a lane, and those it generated", "lane", "kind"
+        )
         self.ignored_fields_total = counter(
             "ignored_fields_total", "Request fields that were not understood", "field"
         )
@@ -174,6 +177,21 @@ class Metrics:
             else:
                 self._fields.add(field)
         self.ignored_fields_total.labels(field).inc()
+
+    def outcomes(self) -> dict[str, dict[str, int]]:
+        """Finished requests by class and what became of their targets."""
+        found: dict[str, dict[str, int]] = {}
+        for metric in self.slo_requests_total.collect():
+            for sample in metric.samples:
+                if sample.name.endswith("_total"):
+                    of_class = found.setdefault(sample.labels["class"], {})
+                    of_class[sample.labels["outcome"]] = int(sample.value)
+        return found
+
+    def prefix_hits(self) -> int:
+        """Prompt tokens whose KV was found instead of computed."""
+        samples = [s for metric in self.prefix_hit_tokens_total.collect() for s in metric.samples]
+        return int(sum(s.value for s in samples if s.name.endswith("_total")))
 
     def render(self) -> tuple[bytes, str]:
         """Return the body of a scrape and its content type."""

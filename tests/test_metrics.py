@@ -21,6 +21,7 @@ LABELS = {
     "steps_total": ("lane",),
     "step_seconds": ("lane",),
     "tokens_total": ("kind",),
+    "lane_tokens_total": ("lane", "kind"),
     "numeric_faults_total": (),
     "sessions_forgotten_total": (),
     "kv_pages_total": ("event",),

@@ -223,13 +223,16 @@ class Engine:
 
     # ------------------------------------------------------------------------------ sessions
 
-    def sessions(self, tenant: str | None = None) -> list[dict[str, Any]]:
+    def sessions(
+        self, tenant: str | None = None, count_max: int | None = None
+    ) -> list[dict[str, Any]]:
         """One row per named session in memory, computing anonymous session, or interrupted one.
 
-        With `tenant` only those of that tenant.
+        With `tenant` only those of that tenant; with `count_max` only those in memory that were
+        used last.
         """
-        rows = report.session_rows(self.state, tenant)
-        if self._running is not None:
+        rows = report.session_rows(self.state, tenant, count_max)
+        if self._running is not None and count_max is None:
             rows += report.interrupted_rows(self._running.recovery.interrupted, tenant)
         return rows
 

@@ -131,6 +131,8 @@ class Housekeeping:
                 (metrics.steps_total, (name,), loop.meter.steps),
                 (metrics.tokens_total, ("computed",), loop.meter.tokens),
                 (metrics.tokens_total, ("generated",), loop.meter.generated),
+                (metrics.lane_tokens_total, (name, "computed"), loop.meter.tokens),
+                (metrics.lane_tokens_total, (name, "generated"), loop.meter.generated),
                 (metrics.step_predicted_seconds_total, (name,), loop.meter.predicted_ms / 1000),
                 (metrics.kv_pages_total, ("sealed",), loop.kv.sealing.sealed),
                 (metrics.kv_pages_total, ("seal_failed",), loop.kv.sealing.seal_failures),
@@ -152,6 +154,9 @@ class Housekeeping:
             read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
             leaves=self._state.leaving,
         )
+        pages = sum(loop.kv.slots.total for loop in self._state.lanes)
+        free = sum(loop.kv.slots.available for loop in self._state.lanes)
+        metrics.kv_usage_ratio.labels("cpu").set((pages - free) / max(pages, 1))
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
         metrics.ledger_ok.set(not stat["ledger_failed"])

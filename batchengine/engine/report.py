@@ -41,6 +41,10 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
             "waiting": len(loop.waiting),
             "steps": loop.meter.steps,
             "step_ms": round(loop.meter.step_ms, 3),
+            "tokens_computed": loop.meter.tokens,
+            "tokens_generated": loop.meter.generated,
+            "pages": loop.kv.slots.total,
+            "pages_free": loop.kv.slots.available,
             "isa": loop.lane.facts.isa if loop.lane.facts else "",
         }
         for loop in state.lanes
@@ -90,8 +94,14 @@ def troubles(state: EngineState) -> list[str]:
     return found
 
 
-def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str, Any]]:
-    """One row per named session in memory or computing anonymous one; of one tenant, or of all."""
+def session_rows(
+    state: EngineState, tenant: str | None = None, count_max: int | None = None
+) -> list[dict[str, Any]]:
+    """One row per named session in memory or computing anonymous one; of one tenant, or of all.
+
+    With `count_max` only those that were used last.
+    """
+    known = [session for session in state.known() if tenant in (None, session.tenant)]
     return [
         {
             "session_id": session.session_id,
@@ -108,8 +118,7 @@ def session_rows(state: EngineState, tenant: str | None = None) -> list[dict[str
             **parked_facts(state, session),
             **state.held_facts(session),
         }
-        for session in state.known()
-        if tenant in (None, session.tenant)
+        for session in (known if count_max is None else known[-count_max:])
     ]
 
 
@@ -171,6 +180,8 @@ def numbers(state: EngineState) -> dict[str, Any]:
         "rows_adopted": sum(loop.kv.importing.rows_imported for loop in loops),
         "pages_sealed": sum(loop.kv.sealing.sealed for loop in loops),
         "seal_failures": sum(loop.kv.sealing.seal_failures for loop in loops),
+        "outcomes": state.metrics.outcomes(),
+        "prefix_hit_tokens": state.metrics.prefix_hits(),
         "durability": state.config.store.durability,
         "ledger": ledger_state(state),
         "kv_tier": "off: not open yet" if state.store is None else state.store.tier,

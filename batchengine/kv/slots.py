@@ -183,6 +183,11 @@ class Slots:
     # ------------------------------------------------------------------------------- slots
 
     @property
+    def total(self) -> int:
+        """Number of slots of the arena; 0 = no worker is up."""
+        return 0 if self.arena is None else self.arena.shape.slots
+
+    @property
     def available(self) -> int:
         """Number of slots that the next step may use: free and reclaimable ones."""
         n_free = 0 if self.arena is None else self.arena.n_free

@@ -33,6 +33,7 @@ from service.http.admission import (
     read_json_body,
 )
 from service.http.answers import STATUS, error_headers, json_answer
+from service.http.dashboard import live, page
 from service.http.routes import models, openapi, queue, route, texts, unbuilt
 from service.http.routes.route import Route
 from service.protocols import carriers, reading, requests
@@ -62,6 +63,7 @@ def build(service: Service) -> web.Application:
     app.on_response_prepare.append(_name_server)
     for row in ROUTES:
         route.add(app, row, _expect)
+    app[live.LIVE] = live.Snapshots()
     app[openapi.DOCUMENT] = openapi.document(ROUTES, has_keys=bool(service.config.auth))
     # aiohttp's own 404 and 405 would answer Expect in front of `_guard`
     app.router.add_route("*", "/{rest:.*}", _nowhere, expect_handler=_expect)
@@ -163,6 +165,8 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[HEADERS] |= service.origin_policy.consent(request.headers)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
         return _preflight(request)
+    if request.match_info.handler in KEYLESS:
+        return await handler(request)
     address = address_of(request.transport and request.transport.get_extra_info("peername"))
     try:
         caller = service.keyring.identify(request.headers)
@@ -291,5 +295,8 @@ ROUTES = (
     ),
     *queue.ROUTES,
     *openapi.ROUTES,
+    *page.ROUTES,
+    *live.ROUTES,
 )  # fmt: skip
+KEYLESS = frozenset(row.handler for row in ROUTES if not row.needs_key)
 PATHS = tuple(dict.fromkeys(row.path for row in ROUTES))

@@ -390,7 +390,9 @@ class FakeEngine:
     def has_session(self, tenant: str, session_id: str) -> bool:
         return any(row["session_id"] == session_id for row in self.sessions(tenant))
 
-    def sessions(self, tenant: str | None = None) -> Sequence[Mapping[str, Any]]:
+    def sessions(
+        self, tenant: str | None = None, count_max: int | None = None
+    ) -> Sequence[Mapping[str, Any]]:
         computing = [
             (g.request.tenant, g.session_id)
             for g in self.generations

@@ -69,6 +69,12 @@ class DecisionRecord:
         if len(self.notes) < NOTES_MAX:
             self.notes.append(text)
 
+    def add_move(self, moved: MoveReport, now_ms: float) -> None:
+        """Add a migration that has ended, up to NOTES_MAX."""
+        if len(self.moves) < NOTES_MAX:
+            after_ms = round(now_ms - self.decided_ms, 3)
+            self.moves.append({**move_dict(moved), "after_ms": after_ms})
+
     def as_dict(self, now_ms: float) -> dict[str, Any]:
         """Return plain data, ready for JSON."""
         decision = self.decision

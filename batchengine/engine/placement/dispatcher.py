@@ -19,11 +19,9 @@ from batchengine.config import Config, keys
 from batchengine.core import GenerationRequest, SlaClass
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.decision_log import (
-    NOTES_MAX,
     DecisionLog,
     DecisionRecord,
     RequestOutcome,
-    move_dict,
 )
 from batchengine.engine.placement.evacuation import Evacuation, Spawn
 from batchengine.engine.placement.explain import explain
@@ -269,8 +267,8 @@ class Dispatcher:
         if moved.outcome is MoveOutcome.FAILED:
             return
         record = self.log.latest(session.session_id, session.tenant)
-        if record is not None and len(record.moves) < NOTES_MAX:
-            record.moves.append(move_dict(moved))
+        if record is not None:
+            record.add_move(moved, self._state.now_ms())
         if moved.outcome is not MoveOutcome.MOVED:
             return
         note = self._times.of(session)

@@ -24,7 +24,7 @@ from batchengine.engine.linked.holds_server import Misfit
 from batchengine.engine.linked.holds_taken import TakenHold
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed
-from batchengine.engine.placement.decision_log import NOTES_MAX, DecisionLog, move_dict
+from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
 from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.remote.served import CREDIT_TOKENS, Spawn
@@ -288,8 +288,8 @@ class AwayTurns:
         )
         record = self._decisions.latest(session.session_id, session.tenant)
         is_move = outcome is MoveOutcome.MOVED
-        if is_move and record is not None and len(record.moves) < NOTES_MAX:
-            record.moves.append(move_dict(report))
+        if is_move and record is not None:
+            record.add_move(report, self._state.now_ms())
         return report
 
     def _run_of(self, session: Session) -> AwayTurn | None:

@@ -78,7 +78,8 @@ def _operation(route: Route, ref_of: dict[type[Struct], Object]) -> Object:
         "description": "An error, in the form of the route's protocol; OpenAI's is shown.",
         "content": {"application/json": {"schema": ref_of[Error]}},
     }
-    made: Object = {
+    made: Object = {} if route.needs_key else {"security": []}
+    made |= {
         "summary": route.summary,
         "tags": [route.tag],
         "operationId": _operation_id(route),

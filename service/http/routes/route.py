@@ -25,6 +25,7 @@ class Route:
     query: tuple[tuple[str, str], ...] = ()
     content: tuple[str, ...] = ("application/json",)  # types of its answer
     head: bool = True  # a GET also answers HEAD
+    needs_key: bool = True  # where keys exist
 
 
 def add(app: web.Application, route: Route, expect: Expect) -> None:

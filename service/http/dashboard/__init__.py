@@ -1,0 +1,1 @@
+"""The dashboard: its files, and the stream of snapshots that it shows."""
