@@ -185,6 +185,7 @@ class Daemon:
         if self._config.peers.listen:
             say(f"  peers   {self._config.peers.listen}   see `batchengine peers status`")
         say(f"  ready   {base}   openai chat and text completions")
+        say(f"  watch   {base.removesuffix('/v1')}/   dashboard")
         say(f"  next    batchengine chat --url {base}")
         if engine.phase == "degraded":
             say("  warning degraded: see /health")
