@@ -70,7 +70,7 @@ test: native
 
 # The dashboard in headless Chromium (Debian package chromium).
 browser: native
-	$(PY) -m pytest -q -rs -m slow tests/service/http/test_browser.py
+	$(PY) -m pytest -q -rs -m slow tests/service/http/dashboard/test_browser.py
 
 check: native
 	$(PY) -m ruff check .

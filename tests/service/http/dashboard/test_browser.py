@@ -11,7 +11,7 @@ import pytest
 
 from batchengine.config import ApiKey
 from batchengine.core import SlaClass
-from tests.support.browser import Page, browsing, path_of_chromium
+from tests.service.http.dashboard.browser import Page, browsing, path_of_chromium
 from tests.support.fake_engine import FakeEngine, Served, chat, fake_config, post, serving
 
 PROGRAM = path_of_chromium()
