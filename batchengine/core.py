@@ -17,11 +17,9 @@ PAGE_TOKENS = 256  # tokens per KV page; part of the format (docs/numerics.md, 7
 SUPERPAGE_PAGES = 4  # whose attention is folded as one: pages move between daemons in these
 ID_PREFIX_CHARS_MIN = 4  # a shorter prefix of an id matches nothing
 LOGPROBS_MAX = 20
-FORM_CHAT, FORM_TEXT, FORM_RESPONSES = (
-    "chat",
-    "text",
-    "responses",
-)  # of a request, and of the events of its answer
+# of a request, and of the events of its answer
+FORM_CHAT, FORM_TEXT = "chat", "text"
+FORM_RESPONSES, FORM_MESSAGES = "responses", "messages"
 
 
 class Kind(enum.Enum):
@@ -37,7 +35,7 @@ class Kind(enum.Enum):
     CONFLICT = enum.auto()  # the request contradicts the state of what it addresses
     TOO_LARGE = enum.auto()
     MEDIA_TYPE = enum.auto()
-    BUSY = enum.auto()  # a limit is reached: send it again later
+    BUSY = enum.auto()  # a limit of one key is reached: send it again later
     INTERNAL = enum.auto()
     UNAVAILABLE = enum.auto()  # the daemon cannot serve now: send it again later
 
@@ -187,9 +185,10 @@ class GenerationRequest:
     the session that was parked for one of them. `park`: the session will wait for a tool, so its
     KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
     computed once. `promote`: route this turn to the fast lane. `expected_output_tokens`: the
-    client's estimate, for the router only. `form`: form of the answer's events; the engine records
-    it for later streams of the same turn, and `output` with it. `constraint` None = any text; no
-    lane supports constraints yet.
+    client's estimate, for the router only. `patience_ms`: how long the client waits for its first
+    byte, None = unknown, or it gets one at once. `form`: form of the answer's events; the engine
+    records it for later streams of the same turn, and `output` with it. `constraint` None = any
+    text; no lane supports constraints yet.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -212,6 +211,7 @@ class GenerationRequest:
     idempotency_key: str = ""
     promote: bool = False
     expected_output_tokens: int | None = None
+    patience_ms: float | None = None
     form: str = FORM_CHAT
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
@@ -314,11 +314,15 @@ class SkippedEvent:
 
 @dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """The end of a generation: reason "stop", "length" or "shutdown"; `text` = held-back rest."""
+    """The end of a generation: reason "stop", "length" or "shutdown"; `text` = held-back rest.
+
+    `stop_string`: the one of the request that ended it, "" = none did.
+    """
 
     finish_reason: str
     usage: Usage
     text: str = ""
+    stop_string: str = ""
 
 
 @dataclass(frozen=True, slots=True)

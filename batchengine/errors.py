@@ -141,11 +141,11 @@ PROMPT_TOO_LONG = Problem("BE1203", Kind.INVALID, "context_length_exceeded",
     "neither prompts nor answers are truncated",
     "shorten the prompt or max_tokens, or start the daemon with a larger --ctx",
     param="prompt", details=("n_prompt_tokens", "n_ctx"))
-OVERLOADED = Problem("BE1204", Kind.BUSY, "rate_limit_exceeded",
+OVERLOADED = Problem("BE1204", Kind.UNAVAILABLE, "overloaded",
     "too many requests are waiting",
     "{waiting} requests are queued, the limit",
     "send it again later, or raise limits.queue_max")
-SESSION_BUSY = Problem("BE1205", Kind.BUSY, "session_busy",
+SESSION_BUSY = Problem("BE1205", Kind.UNAVAILABLE, "session_busy",
     "this session has too many requests waiting",
     "a session computes one request at a time, {queued} are queued behind it",
     "wait for the answers, or use other session ids",
@@ -155,7 +155,7 @@ CLIENT_TOO_SLOW = Problem("BE1206", Kind.TIMEOUT, "client_too_slow",
     "its buffer was full for {seconds:g} s",
     "read events as they come")
 INVALID_REQUEST = Problem("BE1207", Kind.INVALID, "invalid_request", "{what}", fix="{fix}")
-WAIT_TOO_LONG = Problem("BE1208", Kind.BUSY, "rate_limit_exceeded",
+WAIT_TOO_LONG = Problem("BE1208", Kind.UNAVAILABLE, "overloaded",
     "the wait would be too long",
     "about {wait_s:.1f} s until it could start, and class {sla_class} waits at most"
     " {patience_s:.1f} s",
@@ -198,6 +198,11 @@ LEAVING = Problem("BE1218", Kind.UNAVAILABLE, "draining",
     "it was drained by its operator; sessions that it computes for go on",
     "send the request to another daemon, or undo it: batchengine drain --undo",
     retry_ms=5000)
+CLIENT_LEAVES = Problem("BE1225", Kind.UNAVAILABLE, "overloaded",
+    "the client would leave before its answer begins",
+    "about {wait_s:.1f} s until it could start, and the client waits {patience_s:.1f} s for"
+    " the first byte of an answer that is sent whole",
+    'ask for "stream": true, send it again later, or raise the timeout of the client')
 ENGINE_FAILED = Problem("BE1299", Kind.UNAVAILABLE, "engine_failed",
     "the engine cannot compute any more",
     "{defect}",
@@ -395,7 +400,7 @@ UNKNOWN_FIELDS = Problem("BE1722", Kind.INVALID, "unknown_parameter",
     "unknown fields in strict mode: {names}",
     "?strict=1 turns every field this daemon does not know into an error",
     "remove them, or drop ?strict=1")
-TOO_MANY_REQUESTS = Problem("BE1723", Kind.BUSY, "too_many_requests",
+TOO_MANY_REQUESTS = Problem("BE1723", Kind.UNAVAILABLE, "too_many_requests",
     "{running:,} requests are open, the limit is {limit:,}",
     fix="retry after the time given", retry_ms=2000)
 CANCELLED = Problem("BE1724", Kind.CONFLICT, "cancelled",
@@ -422,7 +427,7 @@ PAGE_REFUSED = Problem("BE1734", Kind.FORBIDDEN, "origin_not_allowed",
     "a web page may have sent this request, which takes a running answer over",
     "it names its session in the address alone, as an image on any page could",
     "name the session in the header {header}")
-TOO_MANY_OF_KEY = Problem("BE1735", Kind.BUSY, "too_many_requests",
+TOO_MANY_OF_KEY = Problem("BE1735", Kind.BUSY, "rate_limit_exceeded",
     "{running:,} requests of this key are open",
     "the rest of the {limit:,} is for other keys",
     "wait for the answers, or raise auth.keys.NAME.streams_max", retry_ms=2000)

@@ -61,6 +61,7 @@ class StopMatcher:
         self._state = 0
         self._held = ""
         self.stopped = False
+        self.found = ""  # the stop string that was completed
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text that may be shown, whether a stop string was completed)."""
@@ -76,6 +77,7 @@ class StopMatcher:
             cut = self._longest[state]
             if cut:
                 self.stopped, self._held = True, ""
+                self.found = pending[index + 1 - cut : index + 1]
                 return pending[: index + 1 - cut], True
         self._state = state
         show = len(pending) - self._depth[state]

@@ -86,7 +86,8 @@ class Service:
 
     @contextmanager
     def admit(self, tenant: str) -> Generator[Admission, None, None]:
-        """Counts a request from before its body until it is live or refused; raises 429.
+        """Counts a request from before its body until it is live or refused; raises 503, or 429
+        where the key has its share.
 
         `streams_max` bounds requests that are prepared and streams together; one key may take a
         share of it.

@@ -38,6 +38,8 @@ from service.http.routes import models, openapi, queue, route, texts, unbuilt
 from service.http.routes.route import Route
 from service.protocols import carriers, reading, requests
 from service.protocols.formatter import Formatter
+from service.protocols.messages import betas
+from service.protocols.messages.protocol import MESSAGES
 from service.protocols.protocol import Protocol
 from service.protocols.table import BY_ROUTE, protocol_of
 
@@ -85,7 +87,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     if service.config.auth and service.attempts.must_wait(address, caller, time.monotonic()):
         return None  # an answer now would show that the key is right
     if request.headers.get("Expect", "").lower() != "100-continue":
-        return _error_response(errors.MALFORMED_HTTP(), 417, request.path)
+        return _error_response(request, errors.MALFORMED_HTTP(), 417)
     if request.version >= HttpVersion11:
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0  # the answer itself has not begun
@@ -101,6 +103,8 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     """Turns every failure into an error object; every answer gets its x-request-id."""
     request_id = request[REQUEST_ID] = requests.new_request_id()
     headers: dict[str, str] = {"x-request-id": request_id}
+    if protocol_of(request.path, request.headers) is MESSAGES:
+        headers["request-id"] = request_id
     request[HEADERS] = headers
     try:
         response = await handler(request)
@@ -112,7 +116,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
             if request.transport is not None:
                 request.transport.abort()
             raise
-        response = _error_response(*_error_of(request, error), request.path)
+        response = _error_response(request, *_error_of(request, error))
         _without_folders(request.app[SERVICE], response)
     if not response.prepared:
         for name, value in headers.items():
@@ -137,8 +141,9 @@ def _error_of(request: web.Request, error: Exception) -> tuple[BatchEngineError,
     return error, STATUS[error.kind]
 
 
-def _error_response(error: BatchEngineError, status: int, path: str) -> web.Response:
-    body = protocol_of(path).error(error)
+def _error_response(request: web.Request, error: BatchEngineError, status: int) -> web.Response:
+    protocol = protocol_of(request.path, request.headers)
+    body = protocol.error(error, request.get(REQUEST_ID, ""))
     response = json_answer(body, status, error_headers(error))
     if status in (408, 413, 417) or error.code in UNREAD:
         response.force_close()  # the rest of the body is not worth reading
@@ -209,7 +214,8 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         question = reading.encode(reading.Question(protocol.name, limits, strict))
         answer = await engine.text.read(question, memoryview(data), tenant=request[CALLER].tenant)
         found = reading.decode_reading(answer)
-        for name in found.ignored[:UNKNOWN_COUNTED_MAX]:
+        ignored = [*found.ignored, *betas.unknown(request.headers)]
+        for name in ignored[:UNKNOWN_COUNTED_MAX]:
             engine.metrics.count_ignored_field(name)
         job = requests.open_job(
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,

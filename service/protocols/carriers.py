@@ -7,9 +7,10 @@ rows of /v1/models.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from multidict import CIMultiDictProxy
@@ -213,6 +214,22 @@ def _priorities(body: Common, headers: CIMultiDictProxy[str]) -> Iterator[int]:
             yield int(_number(headers[name], name, -PRIORITY_MAX, PRIORITY_MAX))
     if body.priority is not None:
         yield -body.priority
+
+
+# ---- the client's patience ----
+
+HEADERS_TIMEOUT = ("x-stainless-read-timeout", "x-stainless-timeout")  # seconds, or NOT_GIVEN
+
+
+def patience_ms(headers: Mapping[str, str]) -> float | None:
+    """How long the client waits for an answer without a byte of it; None = it does not say."""
+    for name in HEADERS_TIMEOUT:
+        text = headers.get(name, "")
+        if text.isascii() and len(text) <= 32:
+            with contextlib.suppress(ValueError):
+                if 0.0 < (seconds := float(text)) <= MILLIS_MAX / 1000:
+                    return 1000.0 * seconds
+    return None
 
 
 def _number(text: str, param: str, low: float, high: float) -> float:

@@ -38,14 +38,16 @@ class Conversation:
 
     `messages` are in the form of OpenAI's chat, with roles system, user, assistant and tool, text
     content as one string, `reasoning_content`, `tool_calls` and `tool_call_id`; `tools` likewise
-    are functions with JSON Schemas. `response` is the form that the answer's text must have.
-    `continues` = the last message is the assistant's, and the answer goes on with its text.
-    `tokens_max` None = not given. `append`: the messages are new ones behind those of the session,
-    if it has some. `param` is the field that errors about the size name.
+    are functions with JSON Schemas; `inline_tools` can be called too, but the template does not get
+    them, since the text of a message has their definitions. `response` is the form that the
+    answer's text must have. `continues` = the last message is the assistant's, and the answer goes
+    on with its text. `tokens_max` None = not given. `append`: the messages are new ones behind
+    those of the session, if it has some. `param` is the field that errors about the size name.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    inline_tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     tool_choice: ToolChoice = AUTO
     response: Constraint | None = None
     continues: bool = False
@@ -61,9 +63,12 @@ class Conversation:
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The prompt of `conversation`; raises 400."""
     context, param = limits.context_tokens, conversation.param
-    requests.check_text_size(sum(map(_text_bytes, conversation.messages)), context, param)
-    tools = None if conversation.tool_choice.mode == "none" else conversation.tools or None
-    tokens = text.encode_chat(conversation.messages, tools, conversation.template)
+    messages = alternating(conversation.messages)
+    requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
+    is_callable = conversation.tool_choice.mode != "none"
+    tools = conversation.tools or None if is_callable else None
+    called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
+    tokens = text.encode_chat(messages, tools, conversation.template)
     requests.check_prompt(tokens, context, param)
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
@@ -71,12 +76,12 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     form = OutputForm(
         text.family.name,
         in_reasoning(tokens, text),
-        calls=tools is not None,
-        text_parameters=text_parameters(tools or []) if text.family.has_bare_values else {},
+        calls=bool(called),
+        text_parameters=text_parameters(called) if text.family.has_bare_values else {},
     )
     added: list[int] = []
     if conversation.append or limits.append:
-        added = append.appended(text, conversation.messages, tools, conversation.template)
+        added = append.appended(text, messages, tools, conversation.template)
     return Prompt(
         [tokens],
         tokens_max,
@@ -120,6 +125,30 @@ def _is_text(schema: object) -> bool:
     """Whether a JSON Schema says that a value is text, or that or null."""
     kind: object = _object(schema).get("type")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
+
+
+def alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates take them: one system message at most, which is the first, and no
+    two of users in a row.
+
+    Templates skip or refuse others. Later system messages become text of the user, marked as the
+    system's; so all tokens before them stay as they were.
+    """
+    made: list[dict[str, Any]] = []
+    texts: list[str] = []  # of the last message in `made`
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role == "system" and made and not (len(made) == 1 and made[0]["role"] == "system"):
+            message, role, text = {"role": "user"}, "user", f"<system>\n{text}\n</system>"
+        if made and role == made[-1]["role"] and role in ("system", "user"):
+            texts.append(text)
+        else:
+            made.append(dict(message))
+            texts = [text]
+        made[-1]["content"] = texts
+    for message in made:
+        message["content"] = "\n\n".join(message["content"])
+    return made
 
 
 def call_ids(messages: list[dict[str, Any]]) -> tuple[str, ...]:

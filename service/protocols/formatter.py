@@ -68,6 +68,7 @@ class Answer:
     parts: list[OutputPart] = field(default_factory=list[OutputPart])
     logprobs: dict[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
     finish_reason: str = ""
+    stop_string: str = ""
     usage: Usage = field(default_factory=Usage)
     bare: int = 0
     calls: int = 0
@@ -183,5 +184,6 @@ class Formatter(ABC):
         """Notes the end of a choice; returns the parts that were held back until it."""
         answer = self.answers[index]
         answer.finish_reason, answer.usage = event.finish_reason, event.usage
+        answer.stop_string = event.stop_string
         self._unfinished -= 1
         return answer.end(event.text)

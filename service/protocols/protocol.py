@@ -64,7 +64,7 @@ class Protocol(Generic[Body]):
     check: Callable[[Body], None]
     read_prompt: Callable[[Body, PromptEncoder, PromptLimits], Prompt]
     formatter: Callable[[HttpJob], Formatter]
-    error: Callable[[BatchEngineError], dict[str, object]]  # the JSON of a refusal
+    error: Callable[[BatchEngineError, str], dict[str, object]]  # JSON of a refusal; its request id
     common: Callable[[Body], Common] = schema.common_fields
     count_route: str = ""  # path of the POST that counts the tokens of a body's prompt
     counted: Callable[[int], dict[str, object]] = input_tokens  # its answer

@@ -57,6 +57,7 @@ class Prompt:
     """The part of a request that its protocol reads; all else is common to all protocols.
 
     `param` is the field that errors about the size name. `logprobs` as in `core.Sampling`.
+    `tokens_max` 0 = only the KV of the prompt is wanted.
     `echo` is JSON of the request that the protocol's formatter repeats in its answer. `unread` are
     names of what was accepted and changes nothing. `append`: the tokens that go behind the
     session's timeline instead, if it has one.
@@ -144,6 +145,7 @@ def open_job(
         promote=bool(extension.promote),
         expected_output_tokens=extension.expected_output_tokens or (hints.osl if hints else None),
         form=protocol,
+        patience_ms=None if body.stream else carriers.patience_ms(headers),
     )
     options = body.stream_options
     return HttpJob(
@@ -269,6 +271,10 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             constraint=prompt.constraint,
             append=tuple(prompt.append),
         )
+        if not prompt.tokens_max:  # one token is computed, which no timeline shall hold
+            first = dataclasses.replace(
+                first, tokens_max=1, session_id=None, tool_call_ids=(), idempotency_key=""
+            )
         for choice in range(job.choices_per_prompt):
             seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
             request = dataclasses.replace(first, sampling=seeded)

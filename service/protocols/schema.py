@@ -22,7 +22,7 @@ MESSAGES_MAX = 8192
 PROMPTS_MAX = 32
 CHOICES_MAX = 8
 GENERATIONS_MAX = 32  # prompts x choices of one request
-STOP_MAX = 4
+STOP_MAX = 64
 TOKENS_MAX = 1 << 24
 
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]

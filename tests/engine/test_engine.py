@@ -239,7 +239,7 @@ async def test_refusals_give_their_reason(site: Site) -> None:
         reading.append(asyncio.ensure_future(read(made[2])))
         with pytest.raises(BatchEngineError) as caught:
             engine.submit(request(words(1, 20), 9000))
-        assert caught.value.kind is Kind.BUSY
+        assert caught.value.kind is Kind.UNAVAILABLE
         assert caught.value.retry_ms is not None
         stopping = asyncio.ensure_future(engine.stop(0.05))
         await asyncio.sleep(0)

@@ -45,6 +45,7 @@ EXPLAINED: dict[str, tuple[str, ...]] = {
     "session_quarantined": ("die", "hang", "point"),
     "durability_unavailable": ("ledger", "full"),
     "client_too_slow": ("slow",),
+    "overloaded": (),
     "rate_limit_exceeded": (),
     "lane_down": ("die", "hang", "kill", "point", "full", "io"),
     "cancelled_at_a_point": ("point",),

@@ -92,8 +92,8 @@ class Dispatcher:
     # ------------------------------------------------------------------------------ admission
 
     def admit(self, request: GenerationRequest) -> None:
-        """Raise BatchEngineError (429, with the time to retry) if no lane could begin in time, or
-        the requests that wait are too many of one tenant."""
+        """Raise BatchEngineError with the time to retry if no lane could begin in time, or the
+        requests that wait are too many of one tenant."""
         self._check_share(request)
         lanes = self._lanes.all(request.tenant)
         pairs = list(zip(self._state.lanes, lanes, strict=True))
@@ -117,6 +117,13 @@ class Dispatcher:
                 patience_s=patience_ms / 1000,
                 sla_class=sla_class.value,
                 retry_ms=cost.retry_after_ms(min(waits) - patience_ms),
+            )
+        if request.patience_ms is not None and min(waits) > request.patience_ms:
+            self._state.metrics.shed_total.labels(sla_class.value, "client_patience").inc()
+            raise errors.CLIENT_LEAVES(
+                wait_s=min(waits) / 1000,
+                patience_s=request.patience_ms / 1000,
+                retry_ms=cost.retry_after_ms(min(waits) - request.patience_ms),
             )
 
     def _check_share(self, request: GenerationRequest) -> None:

@@ -336,7 +336,8 @@ class Requests:
                 meta = self._recovery.meta(session)
                 self._journal.settle(session, more.turn_id, reason, meta)
             text = generation.rest(generation.stops.stopped)
-            generation.end(DoneEvent(reason, generation.usage(self._state.now_ms()), text))
+            usage = generation.usage(self._state.now_ms())
+            generation.end(DoneEvent(reason, usage, text, generation.stops.found))
         elif is_of_other:
             name, turn_id = session.session_id, generation.turn_id
             generation.fail(

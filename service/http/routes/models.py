@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 from aiohttp import web
 
 import batchengine
@@ -12,6 +14,7 @@ from service.http.admission import CALLER, SERVICE, Service
 from service.http.answers import json_answer
 from service.http.routes.route import Route
 from service.protocols import carriers
+from service.protocols.messages.protocol import VERSION
 from service.session_ids import printable
 
 
@@ -40,6 +43,43 @@ def _row(service: Service, name: str) -> dict[str, object]:
     }
 
 
+def _described(service: Service, name: str) -> dict[str, object]:
+    """The row of a model as Anthropic's SDK reads it."""
+    info = service.engine.info
+    created = datetime.datetime.fromtimestamp(info.created, datetime.UTC)
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": info.context_tokens,
+        "max_tokens": info.context_tokens,
+    }
+
+
+def _page(request: web.Request, names: list[str]) -> dict[str, object]:
+    """The page of models that the query asks for, as Anthropic's SDK reads it."""
+    limit = request.query.get("limit", "20")
+    if not (limit.isascii() and limit.isdecimal() and 1 <= len(limit) <= 4 and int(limit)):
+        what = "limit has a wrong value"
+        raise errors.INVALID_FIELD(param="limit", what=what, fix="send 1 to 1000, or leave it out")
+    after, before = request.query.get("after_id"), request.query.get("before_id")
+    if after in names:
+        names = names[names.index(after) + 1 :]
+    if before in names:
+        names = names[: names.index(before)]
+        shown = names[-int(limit) :]
+    else:
+        shown = names[: int(limit)]
+    return {
+        "data": [_described(request.app[SERVICE], name) for name in shown],
+        "has_more": len(shown) < len(names),
+        "first_id": shown[0] if shown else None,
+        "last_id": shown[-1] if shown else None,
+    }
+
+
 def _served(service: Service) -> list[str]:
     if service.engine.phase == "loading":
         raise errors.LOADING(progress=service.engine.progress)
@@ -48,7 +88,10 @@ def _served(service: Service) -> list[str]:
 
 async def _models(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
-    rows = [_row(service, name) for name in _served(service)]
+    names = _served(service)
+    if VERSION in request.headers:
+        return json_answer(_page(request, names))
+    rows = [_row(service, name) for name in names]
     return json_answer({"object": "list", "data": rows})
 
 
@@ -59,7 +102,8 @@ async def _model(request: web.Request) -> web.Response:
     if asked not in names:
         asked = printable(asked)
         raise errors.UNKNOWN_MODEL(asked=asked, served=", ".join(names))
-    return json_answer(_row(service, asked))
+    describe = _described if VERSION in request.headers else _row
+    return json_answer(describe(service, asked))
 
 
 def _seats(service: Service) -> list[tuple[str, int]]:
@@ -134,6 +178,11 @@ async def _slots(request: web.Request) -> web.Response:
     return json_answer(rows)
 
 
+async def _hello(request: web.Request) -> web.Response:
+    """What Claude Code asks for before its first request."""
+    return json_answer({})
+
+
 async def _version(request: web.Request) -> web.Response:
     """The program's version and, once it is loaded, what the answers are a function of."""
     engine = request.app[SERVICE].engine
@@ -155,5 +204,6 @@ ROUTES = (
     Route("GET", "/v1/models/{model:.+}", _model, "The model under one name.", "models"),
     Route("GET", "/props", _props, "Context size and capabilities, as llama-server.", "models"),
     Route("GET", "/slots", _slots, "The seats of all lanes, as llama-server.", "operation"),
+    Route("GET", "/api/hello", _hello, "200 = the daemon answers.", "operation"),
     Route("GET", "/version", _version, "Version, arithmetic and model.", "operation"),
 )

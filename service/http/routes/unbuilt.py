@@ -40,7 +40,6 @@ UNBUILT: dict[str, tuple[str, str]] = {
     "images": (_TEXT_ONLY, "name another server for images in the client"),
     "videos": (_TEXT_ONLY, "name another server for videos in the client"),
     "realtime": ("there are no WebSockets", f'use {_CHAT} with "stream": true'),
-    "messages": ("this API is not built", f"use {_CHAT}"),
     "completion": ("llama-server's own form is not built", "use POST /v1/completions"),
     "infill": ("it fills no gaps in text", "use POST /v1/completions"),
     "lora-adapters": ("it serves one model without adapters", "serve a GGUF file that is merged"),

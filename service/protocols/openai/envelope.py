@@ -188,7 +188,7 @@ def joined(items: list[bytes]) -> Iterator[bytes]:
         yield b"," + part if start else part
 
 
-def error_object(error: BatchEngineError) -> Chunk:
+def error_object(error: BatchEngineError, request_id: str = "") -> Chunk:
     """The OpenAI error object (message, type, param, code) with added what, why, fix, details."""
     body: Chunk = {
         "message": str(error),
@@ -200,6 +200,8 @@ def error_object(error: BatchEngineError) -> Chunk:
         "why": error.why,
         "fix": error.fix,
     }
+    if request_id:
+        body["request_id"] = request_id
     body.update(error.details)
     return {"error": body}
 

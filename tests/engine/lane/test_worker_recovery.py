@@ -267,7 +267,7 @@ async def test_the_queue_is_bounded_while_sessions_are_reopened(site: Site) -> N
             try:
                 taken.append(engine.submit(request(words(i, 9), 5, session=f"s{i}")))
             except Exception as error:
-                refused += getattr(error, "kind", None) is Kind.BUSY
+                refused += getattr(error, "kind", None) is Kind.UNAVAILABLE
         assert (len(taken), refused) == (5, 15)
         answers = await asyncio.gather(*(read(g) for g in taken))
         assert all(a.reason == "length" for a in answers)

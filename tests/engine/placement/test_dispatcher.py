@@ -349,12 +349,17 @@ def test_a_request_beyond_its_patience_is_shed_with_a_retry_time(
     with pytest.raises(BatchEngineError) as caught:
         h.dispatch.admit(h.generation(session).request)
     error = caught.value
-    assert (error.code, error.kind) == ("BE1208", Kind.BUSY)
+    assert (error.code, error.kind) == ("BE1208", Kind.UNAVAILABLE)
     assert error.retry_ms is not None
     wait_ms = h.dispatch.wait_ms(h.generation(session).request)
     assert error.retry_ms == pytest.approx(min(60_000, wait_ms - 1000.0), abs=1)
     assert samples(h.tables, "shed_total") == {("standard", "patience"): 1}
-    h.dispatch.admit(h.generation(session, "batch").request)  # batch waits without limit
+    batch = h.generation(session, "batch").request
+    h.dispatch.admit(batch)  # batch waits without limit
+    h.dispatch.admit(dataclasses.replace(batch, patience_ms=1e9))
+    with pytest.raises(BatchEngineError, match="stream") as caught:
+        h.dispatch.admit(dataclasses.replace(batch, patience_ms=1.0))
+    assert (caught.value.code, caught.value.kind) == ("BE1225", Kind.UNAVAILABLE)
     h.dispatch.admit(h.generation(session, "interactive").request)  # and this one overtakes
     h.fast.waiting.clear()
     h.fast.running.clear()
@@ -376,7 +381,7 @@ def test_requests_avoid_full_queues_and_are_shed_when_all_are_full(
     h.occupy(h.fast, 1, waiting=True)
     with pytest.raises(BatchEngineError) as caught:
         h.dispatch.admit(h.generation(session).request)
-    assert (caught.value.code, caught.value.kind) == ("BE1204", Kind.BUSY)
+    assert (caught.value.code, caught.value.kind) == ("BE1204", Kind.UNAVAILABLE)
     assert samples(h.tables, "shed_total") == {("standard", "queue_full"): 1}
 
 

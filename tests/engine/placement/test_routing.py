@@ -107,7 +107,7 @@ async def test_a_wait_beyond_patience_is_refused_with_a_retry_time(
         engine.state.lanes[0].cost.cost = StepCost(fixed_ms=1.0, prefill_token_ms=0.5)
         accepted, refused = submit_until_refused(engine, "standard", 400)
         assert len(accepted) > 1
-        assert (refused.kind, refused.code) == (Kind.BUSY, "BE1208")
+        assert (refused.kind, refused.code) == (Kind.UNAVAILABLE, "BE1208")
         assert refused.retry_ms is not None
         assert refused.retry_ms >= 100
         answer = await read(engine.submit(request(words(2, 20), 4, sla="interactive")))

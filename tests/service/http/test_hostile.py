@@ -632,7 +632,7 @@ async def test_admitted_choices_are_cancelled_when_another_one_is_refused() -> N
     engine.submit = third_refused  # type: ignore[method-assign]
     async with serving(engine) as served:
         status, _, _ = await post(served, CHAT, chat(n=4))
-        assert status == 429
+        assert status == 503
         assert [g.cancelled.is_set() for g in engine.generations] == [True, True]
 
 

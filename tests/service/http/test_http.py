@@ -543,7 +543,7 @@ async def test_shed_and_engine_refusal_carry_retry_headers() -> None:
         for stream in (True, False):  # a refusal is a status code, never a broken stream
             status, body, headers = await post(served, "/v1/chat/completions", chat(stream=stream))
             lower = {name.lower(): value for name, value in headers.items()}
-            assert (status, body["error"]["code"]) == (429, "rate_limit_exceeded")
+            assert (status, body["error"]["code"]) == (503, "overloaded")
             assert lower["retry-after"] == "2"
             assert lower["retry-after-ms"] == "1500"
             assert lower["x-should-retry"] == "true"

@@ -57,7 +57,7 @@ async def test_one_key_does_not_take_every_stream() -> None:
 
         await hold(a, 4)
         status, reply, _ = await post(served, CHAT, chat(), headers=a)
-        assert (status, reply["error"]["code"]) == (429, "too_many_requests")
+        assert (status, reply["error"]["code"]) == (429, "rate_limit_exceeded")
         assert "of this key" in reply["error"]["message"]
         await hold(b, 2)
         assert (await post(served, CHAT, chat(), headers=b))[0] == 429  # its own limit
@@ -94,7 +94,7 @@ async def test_every_resume_of_one_turn_counts_as_a_stream() -> None:
             held += [await client.get("/v1/stream?session_id=mine") for _ in range(2)]
             assert [reply.status for reply in held] == [200, 200, 200]
             async with client.get("/v1/stream?session_id=mine") as reply:
-                assert reply.status == 429
+                assert reply.status == 503
             assert len(served.service.live) == 3
             request_id = engine.generations[0].request_id
             assert served.service.cancel(request_id)
@@ -207,13 +207,13 @@ async def test_requests_being_prepared_count_as_streams() -> None:
         sending.write(f"{HEAD}Content-Length: 100\r\n\r\n{{".encode())
         await until(lambda: served.service.preparing == 2)
         status, reply, headers = await post(served, CHAT, chat())
-        assert (status, reply["error"]["code"]) == (429, "too_many_requests")
+        assert (status, reply["error"]["code"]) == (503, "too_many_requests")
         assert "Retry-After" in headers
         async with (
             aiohttp.ClientSession(served.base) as client,
             client.get("/v1/stream?session_id=s") as resumed,
         ):
-            assert resumed.status == 429  # not admitted
+            assert resumed.status == 503  # not admitted
         sending.close()  # and is no longer counted
         await until(lambda: served.service.preparing == 1)
         gate.set()

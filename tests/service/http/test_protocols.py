@@ -116,9 +116,10 @@ def test_only_the_last_choice_ends_the_stream() -> None:
 
 
 def test_every_row_is_found_by_name_and_route() -> None:
-    assert {"chat", "text", "responses"} == set(BY_NAME)  # stored turns contain these names
+    assert {"chat", "text", "responses", "messages"} == set(BY_NAME)  # stored turns contain these
     versioned = {path for path in BY_ROUTE if path.startswith("/v1/")}
-    assert versioned == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+    routes = ("chat/completions", "completions", "responses", "messages")
+    assert versioned == {f"/v1/{route}" for route in routes}
     assert BY_ROUTE["/v1/completions"] is BY_NAME["text"]
 
 

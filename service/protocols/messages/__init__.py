@@ -1,0 +1,1 @@
+"""The protocol of Anthropic's Messages: requests, content blocks, events."""

@@ -1,0 +1,92 @@
+"""The request bodies of the Messages routes as structs.
+
+Owns field names, types and limits. Fields that ask for nothing here, such as marks of a cache that
+keeps every prefix anyway, are named so that they do not count as unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from service.protocols.schema import MESSAGES_MAX, STOP_MAX, TOKENS_MAX, Common, Name, StopText
+
+BLOCKS_MAX = 1024  # of the system prompt
+TOOLS_MAX = 512
+USER_ID_CHARS_MAX = 4096  # of one that may be JSON
+SESSION_NAMES = ("session_id", "sessionId")
+
+Object = dict[str, Any]
+
+
+class Thinking(Struct):
+    """Any type but "disabled" asks for reasoning."""
+
+    type: Name
+    display: Name | None = None
+    budget_tokens: int | None = None
+
+
+class Choice(Struct):
+    type: Name
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Format(Struct):
+    type: Name
+    schema: Object | None = None
+
+
+class OutputConfig(Struct):
+    effort: Name | None = None
+    format: Format | None = None
+
+
+class Diagnostics(Struct):
+    previous_message_id: Name | None = None
+
+
+class MessagesRequest(Common, kw_only=True):
+    """Fields of OpenAI's that `Common` has are extensions here."""
+
+    messages: Annotated[list[Object], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    max_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
+    system: str | Annotated[list[Object], Meta(max_length=BLOCKS_MAX)] | None = None
+    stop_sequences: Annotated[list[StopText], Meta(max_length=STOP_MAX)] | None = None
+    tools: Annotated[list[Object], Meta(max_length=TOOLS_MAX)] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None  # an older name of `output_config.format`
+    context_management: Object | None = None
+    diagnostics: Diagnostics | None = None
+    cache_control: Object | None = None
+    container: Any = None
+    inference_geo: Name | None = None
+    user_profile_id: Name | None = None
+    mcp_servers: Annotated[list[Any], Meta(max_length=64)] | None = None
+
+
+def common(body: MessagesRequest) -> Common:
+    """The fields that all protocols share, under their names there."""
+    fields = {name: getattr(body, name) for name in Common.__struct_fields__}
+    fields["stop"] = body.stop_sequences or None
+    fields["session_id"] = body.session_id or _session_of(body.metadata)
+    return Common(**fields)
+
+
+def _session_of(metadata: Object | None) -> str | None:
+    """The session in `metadata.user_id`, which is JSON for some clients; for all others it names a
+    person."""
+    user: object = (metadata or {}).get("user_id")
+    if not isinstance(user, str) or not user.startswith("{") or len(user) > USER_ID_CHARS_MAX:
+        return None
+    try:
+        facts = msgspec.json.decode(user, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    named = [facts[name] for name in SESSION_NAMES if isinstance(facts.get(name), str)]
+    return named[0] if named else None

@@ -1,0 +1,77 @@
+"""POST /v1/messages: a conversation of content blocks in, Anthropic's messages and events out."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import msgspec
+
+from batchengine import errors
+from batchengine.core import FORM_MESSAGES
+from service.protocols import conversation
+from service.protocols.messages import diagnosis
+from service.protocols.messages.blocks import conversation_of, is_thinking
+from service.protocols.messages.body import MessagesRequest, common
+from service.protocols.messages.events import Facts, MessagesFormatter, error_object
+from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
+from service.protocols.requests import Prompt
+
+VERSION = "anthropic-version"  # a header of every client of this protocol
+
+
+def check(body: MessagesRequest) -> None:
+    """Raises 400 for fields that would change the answer and are not implemented."""
+    if body.mcp_servers:
+        what, fix = "MCP servers are not called from here", "call them from the client, as tools"
+        raise errors.UNSUPPORTED_FIELD(param="mcp_servers", what=what, fix=fix)
+    if body.n not in (None, 1):
+        what, fix = "a message has one answer", "send several requests"
+        raise errors.UNSUPPORTED_FIELD(param="n", what=what, fix=fix)
+
+
+def read_prompt(body: MessagesRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
+    """The tokens of the conversation; raises 400.
+
+    Clients send the largest max_tokens of the model that they think of. So it is no promise that
+    the context has room for as many; the answer says when that is what ended it.
+    """
+    prompt = conversation.read(conversation_of(body), text, limits)
+    room = limits.context_tokens - len(prompt.tokens[0])
+    asked = prompt.tokens_max if body.max_tokens is None else body.max_tokens
+    asks, previous = body.diagnostics is not None, None
+    if body.diagnostics is not None:
+        previous = body.diagnostics.previous_message_id
+    facts = Facts(
+        fills_context=asked > room,
+        hides_reasoning=body.thinking is not None
+        and is_thinking(body)
+        and body.thinking.display == "omitted",
+        warms=asked == 0,
+        edits_context=body.context_management is not None,
+        marks=diagnosis.marks(body, len(prompt.tokens[0])) if asks else "",
+        miss=None if previous is None else diagnosis.miss(body, previous),
+    )
+    return dataclasses.replace(
+        prompt,
+        tokens_max=min(asked, room),
+        echo=msgspec.json.encode(facts),
+    )
+
+
+def counted(tokens: int) -> dict[str, object]:
+    """The answer of count_tokens."""
+    return {"input_tokens": tokens}
+
+
+MESSAGES = Protocol(
+    name=FORM_MESSAGES,
+    routes=("/v1/messages",),
+    body=MessagesRequest,
+    check=check,
+    read_prompt=read_prompt,
+    formatter=MessagesFormatter,
+    error=error_object,
+    common=common,
+    count_route="/v1/messages/count_tokens",
+    counted=counted,
+)
