@@ -7,6 +7,7 @@ this package.
 from __future__ import annotations
 
 import enum
+import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -360,11 +361,15 @@ class ModelInfo:
     context_trained: int
     vocab_size: int
     quantisation: str
-    has_chat_template: bool
+    chat_template: str = ""  # "" = the file has none
     details: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
     created: int = 0  # when the file was written, in seconds since the epoch
     model_hash: str = ""  # of its tensors
     arith_id: str = ""  # of the arithmetic that computes it
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template mentions a variable."""
+        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
 
     @property
     def fingerprint(self) -> str:

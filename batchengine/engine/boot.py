@@ -273,7 +273,7 @@ async def start(launch: Launch) -> Running:
         loader = ModelLoader(config, info.context_tokens)
         lanes = [Lane(lane_config.name, command=launch.command) for lane_config in config.lanes]
         text, facts = await _load(launch, lanes, loader, undo)
-        info.has_chat_template = text.tokenizer.chat_template is not None
+        info.chat_template = text.tokenizer.chat_template or ""
         info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
         started = time.monotonic()
         store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
@@ -430,7 +430,6 @@ def inspect_model(config: Config) -> ModelInfo:
         context_trained=spec.context_trained,
         vocab_size=spec.n_vocab,
         quantisation=spec.quantisation,
-        has_chat_template=False,
         details={
             "name": spec.name,
             "n_embd": spec.n_embd,

@@ -136,7 +136,7 @@ class FakeEngine:
             context_trained=4096,
             vocab_size=VOCAB_SIZE,
             quantisation="Q4_0",
-            has_chat_template=True,
+            chat_template="{% for tool in tools %}{% endfor %}{{ messages }}",
             created=1_700_000_000,
             model_hash="fade" * 16,
             arith_id="cafe" * 16,

@@ -36,7 +36,7 @@ def _row(service: Service, name: str) -> dict[str, object]:
             "architecture": info.arch,
             "quantisation": info.quantisation,
         },
-        "capabilities": ["completion", *(["chat"] if info.has_chat_template else [])],
+        "capabilities": _capabilities(info),
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "status": {"value": "loaded"},
         "class": str(carriers.alias_class(name) or service.config.sla.default_class),
@@ -112,14 +112,27 @@ def _seats(service: Service) -> list[tuple[str, int]]:
 
 
 def _template_features(info: ModelInfo) -> dict[str, bool]:
-    has_chat = info.has_chat_template
+    """What chats can hold; calls of tools are parsed in the markup of every family."""
+    has_tools = info.template_reads("tools")
     return {
-        "supports_system_role": has_chat,
-        "supports_tools": has_chat,
-        "supports_tool_calls": False,
+        "supports_system_role": bool(info.chat_template),
+        "supports_string_content": True,
         "supports_typed_content": True,
-        "supports_reasoning_effort": False,
+        "supports_tools": has_tools,
+        "supports_tool_calls": has_tools,
+        "supports_parallel_tool_calls": has_tools,
+        "supports_reasoning_effort": info.template_reads("reasoning_effort"),
     }
+
+
+def _capabilities(info: ModelInfo) -> list[str]:
+    """What the model is served for, by the names of Ollama and LM Studio."""
+    return [
+        "completion",
+        *(["chat"] if info.chat_template else []),
+        *(["tools"] if info.template_reads("tools") else []),
+        *(["thinking"] if info.template_reads("enable_thinking") else []),
+    ]
 
 
 async def _props(request: web.Request) -> web.Response:
@@ -137,6 +150,7 @@ async def _props(request: web.Request) -> web.Response:
             "model_alias": info.model_id,
             "model_path": info.path.rpartition("/")[2],  # the name, not where it lies
             "modalities": {"vision": False, "audio": False},
+            "chat_template": info.chat_template,
             "chat_template_caps": _template_features(info),
             "endpoint_slots": True,
             "endpoint_props": False,  # nothing can be changed

@@ -109,7 +109,13 @@ async def test_llama_server_probes_find_what_they_read() -> None:
         props = (await get(served, "/props?model=fake&autoload=false"))[1]
         seats = config.lanes[0].entries_max
         assert props["total_slots"] == seats
-        assert props["chat_template_caps"]["supports_typed_content"] is True
+        features = props["chat_template_caps"]
+        assert features["supports_typed_content"] is True
+        assert features["supports_tool_calls"] is True  # else OpenClaw turns tools off
+        assert features["supports_reasoning_effort"] is False
+        served.engine.info.chat_template = "{{ messages }}{# protools #}"
+        features = (await get(served, "/props"))[1]["chat_template_caps"]
+        assert features["supports_tool_calls"] is False
         slots = (await get(served, "/slots"))[1]
         assert [row["id"] for row in slots] == list(range(seats))
         assert not any(row["is_processing"] for row in slots)
