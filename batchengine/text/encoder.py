@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
+from batchengine.core import BatchEngineError
+from batchengine.families import Family, family_of
 from batchengine.text.control_tokens import ControlGuard
-from batchengine.text.families import Family, family_of
-from batchengine.text.messages import prepare_messages
+from batchengine.text.messages import PROBE_TEXT, PROBES, prepare_messages
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.text import TEMPLATE, TOKENIZER
@@ -31,6 +32,10 @@ class TextEncoder:
         self._on_phase = on_phase
         self._guard = ControlGuard(tokenizer)
         self.family: Family = family_of(renderer.source, tokenizer.special_ids.__contains__)
+        starts = [start for start, _ in self.family.reasoning]
+        known = (renderer.source, tokenizer.special_ids)
+        self.reasons = any(start in one for start in starts for one in known)
+        self._takes: dict[str, bool] = {}
         self._specials = {
             "bos_token": _text(tokenizer, tokenizer.bos),
             "eos_token": _text(tokenizer, tokenizer.eos),
@@ -56,6 +61,17 @@ class TextEncoder:
     def ends_turn(self, token: int) -> bool:
         """Whether the token ends a message of the model."""
         return token in self._tokenizer.eog
+
+    def takes(self, probe: str) -> bool:
+        """Whether the template shows the last text of a probe of `messages.PROBES`."""
+        known = self._takes.get(probe)
+        if known is None:
+            try:
+                text = self._renderer.render(PROBES[probe], self._specials)
+            except BatchEngineError:
+                text = ""
+            known = self._takes[probe] = PROBE_TEXT in text
+        return known
 
     def encode_chat(
         self,

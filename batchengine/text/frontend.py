@@ -16,8 +16,8 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import PLAIN_OUTPUT, OutputForm
+from batchengine.families import MARKERS
 from batchengine.text.detokeniser import Detokeniser
-from batchengine.text.families import MARKERS
 from batchengine.text.pool import TextLimits, TextPool
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
 from batchengine.wire.text import Encode, EncodeChat, Open, Read, token_ids

@@ -15,6 +15,49 @@ from batchengine import errors
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+# Chats that a template may take or not: it shows the text of the last one, or loses or refuses it.
+PROBE_TEXT = "probetext"
+
+
+def _probe(*messages: tuple[str, str], tools: list[str] | None = None) -> dict[str, object]:
+    chat: dict[str, object] = {
+        "messages": [{"role": role, "content": text} for role, text in messages]
+    }
+    if tools is not None:
+        schema: dict[str, object] = {"type": "object", "properties": {}}
+        functions: list[dict[str, object]] = [
+            {"name": one, "description": "", "parameters": schema} for one in tools
+        ]
+        chat["tools"] = [{"type": "function", "function": one} for one in functions]
+    return chat
+
+
+_CALL = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": PROBE_TEXT, "arguments": {"a": "b"}},
+}
+_CALLS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    ]
+}
+_RESULT_CALL = {**_CALL, "function": {"name": "f", "arguments": {"a": "b"}}}
+_RESULTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [_RESULT_CALL]},
+        {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"},
+    ]
+}
+PROBES: dict[str, dict[str, object]] = {
+    "system": _probe(("system", PROBE_TEXT), ("user", "a")),
+    "tools": _probe(("user", "a"), tools=[PROBE_TEXT]),
+    "calls": _CALLS,
+    "results": _RESULTS,
+}
+
 
 def prepare_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
     """The messages, with the arguments of tool calls as objects where they are JSON text of one:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from batchengine import errors
 from batchengine.core import Constraint, OutputForm
 from service.protocols import append, requests
+from service.protocols.families import grammars, history
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
 from service.session_ids import CALL_CHARS_MAX
@@ -63,12 +65,12 @@ class Conversation:
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The prompt of `conversation`; raises 400."""
     context, param = limits.context_tokens, conversation.param
-    messages = alternating(conversation.messages)
+    messages = conversation.messages
     requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
     is_callable = conversation.tool_choice.mode != "none"
     tools = conversation.tools or None if is_callable else None
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
-    tokens = text.encode_chat(messages, tools, conversation.template)
+    tokens = _encode(conversation, tools, text)
     requests.check_prompt(tokens, context, param)
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
@@ -81,7 +83,8 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     )
     added: list[int] = []
     if conversation.append or limits.append:
-        added = append.appended(text, messages, tools, conversation.template)
+        prepared = history.prepare(messages, tools, text)
+        added = append.appended(text, *prepared, conversation.template)
     return Prompt(
         [tokens],
         tokens_max,
@@ -89,17 +92,72 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         param,
         call_ids(conversation.messages),
         form,
-        conversation.response,
+        _constraint(conversation, called, tokens, text),
         echo=conversation.echo,
         unread=conversation.unread,
         append=added,
     )
 
 
+def _encode(
+    conversation: Conversation, tools: list[dict[str, Any]] | None, text: PromptEncoder
+) -> list[int]:
+    messages, kwargs = conversation.messages, conversation.template
+    if not conversation.continues or not messages:
+        return text.encode_chat(*history.prepare(messages, tools, text), kwargs)
+    *before, last = messages
+    tokens = text.encode_chat(*history.prepare(before, tools, text), kwargs)
+    begun = last["content"]
+    if in_reasoning(tokens, text):
+        begun = f"{last.get('reasoning_content', '')}\n{text.family.reasoning[0][1]}\n\n{begun}"
+    return tokens + text.encode(begun, special=False)[len(text.encode("", special=False)) :]
+
+
+def _constraint(
+    conversation: Conversation, tools: list[dict[str, Any]], tokens: list[int], text: PromptEncoder
+) -> Constraint | None:
+    """The grammar of the answer: its format, and calls that are forced or checked."""
+    choice, response = conversation.tool_choice, conversation.response
+    names = [tool["function"]["name"] for tool in tools]
+    if missing := [name for name in choice.names if name not in names]:
+        what = f"tool_choice names {missing[0][:64]!r}, which is not among the tools"
+        raise errors.INVALID_FIELD(param="tool_choice", what=what, fix="add it to tools")
+    required = choice.mode == "required"
+    if required and not tools:
+        what = "tool_choice asks for a call, and there are no tools"
+        raise errors.INVALID_FIELD(param="tool_choice", what=what, fix="send tools")
+    strict = any(tool["function"].get("strict") is True for tool in tools)
+    calls = None
+    if tools and (required or choice.names or strict or not choice.parallel or response):
+        wanted = choice.names or names
+        chosen = [tool for tool in tools if tool["function"]["name"] in wanted]
+        calls = grammars.Calls(chosen, required, choice.parallel)
+    inside = in_reasoning(tokens, text)
+    may_reason = text.reasons and not conversation.continues and not has_reasoned(tokens, text)
+    return grammars.constraint_of(
+        text.family,
+        text.control_id,
+        in_reasoning=inside,
+        may_reason=may_reason and not inside,
+        calls=calls,
+        response=None if required else response,
+    )
+
+
+def _end_of(prompt: list[int], text: PromptEncoder) -> str:
+    return b"".join(map(text.piece, prompt[-END_TOKENS:])).decode("utf-8", "replace").rstrip()
+
+
 def in_reasoning(prompt: list[int], text: PromptEncoder) -> bool:
     """Whether a prompt ends with the beginning of reasoning."""
-    end = b"".join(map(text.piece, prompt[-END_TOKENS:])).decode("utf-8", "replace").rstrip()
+    end = _end_of(prompt, text)
     return any(end.endswith(start) for start, _ in text.family.reasoning)
+
+
+def has_reasoned(prompt: list[int], text: PromptEncoder) -> bool:
+    """Whether a prompt ends with the end of reasoning."""
+    end = _end_of(prompt, text)
+    return any(end.endswith(closing) for _, closing in text.family.reasoning)
 
 
 def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
@@ -125,30 +183,6 @@ def _is_text(schema: object) -> bool:
     """Whether a JSON Schema says that a value is text, or that or null."""
     kind: object = _object(schema).get("type")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
-
-
-def alternating(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates take them: one system message at most, which is the first, and no
-    two of users in a row.
-
-    Templates skip or refuse others. Later system messages become text of the user, marked as the
-    system's; so all tokens before them stay as they were.
-    """
-    made: list[dict[str, Any]] = []
-    texts: list[str] = []  # of the last message in `made`
-    for message in messages:
-        role, text = message["role"], message["content"]
-        if role == "system" and made and not (len(made) == 1 and made[0]["role"] == "system"):
-            message, role, text = {"role": "user"}, "user", f"<system>\n{text}\n</system>"
-        if made and role == made[-1]["role"] and role in ("system", "user"):
-            texts.append(text)
-        else:
-            made.append(dict(message))
-            texts = [text]
-        made[-1]["content"] = texts
-    for message in made:
-        message["content"] = "\n\n".join(message["content"])
-    return made
 
 
 def call_ids(messages: list[dict[str, Any]]) -> tuple[str, ...]:

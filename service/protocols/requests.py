@@ -123,9 +123,6 @@ def open_job(
     model = body.model if body.model is not None else engine.info.model_id
     if model not in served:
         raise errors.UNKNOWN_MODEL(asked=model, served=", ".join(served))
-    if body.response_format is not None and body.response_format.get("type") != "text":
-        name, what = "response_format", "response_format must be of type text"
-        raise errors.UNSUPPORTED_FIELD(param=name, what=what, fix="ask for JSON in the prompt")
     sla = carriers.sla_of(body, headers, caller, config)
     session_id = carriers.session_of(body, headers, caller.tenant)
     extension = body.batchengine or Extension()

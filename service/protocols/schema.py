@@ -31,6 +31,7 @@ StopText = Annotated[str, Meta(min_length=1, max_length=256)]
 # The lower bound is far above what binary32 rounds to zero.
 Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
 TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+TokensMax = Annotated[int, Meta(ge=-1, le=TOKENS_MAX)]  # -1 = no limit, as llama.cpp says
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
@@ -101,7 +102,6 @@ class Common(Struct, kw_only=True):
     batchengine: Extension | None = None
     session_id: str | None = None
     prompt_cache_key: str | None = None
-    response_format: dict[str, Any] | None = None
 
 
 def common_fields(body: Common) -> Common:
@@ -109,23 +109,60 @@ def common_fields(body: Common) -> Common:
     return Common(**{name: getattr(body, name) for name in Common.__struct_fields__})
 
 
-class ChatRequest(Common, kw_only=True):
+class OpenAIBody(Common, kw_only=True):
+    """Fields that chat and plain completions share, and their names in other servers."""
+
+    max_tokens: TokensMax | None = None
+    n_predict: TokensMax | None = None
+    repeat_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | None = None
+    grammar: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    guided_choice: list[str] | None = None
+
+
+def openai_fields(body: OpenAIBody) -> Common:
+    """The common fields of a body, also those that it has by another name."""
+    found = common_fields(body)
+    if found.repetition_penalty is None:
+        found.repetition_penalty = body.repeat_penalty
+    return found
+
+
+def tokens_asked(*given: int | None) -> int | None:
+    """The first limit that is given; None, and -1, leave it to the daemon."""
+    asked = next((one for one in given if one is not None), -1)
+    if asked == 0:
+        what, why = "max_tokens is 0", "an answer has at least one token"
+        fix = "send 1 or more, or leave it out"
+        raise errors.INVALID_FIELD(param="max_tokens", what=what, why=why, fix=fix)
+    return None if asked < 0 else asked
+
+
+class ChatRequest(OpenAIBody, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MESSAGES_MAX)]
-    max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokensMax | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: Annotated[list[dict[str, Any]], Meta(max_length=512)] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    functions: Annotated[list[dict[str, Any]], Meta(max_length=512)] | None = None
+    function_call: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
     store: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
 
-class CompletionRequest(Common, kw_only=True):
+class CompletionRequest(OpenAIBody, kw_only=True):
     prompt: Any
-    max_tokens: TokenCount | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None

@@ -32,8 +32,8 @@ from batchengine.core import (
     Usage,
 )
 from batchengine.engine.sessions import directory
+from batchengine.families import FAMILIES
 from batchengine.metrics import Metrics
-from batchengine.text.families import FAMILIES
 from service.http import app
 from service.http.listener import Listener, bind
 from service.protocols import reading
@@ -48,10 +48,14 @@ class FakeText:
 
     def __init__(self) -> None:
         self.family = FAMILIES["hermes"]
+        self.reasons = False
         self.chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, Any]] = []
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return list(text.encode())
+
+    def takes(self, probe: str) -> bool:
+        return True
 
     def control_id(self, text: str) -> int | None:
         return None

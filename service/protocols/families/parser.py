@@ -14,7 +14,7 @@ from typing import cast
 import msgspec
 
 from batchengine.core import OutputForm
-from batchengine.text.families import (
+from batchengine.families import (
     ARGS,
     CALL_ID,
     FAMILIES,

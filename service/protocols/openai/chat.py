@@ -9,8 +9,9 @@ from batchengine import errors
 from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
 from batchengine.text.messages import ROLES
 from service.protocols import conversation
-from service.protocols.conversation import Conversation, ToolChoice
+from service.protocols.conversation import Conversation
 from service.protocols.formatter import Answer
+from service.protocols.openai import formats, tools
 from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import (
     CallArguments,
@@ -25,18 +26,16 @@ from service.protocols.output import (
     reasoning_text,
 )
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
-from service.protocols.requests import Prompt
-from service.protocols.schema import ChatRequest
+from service.protocols.requests import NOTHING, Prompt
+from service.protocols.schema import ChatRequest, openai_fields, tokens_asked
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+LEGACY = b'"functions"'  # echo of a request with `functions` instead of tools
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 
 
 def check(body: ChatRequest) -> None:
     """Raises 400 for fields that would change the answer and are not implemented."""
-    if not (body.tool_choice is None or body.tool_choice in ("auto", "none")):
-        what, fix = "a forced tool choice is not supported", 'use "auto" or "none"'
-        raise errors.UNSUPPORTED_FIELD(param="tool_choice", what=what, fix=fix)
     if body.top_logprobs is not None and not body.logprobs:
         what, fix = "top_logprobs needs logprobs: true", "set logprobs to true"
         raise errors.INVALID_FIELD(param="top_logprobs", what=what, fix=fix)
@@ -48,20 +47,37 @@ def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) ->
 
 
 def _conversation(body: ChatRequest) -> Conversation:
+    is_legacy = body.tools is None and body.functions is not None
     return Conversation(
         messages=[_message(message, index) for index, message in enumerate(body.messages)],
-        tools=_tools(body.tools) or [],
-        tool_choice=ToolChoice("none" if body.tool_choice == "none" else "auto"),
+        tools=tools.tools_of(body),
+        tool_choice=tools.choice_of(body),
+        response=formats.constraint_of(body),
+        continues=_continues(body),
         template=_kwargs(body),
-        tokens_max=body.max_completion_tokens or body.max_tokens,
+        tokens_max=tokens_asked(body.max_completion_tokens, body.max_tokens, body.n_predict),
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
+        echo=LEGACY if is_legacy else NOTHING,
+        unread=("min_tokens",) if body.min_tokens else (),
     )
+
+
+def _continues(body: ChatRequest) -> bool:
+    """Whether the answer goes on with the last message: one of the assistant that is text, unless
+    the client says that it does not."""
+    last = body.messages[-1]
+    if last.get("role") != "assistant" or last.get("tool_calls") or last.get("function_call"):
+        return False
+    return bool(body.continue_final_message) or body.add_generation_prompt is not True
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
     """One message as templates expect it: known fields only, text content as one string."""
     where = f"messages[{index}]"
     role = message.get("role")
+    if role == "function":  # of the form with `functions`: its name stands for the call's id
+        message = {**message, "role": "tool", "tool_call_id": message.get("name")}
+        role = "tool"
     if not isinstance(role, str) or role not in ROLES:
         what, fix = f"{where}.role is missing or unknown", "use " + ", ".join(ROLES)
         raise errors.INVALID_FIELD(param=f"{where}.role", what=what, fix=fix)
@@ -74,6 +90,9 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
                 raise errors.INVALID_FIELD(param=param, what=f"{param} must be a string")
             clean[name] = message[name]
     calls = message.get("tool_calls")
+    if calls is None and isinstance(message.get("function_call"), dict):
+        function: dict[str, Any] = message["function_call"]
+        calls = [{"id": function.get("name"), "type": "function", "function": function}]
     if calls is not None:
         clean["tool_calls"] = _objects(calls, f"{where}.tool_calls")
     for name in REASONING_NAMES:
@@ -122,21 +141,6 @@ def _objects(value: object, param: str) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", items)
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    for index, tool in enumerate(tools or []):
-        function: object = tool.get("function")
-        named = isinstance(function, dict) and isinstance(
-            cast("dict[str, object]", function).get("name"), str
-        )
-        if tool.get("type") != "function" or not named:
-            raise errors.INVALID_FIELD(
-                param=f"tools[{index}]",
-                what=f"tools[{index}] is not a function with a name",
-                fix='send {"type": "function", "function": {"name": "…", "parameters": {…}}}',
-            )
-    return tools or None
-
-
 def _kwargs(body: ChatRequest) -> dict[str, Any]:
     """Arguments of the template beside the messages; a template may ignore them."""
     given = dict(body.chat_template_kwargs or {})
@@ -144,8 +148,9 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
         if name != "enable_thinking" or not isinstance(value, bool):
             raise errors.INVALID_FIELD(
                 param=f"chat_template_kwargs.{name[:64]}",
-                what="this template argument is not allowed, or has the wrong type",
-                fix="only enable_thinking: true or false may be set",
+                what=f"the template argument {name[:64]!r} cannot be set",
+                why="only enable_thinking can, to true or false",
+                fix="leave it out",
             )
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = body.reasoning_effort
@@ -177,8 +182,9 @@ class ChatFormatter(OpenAIFormatter):
 
     def _finish_reason(self, index: int) -> str:
         answer = self.answers[index]
-        is_call = answer.calls and answer.finish_reason == "stop"
-        return "tool_calls" if is_call else answer.finish_reason
+        if not answer.calls or answer.finish_reason != "stop":
+            return answer.finish_reason
+        return "function_call" if self.job.echo == LEGACY else "tool_calls"
 
     def _delta(self, index: int, part: OutputPart) -> Chunk:
         match part:
@@ -186,6 +192,10 @@ class ChatFormatter(OpenAIFormatter):
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
+            case CallStart(_, name) if self.job.echo == LEGACY:
+                return {"function_call": {"name": name, "arguments": ""}}
+            case CallArguments(_, text) if self.job.echo == LEGACY:
+                return {"function_call": {"arguments": text}}
             case CallStart(call, name):
                 return {"tool_calls": [{"index": call, **self._call(index, call, name)}]}
             case CallArguments(call, text):
@@ -210,7 +220,9 @@ class ChatFormatter(OpenAIFormatter):
         }
         if reasoning := reasoning_text(parts):
             message["reasoning_content"] = reasoning
-        if calls:
+        if calls and self.job.echo == LEGACY:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
             message["tool_calls"] = calls
         return {
             "index": index,
@@ -244,5 +256,6 @@ CHAT = Protocol(
     read_prompt=read_prompt,
     formatter=ChatFormatter,
     error=error_object,
+    common=openai_fields,
     count_route="/v1/chat/completions/input_tokens",
 )

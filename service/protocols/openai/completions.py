@@ -9,11 +9,12 @@ from batchengine import errors
 from batchengine.core import FORM_TEXT, DoneEvent, SkippedEvent, TokenEvent, TokenLogprob
 from service.protocols import requests
 from service.protocols.formatter import Answer
+from service.protocols.openai import formats
 from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, plain_text
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import HttpJob, Prompt
-from service.protocols.schema import PROMPTS_MAX, CompletionRequest
+from service.protocols.schema import PROMPTS_MAX, CompletionRequest, openai_fields, tokens_asked
 
 TOKENS_DEFAULT = 16  # what every client of this older API expects
 
@@ -41,12 +42,19 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
             tokens = prompt
         requests.check_prompt(tokens, context, "prompt")
         prompts.append(tokens)
-    tokens_max = body.max_tokens
+    tokens_max = tokens_asked(body.max_tokens, body.n_predict)
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         tokens_max = min(
             TOKENS_DEFAULT, limits.tokens_max_default, *(context - len(p) for p in prompts)
         )
-    return Prompt(prompts, tokens_max, -1 if body.logprobs is None else body.logprobs, "prompt")
+    return Prompt(
+        prompts,
+        tokens_max,
+        -1 if body.logprobs is None else body.logprobs,
+        "prompt",
+        constraint=formats.constraint_of(body),
+        unread=("min_tokens",) if body.min_tokens else (),
+    )
 
 
 def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
@@ -146,4 +154,5 @@ COMPLETIONS = Protocol(
     read_prompt=read_prompt,
     formatter=CompletionFormatter,
     error=error_object,
+    common=openai_fields,
 )

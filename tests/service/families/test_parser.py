@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.core import OutputForm
-from batchengine.text.families import FAMILIES, family_of
+from batchengine.families import FAMILIES, family_of
 from service.protocols.families.parser import parser_of
 from service.protocols.output import (
     CallArguments,

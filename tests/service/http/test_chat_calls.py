@@ -133,3 +133,131 @@ async def test_whole_answers(tools: list[Any]) -> None:
     assert calls == [("function", "weather"), ("function", "now")]
     assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Paris"}
     assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+async def asked(body: dict[str, Any], reply: tuple[str, ...] = REPLY) -> tuple[int, Any, Any]:
+    """(status, answer, request of the engine) of a chat."""
+    async with (
+        serving(FakeEngine(reply)) as served,
+        aiohttp.ClientSession() as http,
+        http.post(f"{served.base}/v1/chat/completions", json=body) as answer,
+    ):
+        found = await answer.json()
+    made = served.engine.generations
+    return answer.status, found, made[0].request if made else None
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, None), ("auto", None), ("none", None), ("required", "start: answer"),
+        (NAMED, "start: answer"), (ALLOWED, "head[suffix="),
+    ],
+)  # fmt: skip
+async def test_tool_choices(choice: Any, expected: str | None) -> None:
+    status, _, request = await asked(chat(tools=[TOOL], tool_choice=choice))
+    assert status == 200
+    constraint = request.constraint
+    assert (constraint is None) == (expected is None)
+    assert expected is None or expected in constraint.text
+    assert request.output.calls == (choice != "none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL], "tool_choice": "some"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+async def test_wrong_choices_and_formats(fields: dict[str, Any], param: str) -> None:
+    status, body, _ = await asked(chat(**fields))
+    assert status == 400, body
+    assert body["error"]["param"] == param
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "text"}}, None, ""),
+        ({"response_format": {"type": "json_object"}}, "json_schema", '{"type":"object"}'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            "json_schema", json.dumps(SCHEMA, separators=(",", ":")),
+        ),
+        ({"guided_json": json.dumps(SCHEMA)}, "json_schema", '"properties"'),
+        ({"guided_regex": "[0-9]+"}, "regex", "[0-9]+"),
+        ({"guided_choice": ["yes", 'n"o']}, "lark", 'start: "yes" | "n\\"o"'),
+        ({"structured_outputs": {"choice": ["a"]}}, "lark", 'start: "a"'),
+        ({"grammar": 'start: "a"'}, "lark", 'start: "a"'),
+    ],
+)  # fmt: skip
+async def test_formats(fields: dict[str, Any], kind: str | None, text: str) -> None:
+    status, body, request = await asked(chat(**fields))
+    assert status == 200, body
+    if kind is None:
+        assert request.constraint is None
+        return
+    assert request.constraint.kind == kind
+    assert text in request.constraint.text
+
+
+async def test_gbnf_is_converted() -> None:
+    pytest.importorskip("llguidance")
+    status, body, request = await asked(chat(grammar='root ::= "a" [0-9]+\n'))
+    assert status == 200, body
+    assert request.constraint.text.startswith("%llguidance")
+    status, body, _ = await asked(chat(grammar='root ::= "a'))
+    assert (status, body["error"]["param"]) == (400, "grammar")
+
+
+async def test_functions_of_the_older_form() -> None:
+    function = {"name": "weather", "parameters": {"type": "object"}}
+    history = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "sunny"},
+    ]
+    body = chat(functions=[function], function_call={"name": "weather"}) | {"messages": history}
+    status, found, request = await asked(body)
+    assert status == 200, found
+    assert request.constraint is not None
+    choice = found["choices"][0]
+    assert choice["finish_reason"] == "function_call"
+    assert choice["message"]["function_call"]["name"] == "weather"
+    assert request.tool_call_ids == ("f",)
+
+
+async def test_an_answer_goes_on_with_the_last_message() -> None:
+    said = {"role": "assistant", "content": "The sky is"}
+    body = chat() | {"messages": [{"role": "user", "content": "x"}, said]}
+    _, _, request = await asked(body)
+    assert bytes(request.prompt).endswith(b"The sky is")
+    _, _, request = await asked(body | {"add_generation_prompt": True})
+    assert not bytes(request.prompt).endswith(b"The sky is")
+
+
+async def test_limits_and_penalties_by_other_names() -> None:
+    _, _, request = await asked(chat(max_tokens=-1, repeat_penalty=1.5))
+    assert request.tokens_max > 1
+    assert request.sampling.repetition_penalty == 1.5
+    _, _, request = await asked(chat(n_predict=3))
+    assert request.tokens_max == 3

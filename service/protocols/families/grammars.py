@@ -1,0 +1,218 @@
+"""Grammars of answers: reasoning, then text, calls of tools in the form of a family, or a format.
+
+Owns the translation of a tool choice and a response format to one `core.Constraint`, in the variant
+of Lark that llguidance reads. A call that a grammar forces is written exactly as the chat templates
+of its family write it, so that the next turn's prompt begins with the tokens of this answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from batchengine.core import Constraint
+from batchengine.families import ARGS, TAG_END, TOOL_CALLS, Family
+
+ANY = r"/(.|\n)*/"
+# As `tojson` of the templates writes it, and never white space without end.
+EXACT = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "lenient": True,
+}
+COMPACT = EXACT | {"item_separator": ", ?", "key_separator": ": ?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Tools that an answer may call. `required`: it must call at least one, else it may be text."""
+
+    tools: Sequence[dict[str, Any]]
+    required: bool
+    parallel: bool
+
+
+@dataclass(slots=True)
+class _Rules:
+    """Rules of a grammar; `control_id` as in `PromptEncoder`."""
+
+    family: Family
+    control_id: Callable[[str], int | None]
+    lines: list[str] = field(default_factory=list[str])
+
+    def add(self, name: str, body: str) -> str:
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def marker(self, text: str) -> str:
+        """A marker as the vocabulary has it: one control token, or text."""
+        token = self.control_id(text)
+        return _literal(text) if token is None else f"<[{token}]>"
+
+    def up_to(self, name: str, marker: str) -> str:
+        """A rule of any text up to `marker`, and it."""
+        if self.control_id(marker) is not None:
+            return self.add(name, f"{ANY} {self.marker(marker)}")
+        return self.add(f"{name}[suffix={_literal(marker)}]", ANY).partition("[")[0]
+
+
+def constraint_of(
+    family: Family,
+    control_id: Callable[[str], int | None],
+    *,
+    in_reasoning: bool,
+    may_reason: bool,
+    calls: Calls | None,
+    response: Constraint | None,
+) -> Constraint | None:
+    """The grammar of a whole answer; None = any text.
+
+    `calls` None = no call has to be forced or checked; `response` is the form of text.
+    """
+    reasons = in_reasoning or may_reason
+    if calls is None and (response is None or not reasons):
+        return response
+    rules = _Rules(family, control_id)
+    choices: list[str] = []
+    if response is not None:
+        choices.append(_format(rules, response))
+    if calls is not None:
+        if calls.required or response is not None:
+            choices.append(_calls(rules, calls))
+        else:
+            choices += _text_or_calls(rules, calls)
+    answer = rules.add("answer", " | ".join(choices))
+    start = answer
+    if reasons:
+        opening, closing = family.reasoning[0]
+        thought = rules.up_to("thought", closing)
+        rules.add("BLANK", r"/[ \n]*/")
+        lead = f"{thought} BLANK"
+        lead = lead if in_reasoning else f"({rules.marker(opening)} {lead})?"
+        start = f"{lead} {answer}"
+    return Constraint("lark", "\n".join([f"start: {start}", *rules.lines, ""]))
+
+
+def _format(rules: _Rules, response: Constraint) -> str:
+    match response.kind:
+        case "json_schema":
+            return rules.add("format", _json(json.loads(response.text), COMPACT))
+        case "lark":
+            return rules.add("format", "%lark {\n" + response.text + "\n}")
+        case "regex":
+            return rules.add("FORMAT", f"/{_slashed(response.text)}/")
+
+
+def _calls(rules: _Rules, calls: Calls) -> str:
+    """Rules of one call or several."""
+    marker, body, between = _forms(rules, calls)
+    first = f"{marker} {body}".strip()
+    more = f" ({between} {first})*" if calls.parallel else ""
+    return rules.add("calls", first + more)
+
+
+def _text_or_calls(rules: _Rules, calls: Calls) -> list[str]:
+    """Rules of text that may go over to calls, which are as their schemas say."""
+    marker, body, between = _forms(rules, calls)
+    if not marker:  # a call begins the answer
+        more = f" ({between} {body})*" if calls.parallel else ""
+        return [rules.add("calls", body + more), rules.add("text", r"/([^{ \n](.|\n)*)?/")]
+    opening = next(iter(rules.family.forms))
+    head = rules.up_to("head", opening)
+    more = f" ({between} {marker} {body})*" if calls.parallel else ""
+    return [rules.add("calls", f"{head} {body}{more}"), rules.add("text", ANY)]
+
+
+def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
+    """(marker, call behind it, what stands between two calls) as the family writes them."""
+    family, bodies = rules.family, list[str]()
+    for number, tool in enumerate(calls.tools):
+        name, schema = tool["function"]["name"], _schema(tool)
+        match family.writes:
+            case "object":
+                body = _object(rules, number, name, schema, "arguments")
+                body = f"{_literal(chr(10))} {body} {_literal(chr(10))} {rules.marker(TAG_END)}"
+            case "function":
+                body = _function(rules, number, name, schema)
+            case "objects":
+                body = _object(rules, number, name, schema, "parameters")
+            case "list" if rules.control_id(ARGS) is not None:
+                args = rules.add(f"args{number}", _json(schema, EXACT))
+                body = f"{_literal(name)} {rules.marker(ARGS)} {args}"
+            case "list":
+                body = _object(rules, number, name, schema, "arguments")
+        bodies.append(rules.add(f"call{number}", body))
+    body = rules.add("call", " | ".join(bodies))
+    match family.writes:
+        case "object" | "function":
+            return rules.marker("<tool_call>"), body, _literal("\n")
+        case "objects":
+            return "", body, _literal("; ")
+        case "list" if rules.control_id(ARGS) is not None:
+            return rules.marker(TOOL_CALLS), body, ""
+        case "list":
+            several = f" ({_literal(', ')} {body})*" if calls.parallel else ""
+            listed = rules.add("listed", f"{_literal('[')} {body}{several} {_literal(']')}")
+            return rules.marker(TOOL_CALLS), listed, ""
+
+
+def _object(rules: _Rules, number: int, name: str, schema: dict[str, Any], key: str) -> str:
+    args = rules.add(f"args{number}", _json(schema, EXACT))
+    head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
+    return f"{_literal(head)} {args} {_literal('}')}"
+
+
+def _function(rules: _Rules, number: int, name: str, schema: dict[str, Any]) -> str:
+    """<function=NAME> with the parameters in the order of the schema."""
+    given: object = schema.get("properties")
+    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    required: object = schema.get("required")
+    needed = cast("list[object]", required) if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    body = [_literal(f"\n<function={name}>\n")]
+    for slot, (key, value) in enumerate(fields.items()):
+        end = "\n</parameter>\n"
+        rule = f"value{number}x{slot}"
+        kind, options = value.get("type"), value.get("enum")
+        if kind == "string" and options and all(isinstance(one, str) for one in options):
+            made = rules.add(rule, " | ".join(_literal(one + end) for one in options))
+        elif kind == "string":
+            made = rules.up_to(rule, end)
+        else:
+            made = rules.add(rule, _json(value | shared, EXACT)) + f" {_literal(end)}"
+        parameter = f"{_literal(f'<parameter={key}>' + chr(10))} {made}"
+        body.append(parameter if key in needed else f"({parameter})?")
+    return " ".join([*body, _literal("</function>\n"), rules.marker(TAG_END)])
+
+
+def _schema(tool: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object whatever it says."""
+    given = tool["function"].get("parameters")
+    schema = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {}
+    schema["type"] = "object"
+    return schema
+
+
+def _json(schema: object, options: dict[str, Any]) -> str:
+    if isinstance(schema, dict):
+        schema = cast("dict[str, Any]", schema) | {"x-guidance": options}
+    return "%json " + json.dumps(schema)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _slashed(pattern: str) -> str:
+    """A regular expression between slashes."""
+    out: list[str] = []
+    escaped = False
+    for character in pattern:
+        if character == "/" and not escaped:
+            out.append("\\")
+        out.append("\\n" if character == "\n" else character)
+        escaped = character == "\\" and not escaped
+    return "".join(out)

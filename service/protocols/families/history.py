@@ -1,0 +1,112 @@
+"""Messages as the chat template of a model takes them.
+
+Templates refuse or lose what they were not made for: a second system message, two messages of the
+user in a row, calls of tools. Such messages are joined, or written as text, so that nothing that a
+client sends is lost; messages that the template takes stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from batchengine.families import TAG, TAG_END
+from service.protocols.protocol import PromptEncoder
+
+Message = dict[str, Any]
+
+MISTRAL_ID_CHARS = 9  # of a call's id, which its templates insist on
+TOOLS_TEXT = (
+    "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
+    "To call one, write a JSON object with its name and arguments like this:\n"
+    f'{TAG}\n{{{{"name": "NAME", "arguments": {{{{}}}}}}}}\n{TAG_END}'
+)
+
+
+def prepare(
+    messages: list[Message], tools: list[dict[str, Any]] | None, text: PromptEncoder
+) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """The messages and tools for the template of `text`."""
+    made = [dict(message) for message in messages]
+    if not made:
+        return made, tools
+    if any("tool_calls" in one or one["role"] == "tool" for one in made):
+        made = _with_calls(made, text)
+    if tools and not text.takes("tools"):
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        made.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
+        tools = None
+    if made[0]["role"] == "system" and not text.takes("system"):
+        made[0]["role"] = "user"
+    return alternating(made), tools
+
+
+def _with_calls(messages: list[Message], text: PromptEncoder) -> list[Message]:
+    if text.family.name == "mistral":
+        for message in messages:
+            _shorten_ids(message)
+    if not text.takes("calls"):
+        for message in messages:
+            for call in message.pop("tool_calls", None) or ():
+                message["content"] = _lines(message["content"], _call_text(call))
+    if not text.takes("results"):
+        for message in messages:
+            if message["role"] == "tool":
+                message["role"] = "user"
+                body = message["content"]
+                message["content"] = f"<tool_response>\n{body}\n</tool_response>"
+                message.pop("tool_call_id", None)
+    return messages
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    function: Any = call.get("function") or {}
+    name, arguments = function.get("name"), function.get("arguments") or "{}"
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    head = json.dumps(name, ensure_ascii=False)
+    return f'{TAG}\n{{"name": {head}, "arguments": {arguments}}}\n{TAG_END}'
+
+
+def _shorten_ids(message: Message) -> None:
+    if isinstance(message.get("tool_call_id"), str):
+        message["tool_call_id"] = _short(message["tool_call_id"])
+    if message.get("tool_calls"):
+        message["tool_calls"] = [
+            {**call, "id": _short(str(call.get("id", "")))} for call in message["tool_calls"]
+        ]
+
+
+def _short(call_id: str) -> str:
+    if len(call_id) == MISTRAL_ID_CHARS and call_id.isalnum() and call_id.isascii():
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:MISTRAL_ID_CHARS]
+
+
+def alternating(messages: list[Message]) -> list[Message]:
+    """The messages as templates take them: one system message at most, which is the first, and no
+    two of users in a row.
+
+    Templates skip or refuse others. Later system messages become text of the user, marked as the
+    system's; so all tokens before them stay as they were.
+    """
+    made: list[Message] = []
+    texts: list[str] = []  # of the last message in `made`
+    for message in messages:
+        role, text = message["role"], message["content"]
+        if role == "system" and made and not (len(made) == 1 and made[0]["role"] == "system"):
+            message, role, text = {"role": "user"}, "user", f"<system>\n{text}\n</system>"
+        if made and role == made[-1]["role"] and role in ("system", "user"):
+            texts.append(text)
+        else:
+            made.append(dict(message))
+            texts = [text]
+        made[-1]["content"] = texts
+    for message in made:
+        message["content"] = "\n\n".join(message["content"])
+    return made
+
+
+def _lines(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)

@@ -1,0 +1,185 @@
+"""Grammars of forced and checked calls, and of formats, against texts that they allow or not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+
+from batchengine.core import Constraint, OutputForm
+from batchengine.families import FAMILIES
+from service.protocols.families.grammars import Calls, constraint_of
+from service.protocols.families.parser import parser_of
+from service.protocols.output import arguments_of, calls_of
+
+llguidance = pytest.importorskip("llguidance")
+
+CONTROL = {"[TOOL_CALLS]": 257, "[ARGS]": 258, "[THINK]": 259, "[/THINK]": 260}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string"},
+                "unit": {"type": "string", "enum": ["C", "F"]},
+                "days": {"type": "integer"},
+            },
+            "required": ["city"],
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+FORMAT = Constraint("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}')
+
+
+class Bytes:
+    """A vocabulary of bytes and a few control tokens."""
+
+    is_tokenizer_wrapper = True
+    eos_token_id, bos_token_id = 256, None
+    tokens: ClassVar = [
+        *(bytes([i]) for i in range(256)),
+        b"</s>",
+        *(name.encode() for name in CONTROL),
+    ]
+    special_token_ids: ClassVar = [256, *CONTROL.values()]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+def ids(text: str) -> list[int]:
+    pieces = re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text)
+    return [i for p in pieces for i in ([CONTROL[p]] if p in CONTROL else list(p.encode()))]
+
+
+def allows(constraint: Constraint | None, text: str) -> bool:
+    """Whether `text` is a whole answer that the constraint allows."""
+    assert constraint is not None
+    made = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+    grammar = getattr(llguidance.LLMatcher, f"grammar_from_{constraint.kind}")(constraint.text)
+    matcher = llguidance.LLMatcher(made, grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = ids(text)
+    if matcher.validate_tokens(tokens) < len(tokens):
+        return False
+    matcher.consume_tokens(tokens)
+    return bool(matcher.is_accepting())
+
+
+def no_control(text: str) -> int | None:
+    return None
+
+
+def grammar(
+    family: str,
+    control_id: Callable[[str], int | None] = no_control,
+    *,
+    required: bool = True,
+    parallel: bool = True,
+    inside: bool = False,
+    may: bool = False,
+    tools: bool = True,
+    response: Constraint | None = None,
+) -> Constraint | None:
+    return constraint_of(
+        FAMILIES[family],
+        control_id,
+        in_reasoning=inside,
+        may_reason=may,
+        calls=Calls([WEATHER, NOW], required, parallel) if tools else None,
+        response=response,
+    )
+
+
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+    "<parameter=unit>\nC\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)  # fmt: skip
+LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
+MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
+OLD_MISTRAL = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
+FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
+    ("hermes", no_control, HERMES, f"{HERMES}\n{HERMES}"),
+    ("generic", no_control, HERMES, f"{HERMES}\n{HERMES}"),
+    ("xml", no_control, XML, f"{XML}\n{XML}"),
+    ("llama", no_control, LLAMA, f"{LLAMA}; {LLAMA}"),
+    ("mistral", CONTROL.get, MISTRAL, MISTRAL + MISTRAL),
+]
+
+
+@pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)
+def test_forced_calls(
+    family: str, control_id: Callable[[str], int | None], one: str, two: str
+) -> None:
+    forced = grammar(family, control_id)
+    assert allows(forced, one)
+    assert allows(forced, two)
+    assert not allows(grammar(family, control_id, parallel=False), two)
+    assert not allows(forced, "Hello.")
+    assert not allows(forced, one.replace("weather", "wether"))
+    assert not allows(forced, one.replace("city", "town"))
+    form = OutputForm(family, calls=True, text_parameters={"weather": ("city", "unit")})
+    parser = parser_of(form)
+    parts = [*parser.push(one), *parser.flush()]
+    assert [call.name for call in calls_of(parts)] == ["weather"]
+    assert json.loads(arguments_of(parts, 0))["city"] == "Paris"
+
+
+@pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)
+def test_free_text_that_goes_over_to_calls(
+    family: str, control_id: Callable[[str], int | None], one: str, two: str
+) -> None:
+    free = grammar(family, control_id, required=False)
+    assert allows(free, "Hello.\nHow < are [you]?")
+    assert allows(free, one)
+    assert allows(free, two)
+    assert not allows(free, one.replace("weather", "wether"))
+    if family != "llama":
+        assert allows(free, f"Let me see.\n\n{one}")
+
+
+def test_old_mistral_lists() -> None:
+    only = {"[TOOL_CALLS]": 257}.get
+    two = "[TOOL_CALLS]" + OLD_MISTRAL[:-1] + ', {"name": "now", "arguments": {}}]'
+    assert allows(grammar("mistral", only), "[TOOL_CALLS]" + OLD_MISTRAL)
+    assert allows(grammar("mistral", only), two)
+    assert not allows(grammar("mistral", only, parallel=False), two)
+
+
+def test_reasoning_is_free_in_front() -> None:
+    assert allows(grammar("hermes", may=True), HERMES)
+    assert allows(grammar("hermes", may=True), f"<think>\nSo.\n</think>\n\n{HERMES}")
+    assert allows(grammar("hermes", inside=True), f"So.\n</think>\n\n{HERMES}")
+    assert not allows(grammar("hermes", inside=True), HERMES)
+    thought = f"[THINK]So.[/THINK]{MISTRAL}"
+    assert allows(grammar("mistral", CONTROL.get, may=True), thought)
+
+
+@pytest.mark.parametrize(
+    ("response", "good", "bad"),
+    [
+        (FORMAT, '{"a": 1}', '{"a": "x"}'),
+        (Constraint("regex", r"a/b\/[0-9]+"), "a/b/12", "a/b/"),
+        (Constraint("lark", 'start: "a" x\nx: "b"\n'), "ab", "ac"),
+    ],
+)
+def test_formats(response: Constraint, good: str, bad: str) -> None:
+    assert grammar("hermes", tools=False, response=response) is response
+    inside = grammar("hermes", tools=False, response=response, inside=True)
+    assert allows(inside, f"So.</think>\n\n{good}")
+    assert not allows(inside, f"So.</think>\n\n{bad}")
+    either = grammar("hermes", required=False, response=response)
+    assert allows(either, good)
+    assert allows(either, HERMES)
+    assert not allows(either, "Hello.")
+
+
+def test_nothing_is_constrained_without_need() -> None:
+    assert grammar("hermes", tools=False, may=True) is None
