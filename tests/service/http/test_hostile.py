@@ -88,7 +88,7 @@ BAD_FIELDS: list[Refused] = [
     (CHAT, {"messages": MESSAGES, "frequency_penalty": -3},
      400, "invalid_value", "frequency_penalty"),
     (CHAT, {"messages": MESSAGES, "seed": 1 << 70}, 400, "invalid_value", "seed"),
-    (CHAT, {"messages": MESSAGES, "stop": ["a", "b", "c", "d", "e"]}, 400, "invalid_value", "stop"),
+    (CHAT, {"messages": MESSAGES, "stop": ["a"] * 65}, 400, "invalid_value", "stop"),
     (CHAT, {"messages": MESSAGES, "stop": [""]}, 400, "invalid_value", "stop[0]"),
     (CHAT, {"messages": MESSAGES, "stop": 7}, 400, "invalid_value", "stop"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
