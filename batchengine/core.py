@@ -189,7 +189,8 @@ class GenerationRequest:
     client's estimate, for the router only. `patience_ms`: how long the client waits for its first
     byte, None = unknown, or it gets one at once. `form`: form of the answer's events; the engine
     records it for later streams of the same turn, and `output` with it. `constraint` None = any
-    text; no lane supports constraints yet.
+    text; no lane supports constraints yet. `client_name`: what the client calls the session, for
+    listings.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -216,6 +217,7 @@ class GenerationRequest:
     form: str = FORM_CHAT
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
+    client_name: str = ""
     in_family: bool = False
     append: tuple[int, ...] = ()
     append_to: str = ""
@@ -275,6 +277,12 @@ class Usage:
     resumed_tokens: int = 0
     durable: bool = True
 
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean ms per token after the first one of this stream; None = there was no such token."""
+        later = self.completion_tokens - self.resumed_tokens - 1
+        return round((self.total_ms - self.ttft_ms) / later, 3) if later > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
@@ -291,6 +299,17 @@ class QueuedEvent:
 
     position: int
     eta_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How far a request has come before its first token. `position` 0 = it is being computed;
+    `eta_ms` None = no estimate yet. `computed_tokens` of `prompt_tokens` have KV."""
+
+    position: int = 0
+    eta_ms: float | None = None
+    computed_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +334,9 @@ class SkippedEvent:
 
 @dataclass(frozen=True, slots=True)
 class DoneEvent:
-    """The end of a generation: reason "stop", "length" or "shutdown"; `text` = held-back rest.
+    """The end of a generation; `text` = held-back rest.
 
+    Reason "stop" or "length" for a whole answer; "shutdown" or "cancelled" for one that was cut.
     `stop_string`: the one of the request that ended it, "" = none did.
     """
 
@@ -363,6 +383,7 @@ class ModelInfo:
     quantisation: str
     chat_template: str = ""  # "" = the file has none
     details: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+    notes: list[str] = field(default_factory=list[str])  # what is not as it was asked for
     created: int = 0  # when the file was written, in seconds since the epoch
     model_hash: str = ""  # of its tensors
     arith_id: str = ""  # of the arithmetic that computes it

@@ -57,8 +57,12 @@ _NEW_FILE = "use an intact GGUF file (download or convert it again)"
 
 # fmt: off
 # ------------------------------------------------- 11: configuration, command line, its client
-CONFIG_UNREADABLE = Problem("BE1100", Kind.INVALID, _USAGE, "cannot read {path}", "{why}")
-CONFIG_NOT_TOML = Problem("BE1101", Kind.INVALID, _USAGE, "{path} is not TOML", "{why}")
+CONFIG_UNREADABLE = Problem("BE1100", Kind.INVALID, _USAGE,
+    "cannot read {path}", "{why}", "name a TOML file that this user can read")
+CONFIG_NOT_TOML = Problem("BE1101", Kind.INVALID, _USAGE,
+    "{path} is not TOML",
+    "{why}",
+    "correct that line: tables are written [name] or [[lane]], each table once, keys name = value")
 CONFIG_UNKNOWN_KEY = Problem("BE1102", Kind.INVALID, _USAGE, "unknown key {key}{where}. {hint}")
 CONFIG_TYPE = Problem("BE1103", Kind.INVALID, _USAGE, "{what}", fix="{fix}")
 CONFIG_BOUNDS = Problem("BE1104", Kind.INVALID, _USAGE, "{what}", fix="{fix}")
@@ -209,8 +213,10 @@ ENGINE_FAILED = Problem("BE1299", Kind.UNAVAILABLE, "engine_failed",
     "look into the daemon's log, then restart it")
 
 # ------------------------------------------------------------------ 13: model file, packed weights
-MODEL_UNREADABLE = Problem("BE1301", Kind.INTERNAL, _DEFECT,
-    "cannot open model {path}", "{why}", "check the path and its permissions")
+MODEL_UNREADABLE = Problem("BE1301", Kind.INVALID, _USAGE,
+    "cannot open model {path!s:.200}",
+    "{why}",
+    "check the path, and that the daemon's user may read the file and enter its folders")
 GGUF_MAGIC = Problem("BE1302", Kind.INTERNAL, _DEFECT,
     "{file} is not a GGUF file",
     "it starts with {found!r}, not {wanted!r}",
@@ -340,6 +346,10 @@ STORE_FULL = Problem("BE1604", Kind.UNAVAILABLE, "store_full", "{what}", "{why}"
 STORE_FAILED = Problem("BE1605", Kind.INTERNAL, "store_failed", "{what}", "{why}", "{fix}")
 NOT_A_STORE = Problem("BE1606", Kind.INVALID, _USAGE, "{what}", "{why}", "{fix}")
 STORE_GONE = Problem("BE1607", Kind.UNAVAILABLE, "store_gone", "{what}", "{why}", "{fix}")
+STORE_TOO_SMALL = Problem("BE1608", Kind.INVALID, _USAGE,
+    "store.budget_bytes = {budget_bytes:,} is too small for this model",
+    "it holds {tokens} tokens of KV, and a session needs {least}",
+    "set it to {wanted_bytes:,} or more, or leave it out: it is derived from memory and disk then")
 
 # --------------------------------------------------------------------------------------- 17: HTTP
 INVALID_JSON = Problem("BE1700", Kind.INVALID, "invalid_json",

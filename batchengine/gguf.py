@@ -278,6 +278,9 @@ def _open_file(path: Path) -> tuple[int, Identity]:
         if not stat.S_ISREG(status.st_mode):
             raise errors.MODEL_UNREADABLE(path=path, why="it is not a regular file")
         if status.st_size < 24:
+            head = os.pread(fd, len(MAGIC), 0)
+            if head != MAGIC[: len(head)]:
+                raise errors.GGUF_MAGIC(file=path, found=head, wanted=MAGIC)
             raise errors.GGUF_CUT_SHORT(file=path, why=f"it has {status.st_size} bytes")
     except BaseException:
         os.close(fd)

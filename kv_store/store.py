@@ -490,6 +490,17 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
     return warnings
 
 
+def check_directory(path: str, allow_any_fs: bool) -> list[str]:
+    """What `Store.open` would say of a store directory, which may not exist yet: warnings. Changes
+    nothing. Raises StoreUnsupported, OSError."""
+    nearest = os.path.abspath(path)
+    while not os.path.lexists(nearest):
+        nearest = os.path.dirname(nearest)
+    found = _check_file_system(osio.file_system(nearest), path, allow_any_fs)
+    is_there = nearest == os.path.abspath(path)
+    return found + _check_owner(path, os.stat(path).st_uid) if is_there else found
+
+
 def _check_owner(folder: str, owner: int) -> list[str]:
     """A folder of another user, who can read and replace what it holds, serves root only, with a
     warning: containers and operators have such folders."""

@@ -30,6 +30,7 @@ from service.admin.socket import AdminSocket
 from service.engine_api import EngineApi
 from service.http import app
 from service.http.listener import Listener, bind
+from service.log import start_logging
 from service.notify import Notifier
 from service.protocols.reading import READER
 
@@ -52,7 +53,7 @@ def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None
     """Serves until a signal; returns the exit code. Raises BatchEngineError before it serves."""
     if not config.debug:  # then py-spy and gdb may be attached by the daemon's own user
         guard.keep_private()
-    _start_logging(config.debug)
+    start_logging(config)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     sock = bind(config.server.host, config.server.port)
@@ -67,16 +68,6 @@ def _real_engine(config: Config) -> EngineApi:
     from batchengine.engine import Engine  # loads the tokenizer: not for `version`
 
     return Engine(config, reader=READER)
-
-
-def _start_logging(debug: bool) -> None:
-    logging.basicConfig(
-        level=logging.DEBUG if debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    for noisy in ("asyncio", "aiohttp"):
-        logging.getLogger(noisy).setLevel(logging.INFO if debug else logging.WARNING)
 
 
 def _raise_file_limit() -> None:
@@ -180,13 +171,18 @@ class Daemon:
         say(
             f"  model   {info.model_id}  {info.arch} {info.quantisation}"
             f"  {info.n_params / 1e6:,.1f} M parameters  {info.n_layer} layers"
-            f"  ctx {info.context_tokens:,} (trained for {info.context_trained:,})"
+            f"  ctx {info.context_tokens:,}"
         )
+        if most := self._config.answer_tokens_max:
+            say(f"  answers {most:,} tokens at most where a request names no limit")
         if self._config.peers.listen:
             say(f"  peers   {self._config.peers.listen}   see `batchengine peers status`")
         say(f"  ready   {base}   openai chat and text completions")
         say(f"  watch   {base.removesuffix('/v1')}/   dashboard")
         say(f"  next    batchengine chat --url {base}")
+        for note in info.notes:
+            say(f"  warning {note}")
+            log.warning("%s", note)
         if engine.phase == "degraded":
             say("  warning degraded: see /health")
         self._notifier.ready(f"serving {info.model_id} on {base}")

@@ -9,7 +9,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchengine import errors
-from batchengine.core import GenerationEvent, GenerationRequest, ModelInfo, Presence, Stage
+from batchengine.core import (
+    GenerationEvent,
+    GenerationRequest,
+    ModelInfo,
+    Presence,
+    Stage,
+    Waiting,
+)
 
 if TYPE_CHECKING:
     from batchengine.metrics import Metrics  # loads the Prometheus client: not for the CLI
@@ -30,6 +37,10 @@ class GenerationApi(Protocol):
     def turn_id(self) -> str: ...
     async def events(self) -> list[GenerationEvent]:
         """Every event that is ready, at least one; [] once the last one was taken."""
+        ...
+
+    def waiting(self) -> Waiting:
+        """How far it has come before its first token."""
         ...
 
     def cancel(self) -> None: ...

@@ -16,6 +16,7 @@ import re
 from batchengine import errors
 
 ID_CHARS_MAX = 4096  # of a client's name for a session
+NAME_CHARS_MAX = 64  # of it, as listings show it
 CALL_CHARS_MAX = 256  # of a tool call's id
 _OURS = re.compile(r"be_[a-z2-7]{32}")
 _OF_KEY = re.compile(r"idem_[0-9a-f]{32}")
@@ -24,6 +25,19 @@ _OF_KEY = re.compile(r"idem_[0-9a-f]{32}")
 def printable(name: str) -> str:
     """A name from outside, safe to repeat in an error: short and without halves of characters."""
     return name[:64].encode("utf-8", "replace").decode("utf-8")
+
+
+def is_kept(session_id: str) -> bool:
+    """Whether a session outlives its request; False for that of a request which names none."""
+    return bool(session_id) and not session_id.startswith("be_req_")
+
+
+def shown_name(client_id: str) -> str:
+    """A client's own name for a session as listings keep it: one line, NAME_CHARS_MAX characters at
+    most; "" for an id that this daemon made."""
+    if not client_id.isprintable() or _OURS.fullmatch(client_id) or _OF_KEY.fullmatch(client_id):
+        return ""
+    return client_id[:NAME_CHARS_MAX]
 
 
 def session_key(tenant: str, client_id: str, param: str = "session_id") -> str:

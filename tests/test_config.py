@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -261,7 +262,7 @@ def test_a_tier_without_lanes_is_reported(tmp_path: Path, machine: Machine) -> N
         ),
         ("[server]\nport = -1", "BE1104", "server.port|line 2"),
         ("[server]\nport = true", "BE1103", "must be a whole number, not true or false"),
-        ("[server]\nport = 1.5", "BE1103", "must be a whole number, not a number"),
+        ("[server]\nport = 1.5", "BE1103", "must be a whole number, not 1.5"),
         ("[server]\nkeepalive_s = nan", "BE1104", "server.keepalive_s"),
         ("server = 3", "BE1103", "server must be a table, not a whole number|line 1"),
         ("server.prot = 3", "BE1102", "server.prot|line 1|Did you mean server.port?"),
@@ -277,7 +278,7 @@ def test_a_tier_without_lanes_is_reported(tmp_path: Path, machine: Machine) -> N
         ("[[lane]]\nentries_max = 700", "BE1107", "tokens_per_step|at least 716"),
         ("[[lane]]\ncores = [1, 1]", "BE1107", "names a core twice"),
         ("[[lane]]\ncores = [1]\nthreads = 2", "BE1107", "one core per thread"),
-        ("[[lane]]\nname = 'a'\n[[lane]]\nname = 'a'", "BE1107", "same name"),
+        ("[[lane]]\nname = 'a'\n[[lane]]\nname = 'a'", "BE1107", "name of another lane"),
         ("[[lane]]\ntier = 'quick'", "BE1105", "lane.tier|line 2|fast, bulk, any"),
         (
             "[[lane]]\npool='a'\ntier='fast'\n[[lane]]\npool='a'\ntier='bulk'",
@@ -403,3 +404,53 @@ def test_settings_that_exclude_each_other_are_not_accepted_silently() -> None:
 
 def test_a_gpu_that_is_required_has_a_lane(tmp_path: Path) -> None:
     assert "no lane is on a GPU" in message(tmp_path, 'require = "gpu"\n')
+
+
+def test_cores_and_threads_that_the_machine_has_not_are_refused(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine = replace(machine, allowed=(0, 1, 2, 3, 4, 5, 6, 7, 12))
+    for text, words in (
+        ("[[lane]]\nthreads = 5", "lane.threads = 5|line 2|4 physical cores|1 to 4"),
+        ("[[lane]]\ncores = [0, 99]", "core 99|line 2|0-7,12"),
+    ):
+        with pytest.raises(BatchEngineError) as caught:
+            load(write(tmp_path, text), machine=machine)
+        assert caught.value.code == "BE1107"
+        for word in words.split("|"):
+            assert word in str(caught.value)
+    assert load(write(tmp_path, "[[lane]]\ncores = [1, 12]"), machine=machine).lanes[0].threads == 2
+
+
+def test_sizes_may_have_units(tmp_path: Path, machine: Machine) -> None:
+    for text, wanted in (
+        ('"10GB"', 10**10),
+        ('"10 GiB"', 10 << 30),
+        ('"1.5T"', 3 << 39),
+        ('"512mib"', 512 << 20),
+        ('"100"', 100),
+        ("7_000", 7000),
+        ("0", None),
+    ):
+        config = load(write(tmp_path, f"[store]\nbudget_bytes = {text}"), machine=machine)
+        assert config.store.budget_bytes == (wanted or config.store.budget_bytes), text
+    for text in ('"ten"', '"10 XB"', '"-1GB"', '""', '"9999999999999999999999GB"'):
+        assert "is no size" in message(tmp_path, f"[store]\nbudget_bytes = {text}")
+    assert "out of bounds" in message(tmp_path, '[store]\nbudget_bytes = "9000TB"')
+
+
+def test_hosts_and_toml_are_explained(tmp_path: Path) -> None:
+    found = message(tmp_path, "[server]\nhost = 'no such host'")
+    assert "server.host = 'no such host' is no address" in found
+    assert "line 2" in found
+    found = message(tmp_path, "[model]\n[store]\n[model]\n")
+    assert "declare model twice" in found
+    assert "Fix:" in found
+    assert "256" in message(tmp_path, "[limits]\ncontext_tokens = 10")
+
+
+def test_the_rest_of_the_context_is_the_answer_where_all_lanes_hold_it(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "")).answer_tokens_max == 0
+    assert load(write(tmp_path, "[limits]\ntokens_max_default = 9")).answer_tokens_max == 9
+    gpu = "[[lane]]\n[[lane]]\nkind = 'cuda'\nvram_bytes = '4GB'"
+    assert load(write(tmp_path, gpu)).answer_tokens_max == 4096

@@ -12,6 +12,7 @@ from batchengine.config.loading import (
 )
 from batchengine.config.machine import Machine, disk_bytes
 from batchengine.config.settings import (
+    CONTEXT_TOKENS_MIN,
     ApiKey,
     ClassConfig,
     Config,
@@ -27,6 +28,7 @@ from batchengine.config.settings import (
 )
 
 __all__ = [
+    "CONTEXT_TOKENS_MIN",
     "ApiKey",
     "ClassConfig",
     "Config",

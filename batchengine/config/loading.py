@@ -6,11 +6,15 @@ the fix. Nothing changes after `load` returns; there is no second way to configu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
+import ipaddress
 import itertools
 import os
+import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from batchengine import errors
@@ -99,11 +103,16 @@ def _lane_warnings(lanes: tuple[LaneConfig, ...]) -> list[str]:
 
 
 def check_model_file(path: str) -> None:
-    """Raises NO_MODEL_FILE unless `path` names a regular file this user can see."""
+    """Raises NO_MODEL_FILE unless `path` names a regular file, and MODEL_UNREADABLE for one that
+    this user cannot read."""
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
-            return
+            if os.access(path, os.R_OK):
+                return
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         why = "it is not a regular file"
+    except PermissionError as error:
+        raise errors.MODEL_UNREADABLE(path=path, why=(error.strerror or "").lower()) from None
     except (OSError, ValueError) as error:
         why = ((error.strerror if isinstance(error, OSError) else str(error)) or "").lower()
     if path.startswith("/home"):
@@ -195,9 +204,15 @@ def _check_together(source: Source, config: Config) -> None:
             f"= {config.require}, and no lane is on a GPU",
             fix='add a [[lane]] with kind = "cuda" and vram_bytes, or leave require out',
         )
-    names = [lane.name for lane in config.lanes if lane.name]
-    if len(set(names)) != len(names):
-        raise source.contradiction("lane", "has two entries of the same name")
+    names: set[str] = set()
+    for index, lane in enumerate(config.lanes):
+        if lane.name in names:
+            raise source.contradiction(
+                f"lane.{index}.name",
+                f"= {lane.name!r} is the name of another lane, too",
+                fix="give each [[lane]] a name of its own, or none",
+            )
+        names |= {lane.name} - {""}
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
     for (urgent, a), (patient, b) in itertools.pairwise(targets):
@@ -264,6 +279,7 @@ def _check_auth(source: Source, config: Config) -> None:
             )
     if is_loopback(config.server.host):
         return
+    _check_host(source, config.server.host)
     if not config.auth:
         raise source.error(
             errors.CONFIG_EXPOSED,
@@ -274,6 +290,22 @@ def _check_auth(source: Source, config: Config) -> None:
         )
     if not config.server.tls_terminated:
         raise errors.HOST_EXPOSED(host=config.server.host)
+
+
+def _check_host(source: Source, host: str) -> None:
+    """Raises CONFIG_CHOICE for a host that is neither an address nor a name that resolves."""
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise source.error(
+            errors.CONFIG_CHOICE,
+            "server.host",
+            f"= {host[:80]!r} is no address, and no host of that name is known",
+            fix="127.0.0.1 (this machine only), or an address of this machine",
+        ) from None
 
 
 # ---- values derived from the machine ----
@@ -337,6 +369,8 @@ def _derive_lanes(
         else lane
         for lane in lanes
     )
+    for index, lane in enumerate(lanes):
+        _check_cores(source, index, lane, machine)
     names = {lane.name for lane in lanes if lane.name}
     cores_of = _share_cores(lanes, machine.cores)
     for index, lane in enumerate(lanes):
@@ -362,6 +396,35 @@ def _derive_lanes(
             )
         )
     return tuple(derived)
+
+
+def _check_cores(source: Source, index: int, lane: LaneConfig, machine: Machine) -> None:
+    """Raises CONFIG_CONTRADICTION for cores that this process may not use, or has not so many."""
+    allowed = machine.allowed or machine.cores
+    if missing := [core for core in lane.cores if core not in allowed]:
+        raise source.contradiction(
+            f"lane.{index}.cores",
+            f"= {list(lane.cores)}, and this process may not run on core {missing[0]}",
+            fix=f"use cores of {_numbers(allowed)}, or leave cores out",
+        )
+    if not lane.cores and lane.threads > len(machine.cores) and lane.kind == "cpu":
+        raise source.contradiction(
+            f"lane.{index}.threads",
+            f"= {lane.threads}, and this process may use {len(machine.cores)} physical core"
+            + "s" * (len(machine.cores) != 1),
+            fix=f"1 to {len(machine.cores)}, or leave threads out",
+        )
+
+
+def _numbers(cores: Sequence[int]) -> str:
+    """Cores as in a cpuset: 0-3,8."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1][1:] = [core]
+        else:
+            runs.append([core])
+    return ",".join("-".join(map(str, run)) for run in runs)
 
 
 def _free_name(kind: str, index: int, names: set[str]) -> str:

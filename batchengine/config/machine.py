@@ -24,6 +24,7 @@ class Machine:
     is_root: bool
     env: Mapping[str, str]
     home: str
+    allowed: tuple[int, ...] = ()  # logical cores this process may use; () = `cores`
 
     @staticmethod
     def here() -> Machine:
@@ -34,6 +35,7 @@ class Machine:
             is_root=os.geteuid() == 0,
             env=dict(os.environ),
             home=_home(),
+            allowed=tuple(sorted(os.sched_getaffinity(0))),
         )
 
 

@@ -11,11 +11,18 @@ from typing import Any
 
 from batchengine.core import SlaClass
 
+ANSWER_TOKENS = 4096
+CONTEXT_TOKENS_MIN = 256  # a page: lanes prove with one that they compute as others do
 PATH: dict[str, Any] = {"path": True}  # relative ones are taken from the file's folder
 
 
 def _within(low: float, high: float) -> dict[str, Any]:
     return {"low": low, "high": high}
+
+
+def _size(low: int, high: int) -> dict[str, Any]:
+    """Bytes: a whole number, or text with a unit such as "10GB"; 0 = derived."""
+    return {"low": low, "high": high, "size": True, "zero": True}
 
 
 def _one_of(*choices: str) -> dict[str, Any]:
@@ -40,9 +47,17 @@ class ServerConfig:
     admin_socket: str = field(default="", metadata=PATH)  # "" = state or $RUNTIME_DIRECTORY
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "[::1]")
     allowed_origins: tuple[str, ...] = ()
+    # routes that need no key where keys exist: /health without details, /ready, /metrics
+    keyless_routes: tuple[str, ...] = field(
+        default=("/health", "/ready"), metadata=_one_of("/health", "/ready", "/metrics")
+    )
+    log_format: str = field(default="text", metadata=_one_of("text", "json"))
+    log_level: str = field(default="info", metadata=_one_of("debug", "info", "warning", "error"))
     tls_terminated: bool = False  # a proxy in front speaks TLS
     strict_fields: bool = False  # unknown request fields are errors, not counted
-    body_bytes_max: int = field(default=32 << 20, metadata=_within(1 << 10, 1 << 30))
+    body_bytes_max: int = field(
+        default=32 << 20, metadata={**_within(1 << 10, 1 << 30), "size": True}
+    )
     keepalive_s: float = field(default=10.0, metadata=_within(0.1, 300))
     noop_event_s: float = field(default=60.0, metadata=_within(0.1, 300))
     drain_s: float = field(default=30.0, metadata=_within(0, 3600))
@@ -82,7 +97,7 @@ class LaneConfig:
     name: str = ""
     kind: str = field(default="cpu", metadata=_one_of("cpu", "cuda"))
     device: int = field(default=0, metadata=_within(0, 63))
-    vram_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
+    vram_bytes: int = field(default=0, metadata=_size(1 << 20, 1 << 50))
     threads: int = field(default=0, metadata=_within(0, 1024))
     cores: tuple[int, ...] = ()
     entries_max: int = field(default=64, metadata=_within(1, 1024))
@@ -110,13 +125,15 @@ class StoreConfig:
     """
 
     dir: str = field(default="", metadata=PATH)
-    budget_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
+    budget_bytes: int = field(default=0, metadata=_size(1, 1 << 50))
     allow_volatile: bool = False
     durability: str = field(default="turn", metadata=_one_of("turn", "power"))
     full_disk: str = field(default="fail", metadata=_one_of("fail", "finish"))
-    free_floor_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
+    free_floor_bytes: int = field(default=0, metadata=_size(1, 1 << 50))
     sessions_max: int = field(default=10_000, metadata=_within(1, 10_000_000))
-    ledger_bytes_max: int = field(default=1 << 30, metadata=_within(1 << 20, 1 << 50))
+    ledger_bytes_max: int = field(
+        default=1 << 30, metadata={**_within(1 << 20, 1 << 50), "size": True}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +168,15 @@ class SlaConfig:
 class LimitsConfig:
     """[limits]: how much is accepted. `context_tokens` 0 = the model's own, capped by memory.
 
-    `canary_s`: how often a lane that rests proves that it computes as the others do; 0 = never.
+    `tokens_max_default`: tokens of a chat answer at most whose request names no limit; 0 = the rest
+    of the context, or ANSWER_TOKENS where lanes differ in what fits them. `canary_s`: how often a
+    lane that rests proves that it computes as the others do; 0 = never.
     """
 
-    context_tokens: int = field(default=0, metadata=_within(0, 16 << 20))
-    tokens_max_default: int = field(default=1024, metadata=_within(1, 1 << 20))
+    context_tokens: int = field(
+        default=0, metadata={**_within(CONTEXT_TOKENS_MIN, 16 << 20), "zero": True}
+    )
+    tokens_max_default: int = field(default=0, metadata=_within(0, 1 << 20))
     queue_max: int = field(default=1024, metadata=_within(1, 100_000))
     streams_max: int = field(default=2048, metadata=_within(1, 100_000))
     canary_s: float = field(default=600.0, metadata=_within(0, 86_400))
@@ -195,7 +216,7 @@ class PeersConfig:
     name: str = ""
     dir: str = field(default="", metadata=PATH)
     tls: bool = True
-    hold_bytes: int = field(default=0, metadata=_within(0, 1 << 50))
+    hold_bytes: int = field(default=0, metadata=_size(1, 1 << 50))
     known: tuple[PeerConfig, ...] = ()  # TOML: [peers.NAME]
 
 
@@ -219,3 +240,13 @@ class Config:
     cache_dir: str = field(default="", metadata=PATH)
     require: str = field(default="", metadata=_one_of("gpu"))
     debug: bool = False
+
+    @property
+    def answer_tokens_max(self) -> int:
+        """`limits.tokens_max_default`, derived; 0 = the rest of the context.
+
+        The longest answer decides where a session fits: beside a GPU's memory or the store of a
+        linked daemon, the rest of the context would never fit.
+        """
+        differ = bool(self.peers.listen) or any(lane.kind != "cpu" for lane in self.lanes)
+        return self.limits.tokens_max_default or (ANSWER_TOKENS if differ else 0)

@@ -19,6 +19,7 @@ from typing import Any, cast
 from batchengine import errors
 from batchengine.core import BatchEngineError, SlaClass
 
+SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMGTkmgt]?)((i?)[Bb])?\s*")
 Table = dict[str, Any]  # parsed TOML: values have no type yet
 _T = typing.TypeVar("_T")
 KINDS: dict[type, str] = {
@@ -47,9 +48,9 @@ class Source:
             text = Path(path).read_bytes().decode()
             return Source(path, text, tomllib.loads(text))
         except OSError as error:
-            raise errors.CONFIG_UNREADABLE(path=path, why=error.strerror or "") from None
+            raise errors.CONFIG_UNREADABLE(path=path, why=(error.strerror or "").lower()) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise errors.CONFIG_NOT_TOML(path=path, why=error) from None
+            raise errors.CONFIG_NOT_TOML(path=path, why=_toml_reason(error)) from None
 
     def error(
         self, row: errors.Problem, dotted: str, problem: str, *, fix: str = ""
@@ -80,6 +81,15 @@ class Source:
         if self.path and not expanded.is_absolute() and _line_of(self.text, dotted):
             expanded = Path(self.path).resolve().parent / expanded
         return str(expanded)
+
+
+def _toml_reason(error: ValueError) -> str:
+    """A parser's message; keys as they are written in the file, and not as a Python tuple."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: byte {error.start}"
+    names = re.compile(r"\(('[^()]*?')(?:, ('[^()]*?'))*,?\)")
+    plain = names.sub(lambda m: ".".join(re.findall(r"'([^']*)'", m[0])), str(error))
+    return plain[:1].lower() + plain[1:]
 
 
 def _shown(dotted: str) -> str:
@@ -178,27 +188,44 @@ def value_of(
     if kind is SlaClass:
         rule = {"choices": tuple(c.value for c in SlaClass)}
     wanted = str if kind is SlaClass else kind
+    if rule.get("size") and isinstance(value, str):
+        value = _size_of(source, value, dotted)
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted and not (wanted is str and isinstance(value, str)):
-        raise source.error(
-            errors.CONFIG_TYPE, dotted, f"must be {KINDS[wanted]}, not {_kind(value)}"
-        )
+        given = value if wanted is int and isinstance(value, float) else _kind(value)
+        raise source.error(errors.CONFIG_TYPE, dotted, f"must be {KINDS[wanted]}, not {given}")
     _check_rule(source, value, dotted, rule)
     if rule.get("path") and value:
         return source.file_path(value, dotted)
     return SlaClass(value) if kind is SlaClass else value
 
 
+def _size_of(source: Source, text: str, dotted: str) -> int:
+    """Bytes of a text such as "10GB", "512 MiB" or "1.5T"; a unit without B counts by 1,024."""
+    found = SIZE.fullmatch(text)
+    if found is None:
+        raise source.error(
+            errors.CONFIG_TYPE,
+            dotted,
+            f"= {text[:40]!r} is no size",
+            fix='a whole number of bytes, or text with a unit: "10GB", "512MiB"',
+        )
+    base = 1000 if found[3] and not found[4] else 1024
+    return round(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))
+
+
 def _check_rule(source: Source, value: Any, dotted: str, rule: Table) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         low, high = rule.get("low", 0), rule.get("high", 1 << 31)
+        if rule.get("zero") and value == 0:
+            return
         if not low <= value <= high:  # also refuses NaN
             raise source.error(
                 errors.CONFIG_BOUNDS,
                 dotted,
                 f"= {value} is out of bounds",
-                fix=f"{low:,} to {high:,}",
+                fix=f"{low:,} to {high:,}" + (", or 0 = derived" if rule.get("zero") else ""),
             )
     choices = cast("tuple[str, ...]", rule.get("choices", ()))
     if choices and value not in choices:

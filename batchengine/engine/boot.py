@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from batchengine import errors
-from batchengine.config import Config, LaneConfig
+from batchengine.config import CONTEXT_TOKENS_MIN, Config, LaneConfig
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo, Stage
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.model_files import identity_of
@@ -73,6 +73,7 @@ log = logging.getLogger("batchengine.engine")
 
 STAGES = 4
 STAGES_SHARE = 4  # stages for peers may take as much memory as a quarter of the KV budget
+NO_TEMPLATE = "the model file has no chat template: ChatML is used, which it may not understand"
 FRESH, FRESH_SLOTS = "fresh", 10  # slots for one page and the pages that may be missing before it
 
 
@@ -275,6 +276,8 @@ async def start(launch: Launch) -> Running:
         text, facts = await _load(launch, lanes, loader, undo)
         info.chat_template = text.tokenizer.chat_template or ""
         info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
+        if text.tokenizer.chat_template is None:
+            info.notes.append(NO_TEMPLATE)
         started = time.monotonic()
         store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
         undo.push_async_callback(asyncio.to_thread, store.close)
@@ -283,7 +286,7 @@ async def start(launch: Launch) -> Running:
         for warning in store.warnings:
             log.warning("store: %s", warning)
         if not config.peers.listen:  # else peers may hold what the store cannot
-            info.context_tokens = min(info.context_tokens, store.pages.allocator.slots_max * 256)
+            _fit_context(info, config, store)
         journal = Journal(
             store,
             level=config.store.durability,
@@ -404,6 +407,25 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
         raise errors.STORE_UNOPENED(folder=settings_of.dir, why=why) from error
 
 
+def _fit_context(info: ModelInfo, config: Config, store: Store) -> None:
+    """Limit the context to what the store can hold. Raises STORE_TOO_SMALL."""
+    pages, page_bytes = store.pages.allocator.slots_max, store.pages.layout.page_bytes
+    fits = pages * PAGE_TOKENS
+    if fits < CONTEXT_TOKENS_MIN:
+        raise errors.STORE_TOO_SMALL(
+            budget_bytes=config.store.budget_bytes,
+            tokens=fits,
+            least=CONTEXT_TOKENS_MIN,
+            wanted_bytes=max(-(-info.context_tokens // PAGE_TOKENS), 1) * page_bytes,
+        )
+    if fits < info.context_tokens:
+        info.notes.append(
+            f"ctx is {fits:,} instead of {info.context_tokens:,}: store.budget_bytes ="
+            f" {config.store.budget_bytes:,} holds no longer session"
+        )
+        info.context_tokens = fits
+
+
 def _local_facts(model_id: str, store: Store) -> LocalFacts:
     """What peers compare: two daemons with these ids equal compute the same pages."""
     descriptor = store.pages.descriptor
@@ -419,6 +441,12 @@ def inspect_model(config: Config) -> ModelInfo:
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
         found = Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
+    notes: list[str] = []
+    if limit > spec.context_trained:
+        notes.append(
+            f"ctx is {spec.context_trained:,} instead of {limit:,}: the model was trained for no"
+            " longer context"
+        )
     return ModelInfo(
         model_id=config.model.id or Path(config.model.path).stem,
         path=config.model.path,
@@ -438,6 +466,7 @@ def inspect_model(config: Config) -> ModelInfo:
             "head_dim": spec.attention.head_dim,
         },
         created=int(found.st_mtime),
+        notes=notes,
     )
 
 

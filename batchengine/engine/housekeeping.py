@@ -17,6 +17,7 @@ from batchengine import errors
 from batchengine.core import QueuedEvent, SlaClass
 from batchengine.engine.linked.rows import LinkedRows
 from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.placement.lane_view import answer_max
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.peers import Peers
@@ -105,6 +106,8 @@ class Housekeeping:
 
     def _set_gauges(self) -> None:
         lanes, metrics = self._state.lanes, self._state.metrics
+        for loop in lanes:
+            loop.meter.sample(self._state.now_ms() / 1000)
         waiting = collections.Counter(
             turn.generation.request.sla.sla_class
             for loop in lanes
@@ -199,5 +202,5 @@ class Housekeeping:
 
 
 def _work(turn: Turn) -> cost.QueuedWork:
-    left = turn.generation.request.tokens_max - turn.generation.completion_tokens
+    left = max(1, answer_max(turn.generation.request) - turn.generation.completion_tokens)
     return cost.QueuedWork(turn.session.frontier, turn.session.to_compute, left)

@@ -15,7 +15,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.sessions.directory import name_of
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import PARKED
-from batchengine.engine.turns.records import parked_row, session_meta
+from batchengine.engine.turns.records import SessionMeta, parked_row, session_meta
 from batchengine.engine.turns.stream import Generation
 from batchengine.session import Session
 from kv_store.ledger.queries import SessionInfo
@@ -45,6 +45,9 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
             "tokens_generated": loop.meter.generated,
             "pages": loop.kv.slots.total,
             "pages_free": loop.kv.slots.available,
+            "seats": loop.config.entries_max,
+            "tokens_per_s": round(loop.meter.generated_per_s, 1),
+            "prefill_per_s": round(loop.meter.prefill_per_s, 1),
             "isa": loop.lane.facts.isa if loop.lane.facts else "",
         }
         for loop in state.lanes
@@ -106,6 +109,7 @@ def session_rows(
         {
             "session_id": session.session_id,
             "tenant": session.tenant,
+            **_use(state.facts[session.key].meta if session.key in state.facts else None),
             "class": CLASSES[-1 - session.priority],
             "state": session.state.value,
             "tokens": len(session.tokens),
@@ -120,6 +124,11 @@ def session_rows(
         }
         for session in (known if count_max is None else known[-count_max:])
     ]
+
+
+def _use(meta: SessionMeta | None) -> dict[str, Any]:
+    """What the client calls the session, and when it was last used; None = not known."""
+    return {"name": meta and (meta.name or None), "used_s": meta and (meta.used_s or None)}
 
 
 def _reuse(state: EngineState, session: Session) -> dict[str, Any]:
@@ -145,21 +154,23 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
     turn = state.turns.get(generation)
     phase = "queued" if turn is None else turn.session.state.value
     usage, tpot_ms = generation.usage(now_ms), generation.tpot_ms
-    queued = generation.queued if generation.started_ms is None else None
+    waiting = generation.waiting(now_ms)
     return {
         "request_id": generation.request_id,
-        "session_id": generation.session_id,
+        "session_id": generation.request.session_id,
+        "name": generation.request.client_name or None,
         "tenant": generation.request.tenant,
         "class": generation.request.sla.sla_class.value,
         "state": "paused" if turn is not None and turn.paused and not turn.is_away else phase,
+        "position": waiting.position or None,
+        "eta_ms": None if waiting.eta_ms is None else round(waiting.eta_ms, 1),
         "prompt_tokens": usage.prompt_tokens,
+        "computed_tokens": waiting.computed_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
         "to_compute": 0 if turn is None else turn.session.to_compute,
         "age_ms": round(usage.total_ms, 1),
         "lane": generation.lane,
-        "position": None if queued is None else queued.position,
-        "eta_ms": None if queued is None or queued.eta_ms is None else round(queued.eta_ms, 1),
         "ttft_ms": None if generation.first_token_ms is None else round(usage.ttft_ms, 3),
         "tpot_ms": None if tpot_ms is None else round(tpot_ms, 3),
         **({} if turn is None else state.held_facts(turn.session)),
@@ -200,6 +211,7 @@ def interrupted_rows(
         {
             "session_id": session_id,
             "tenant": owner,
+            **_use(session_meta(info.meta)),
             "state": "interrupted",
             "tokens": info.ledger_len,
             "frontier": 0,
@@ -223,6 +235,7 @@ async def stored_rows(store: Store, count_max: int) -> list[dict[str, Any]]:
             {
                 "session_id": name_of(info.id)[1],
                 "tenant": info.tenant,
+                **_use(session_meta(info.meta)),
                 "state": "on disk",
                 "tokens": info.ledger_len,
                 "epoch": info.epoch,

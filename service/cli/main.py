@@ -182,7 +182,7 @@ def serve(
     if allow_host:
         overrides["server.allowed_hosts"] = ["localhost", "127.0.0.1", "[::1]", *allow_host]
     overrides.update(_key_overrides(api_key_file))
-    return daemon.run(_load(config, overrides, needs_model=True))
+    return daemon.run(_load(config, overrides))
 
 
 def _lane_overrides(count: int | None, threads: int | None) -> dict[str, object]:
@@ -217,33 +217,58 @@ def _key_overrides(path: Path | None) -> dict[str, object]:
     }
 
 
-def _load(path: Path | None, overrides: dict[str, object], *, needs_model: bool) -> Any:
+def _load(path: Path | None, overrides: dict[str, object]) -> Any:
+    """The configuration; the model's header is read here, before an address is taken."""
     from batchengine import config as configuration
+    from batchengine.gguf import GgufFile
+    from batchengine.weights import plan_tensors, read_spec
 
     loaded = configuration.load(None if path is None else str(path), overrides)
-    if not needs_model:
-        return loaded
     if not loaded.model.path:
         raise errors.NO_MODEL()
     configuration.check_model_file(loaded.model.path)
+    with GgufFile(loaded.model.path) as gguf:
+        plan_tensors(gguf, read_spec(gguf))
     return loaded
 
 
 @app.command
-def check(*, config: ConfigFile = None, json: Json = False, debug: Debug = False) -> int:
-    """Check a configuration, and that a GPU answers if it requires one. Starts nothing."""
+def check(
+    model: Annotated[Path | None, Parameter(help="The GGUF file, if no file names it.")] = None,
+    /,
+    *,
+    config: ConfigFile = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Find what `serve` would refuse: configuration, model, address, disk, rights."""
     from batchengine import config as configuration
+    from service.cli.machine.check import check as check_all
+    from service.protocols.openai.envelope import error_object
 
-    loaded = _load(config, {}, needs_model=config is not None)
-    if loaded.require:
-        from batchengine.lanes.cuda import check_gpus
-
-        check_gpus([lane.device for lane in loaded.lanes if lane.kind == "cuda"])
-    found = configuration.warnings(loaded) + configuration.disk_warnings(loaded)
-    lines = [f"warning: {text}" for text in found]
-    lines += [f"ok: {config if config is not None else 'built-in defaults'}"]
-    show({"ok": True, "warnings": found, "model": loaded.model.path}, json, lambda: lines)
-    return 0
+    given = None if config is None else str(config)
+    overrides: dict[str, object] = {"model.path": None if model is None else str(model)}
+    found = check_all(configuration.load(given, overrides))
+    if model is None and config is None:  # the defaults alone name no model
+        found.problems = [e for e in found.problems if e.code != errors.NO_MODEL.code]
+    answer = {
+        "ok": not found.problems,
+        "problems": [error_object(error)["error"] for error in found.problems],
+        "warnings": found.warnings,
+        "model": found.facts,
+    }
+    if json:
+        show(answer, json, lambda: [])
+    else:
+        print(
+            "\n".join(f"warning: {text}" for text in found.warnings),
+            end="\n" * bool(found.warnings),
+        )
+        for error in found.problems:
+            print(f"batchengine: {error}", file=sys.stderr)
+        if not found.problems:
+            print(f"ok: {config or model or 'built-in defaults'}")
+    return exit_code(found.problems[0]) if found.problems else 0
 
 
 @app.command

@@ -128,6 +128,11 @@ def _sent_key(headers: CIMultiDictProxy[str]) -> str:
     return headers.get("x-api-key", "").strip()
 
 
+def has_key(headers: CIMultiDictProxy[str]) -> bool:
+    """Whether a request brings an API key, right or wrong."""
+    return "Authorization" in headers or "x-api-key" in headers
+
+
 def key_lines(path: Path) -> list[str]:
     """The keys in a file, one per line, # comments left out; refuses a file others can read."""
     try:

@@ -19,10 +19,12 @@ from aiohttp import web
 
 from batchengine import errors
 from batchengine.config import Config, keys
+from batchengine.core import Usage
 from service.engine_api import EngineApi, GenerationApi
 from service.http.access import Attempts, Keyring, OriginPolicy, check_content
 from service.http.fair_admission import FairAdmission
 from service.http.overview import Overview
+from service.log import facts
 from service.protocols import requests
 from service.protocols.carriers import Caller
 from service.protocols.protocol import PromptLimits
@@ -41,6 +43,7 @@ class Live:
     generations: list[GenerationApi]
     began: float
     outcome: str = "disconnected"
+    usage: Usage | None = None  # of the first choice that ended
 
 
 @dataclass(slots=True)
@@ -119,18 +122,29 @@ class Service:
 
     def leave(self, live: Live, outcome: str) -> None:
         """Ends a request: one line in the log, without any of the prompt or the answer."""
-        asked, made = live.job.asked, live.job.requests
+        asked, first = live.job.asked, live.generations[0]
         del self.live[id(live)]
+        usage, made = live.usage or Usage(), live.job.requests
         log.info(
-            "%s %s class=%s session=%s choices=%d prompt_tokens=%d %.0f ms",
-            asked.request_id,
-            outcome,
-            asked.sla.sla_class,
-            live.generations[0].session_id or "-",
-            len(made),
-            len(made[0].prompt),
-            1000 * (time.monotonic() - live.began),
-        )
+            "%s %s", asked.request_id, outcome,
+            extra=facts(
+                {
+                    "class": str(asked.sla.sla_class),
+                    "key": asked.tenant or None,
+                    "session": first.request.session_id,
+                    "client_session": asked.client_name or None,
+                    "choices": len(made) if len(made) > 1 else None,
+                    "prompt_tokens": len(made[0].prompt),
+                    "cached_tokens": None if live.usage is None else usage.cached_tokens,
+                    "output_tokens": None if live.usage is None else usage.completion_tokens,
+                    "lane": usage.lane or None,
+                    "queue_ms": None if live.usage is None else round(usage.queue_ms, 1),
+                    "ttft_ms": None if live.usage is None else round(usage.ttft_ms, 1),
+                    "tpot_ms": usage.tpot_ms,
+                    "total_ms": round(1000 * (time.monotonic() - live.began), 1),
+                }
+            ),
+        )  # fmt: skip
 
 
 def folders_of(config: Config) -> tuple[bytes, ...]:
@@ -200,7 +214,8 @@ async def read_json_body(request: web.Request, admission: Admission) -> bytearra
 def prompt_limits(service: Service) -> PromptLimits:
     """What bounds a prompt now; the engine has loaded."""
     info, config = service.engine.info, service.config
-    return PromptLimits(info.context_tokens, info.vocab_size, config.limits.tokens_max_default)
+    tokens_max = config.answer_tokens_max or info.context_tokens
+    return PromptLimits(info.context_tokens, info.vocab_size, tokens_max)
 
 
 SERVICE = web.AppKey("service", Service)

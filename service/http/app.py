@@ -21,7 +21,7 @@ from batchengine.config import keys
 from batchengine.core import BatchEngineError
 from service.engine_api import check_serving
 from service.http import relay, sessions
-from service.http.access import address_of
+from service.http.access import address_of, has_key
 from service.http.admission import (
     CALLER,
     HEADERS,
@@ -42,6 +42,7 @@ from service.protocols.messages import betas
 from service.protocols.messages.protocol import MESSAGES
 from service.protocols.protocol import Protocol
 from service.protocols.table import BY_ROUTE, protocol_of
+from service.session_ids import is_kept
 
 log = logging.getLogger("batchengine.service")
 
@@ -170,7 +171,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     request[HEADERS] |= service.origin_policy.consent(request.headers)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
         return _preflight(request)
-    if request.match_info.handler in KEYLESS:
+    if request.match_info.handler in KEYLESS or _is_keyless(request):
         return await handler(request)
     address = address_of(request.transport and request.transport.get_extra_info("peername"))
     try:
@@ -197,6 +198,17 @@ def _preflight(request: web.Request) -> web.Response:
         "Access-Control-Max-Age": str(CORS_SECONDS),
     }
     return web.Response(status=204, headers=headers)
+
+
+def _is_keyless(request: web.Request) -> bool:
+    """Whether this is a probe without a key, on a route that needs none."""
+    service = request.app[SERVICE]
+    return (
+        bool(service.config.auth)
+        and request.method in ("GET", "HEAD")
+        and request.path in service.config.server.keyless_routes
+        and not (has_key(request.headers) or request.can_read_body)
+    )
 
 
 async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatter, Live]:
@@ -235,8 +247,8 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
     headers["x-batchengine-class"] = job.asked.sla.sla_class.value
-    session_id = generations[0].session_id or job.asked.session_id
-    if session_id:
+    session_id = generations[0].session_id or job.asked.session_id or ""
+    if is_kept(session_id):
         headers["x-batchengine-session-id"] = session_id
     if (found := job.requests[0].found) is not None:
         headers["x-batchengine-timeline"] = found.use.value
@@ -250,20 +262,44 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _health(request: web.Request) -> web.Response:
-    """200 only when a request sent now would be computed."""
+    """200 only when a request sent now would be computed; details for callers with a key only."""
     service = request.app[SERVICE]
+    status, is_well = _status(service)
+    if CALLER not in request or service.engine.phase == "loading":
+        return _probe_answer(service, status, is_well)
+    lanes = [{k: v for k, v in lane.items() if k != "pid"} for lane in service.engine.lanes()]
+    body: dict[str, object] = {"status": status, "lanes": lanes, **service.engine.stats()}
+    return _without_folders(service, _probe(body, is_well))
+
+
+async def _ready(request: web.Request) -> web.Response:
+    """The status and nothing else."""
+    service = request.app[SERVICE]
+    return _probe_answer(service, *_status(service))
+
+
+def _status(service: Service) -> tuple[str, bool]:
+    """The state of the daemon in a word, and whether a request sent now would be computed."""
     engine = service.engine
-    state = engine.phase if service.accepting or engine.phase == "loading" else "draining"
-    if state == "loading":
-        body = {"status": "loading model", "progress": round(engine.progress, 4)}
-        return json_answer(body, 503, {"Retry-After": "1"})
-    lanes = [{k: v for k, v in lane.items() if k != "pid"} for lane in engine.lanes()]
-    body = {"status": "ok" if state == "ready" else state, "lanes": lanes, **engine.stats()}
+    if engine.phase == "loading":
+        return "loading model", False
+    state = engine.phase if service.accepting else "draining"
     if engine.fatal is not None:
-        body["status"] = "failed"
-    is_well = state in ("ready", "degraded") and engine.fatal is None
-    response = json_answer(body) if is_well else json_answer(body, 503, {"Retry-After": "5"})
-    return _without_folders(service, response)
+        return "failed", False
+    return "ok" if state == "ready" else state, state in ("ready", "degraded")
+
+
+def _probe_answer(service: Service, status: str, is_well: bool) -> web.Response:
+    body: dict[str, object] = {"status": status}
+    if service.engine.phase == "loading":
+        return _probe(body | {"progress": round(service.engine.progress, 4)}, is_well, 1)
+    return _probe(body, is_well)
+
+
+def _probe(body: dict[str, object], is_well: bool, retry_s: int = 5) -> web.Response:
+    if is_well:
+        return json_answer(body)
+    return json_answer(body, 503, {"Retry-After": str(retry_s)})
 
 
 async def _metrics(request: web.Request) -> web.Response:
@@ -294,6 +330,7 @@ ROUTES = (
     *texts.ROUTES,
     *models.ROUTES,
     *sessions.ROUTES,
+    Route("GET", "/ready", _ready, "As /health, without details.", "operation"),
     Route("GET", "/health", _health, "200 = a request sent now is computed.", "operation"),
     Route(
         "GET", "/metrics", _metrics, "Numbers for Prometheus.", "operation",

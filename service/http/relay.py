@@ -50,6 +50,7 @@ class OneChoice:
     """Batches of one generation, straight from its own buffer."""
 
     def __init__(self, generation: GenerationApi) -> None:
+        self.generations = [generation]
         self._generation = generation
 
     async def next(self, timeout_s: float | None) -> list[Indexed]:
@@ -67,7 +68,7 @@ class FanIn:
     """Batches of several generations through one bounded queue."""
 
     def __init__(self, generations: list[GenerationApi]) -> None:
-        self._generations = generations
+        self.generations = generations
         self._queue: asyncio.Queue[list[Indexed]] = asyncio.Queue(BATCHES_MAX)
         self._tasks = [
             asyncio.create_task(self._pump(index, generation))
@@ -92,7 +93,7 @@ class FanIn:
         return events
 
     def close(self) -> None:
-        for generation in self._generations:
+        for generation in self.generations:
             generation.cancel()
         for task in self._tasks:
             task.cancel()
@@ -137,7 +138,7 @@ async def answer_whole(
                         case QueuedEvent():
                             continue
         answer = await _send_parts(request, formatter.whole())
-        live.outcome = "finished"
+        live.outcome, live.usage = "finished", formatter.answers[0].usage
         return answer
     except Exception:
         live.outcome = "failed"
@@ -184,6 +185,7 @@ async def answer_stream(
         await stream.open()
         await stream.send(sse.encode(formatter.opening()))
         live.outcome = await _relay(stream, formatter, source, request.app[SERVICE])
+        live.usage = formatter.answers[0].usage if formatter.is_done else None
         await stream.close()
     except sse.SlowReader:
         live.outcome = "client_too_slow"
@@ -205,7 +207,6 @@ async def _relay(
 ) -> str:
     """Sends events to the socket until the end; returns how it ended."""
     server = service.config.server
-    queued: QueuedEvent | None = None
     wrote_at = visible_at = time.monotonic()
     while not formatter.is_done:
         quiet_s = time.monotonic() - wrote_at
@@ -215,7 +216,6 @@ async def _relay(
             for index, event in events:
                 match event:
                     case TokenEvent():
-                        queued = None
                         out += formatter.token(index, event)
                     case SkippedEvent():
                         formatter.skip(index, event)
@@ -226,7 +226,7 @@ async def _relay(
                         await stream.send(sse.encode(out) + failure)
                         return event.error.name
                     case QueuedEvent():
-                        queued = event
+                        continue
             now = time.monotonic()
             if not out and now - visible_at >= server.noop_event_s:
                 out = formatter.noop()
@@ -235,15 +235,19 @@ async def _relay(
                 visible_at = now
             elif now - wrote_at >= server.keepalive_s:
                 after_id = formatter.ids is not None and formatter.ids.has_begun
-                payload = sse.comment(_waiting_text(queued), after_id=after_id)
+                payload = sse.comment(_waiting_text(source.generations), after_id=after_id)
             if payload:
                 await stream.send(payload)
                 wrote_at = time.monotonic()
     return "finished"
 
 
-def _waiting_text(queued: QueuedEvent | None) -> str:
-    if queued is None:
-        return "working"
-    eta = "unknown" if queued.eta_ms is None else str(round(queued.eta_ms))
-    return f"queued pos={queued.position} eta_ms={eta}"
+def _waiting_text(generations: list[GenerationApi]) -> str:
+    """What a client waits for, as the text of a comment; of the request that has come least far."""
+    found = max((one.waiting() for one in generations), key=lambda one: one.position)
+    eta = "unknown" if found.eta_ms is None else str(round(found.eta_ms))
+    if found.position:
+        return f"queued pos={found.position} eta_ms={eta}"
+    if found.computed_tokens < found.prompt_tokens:
+        return f"prefill {found.computed_tokens}/{found.prompt_tokens} eta_ms={eta}"
+    return "working"

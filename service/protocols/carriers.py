@@ -19,7 +19,7 @@ from batchengine import errors
 from batchengine.config import Config, keys
 from batchengine.core import Sla, SlaClass
 from service.protocols.schema import Common, Extension, binary32
-from service.session_ids import session_key
+from service.session_ids import session_key, shown_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,12 @@ def session_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> str
         if value:
             return session_key(tenant, value, carrier)
     return None
+
+
+def client_name(body: Common, headers: CIMultiDictProxy[str]) -> str:
+    """What the client calls the session of its request, cut for listings; "" = nothing."""
+    names = (value.strip() for _, value in session_carriers(body, headers))
+    return shown_name(next(filter(None, names), ""))
 
 
 def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[tuple[str, str]]:

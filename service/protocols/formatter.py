@@ -16,6 +16,8 @@ from service.protocols.families.parser import parser_of
 from service.protocols.output import CallStart, OutputParser, OutputPart, Reasoning
 from service.protocols.requests import HttpJob
 
+CUT = ("shutdown", "cancelled")  # reasons of answers that the daemon ended
+
 
 class SseEvent(NamedTuple):
     """One server-sent event; `name` and `id` "" = none. `data` is one line of UTF-8."""
@@ -62,6 +64,8 @@ class Answer:
     `bare` counts tokens without a log-probability: an earlier stream computed and sent theirs.
     `calls` counts calls of tools, `reasoning_tokens` tokens of reasoning, also those that an
     earlier stream sent.
+    `finish_reason` is one that clients know; `cut` is why the daemon ended the
+    answer before its end, "" = it did not.
     """
 
     parser: OutputParser
@@ -69,6 +73,7 @@ class Answer:
     logprobs: dict[str, list[bytes]] = field(default_factory=dict[str, list[bytes]])
     finish_reason: str = ""
     stop_string: str = ""
+    cut: str = ""
     usage: Usage = field(default_factory=Usage)
     bare: int = 0
     calls: int = 0
@@ -185,5 +190,7 @@ class Formatter(ABC):
         answer = self.answers[index]
         answer.finish_reason, answer.usage = event.finish_reason, event.usage
         answer.stop_string = event.stop_string
+        if event.finish_reason in CUT:  # clients know no such word
+            answer.finish_reason, answer.cut = "length", event.finish_reason
         self._unfinished -= 1
         return answer.end(event.text)

@@ -143,6 +143,7 @@ def open_job(
         expected_output_tokens=extension.expected_output_tokens or (hints.osl if hints else None),
         form=protocol,
         patience_ms=None if body.stream else carriers.patience_ms(headers),
+        client_name=carriers.client_name(body, headers) if session_id is not None else "",
     )
     options = body.stream_options
     return HttpJob(
@@ -290,6 +291,7 @@ def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
         session_id=None,
         append=(),
         tool_call_ids=(),
+        client_name="",
         idempotency_key=f"{key}#{index}" if key else "",
     )
 

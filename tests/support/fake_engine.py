@@ -30,6 +30,7 @@ from batchengine.core import (
     TokenEvent,
     TokenLogprob,
     Usage,
+    Waiting,
 )
 from batchengine.engine.sessions import directory
 from batchengine.families import FAMILIES
@@ -91,6 +92,7 @@ class FakeGeneration:
         self.turn_id = request.request_id
         self.cancelled = asyncio.Event()
         self.finished = False
+        self.is_queued = False
         self._events = engine.script(self)
         self._next: asyncio.Future[GenerationEvent | None] | None = None
 
@@ -101,6 +103,9 @@ class FakeGeneration:
         event = await asyncio.shield(self._next)
         self._next = None
         return [] if event is None else [event]
+
+    def waiting(self) -> Waiting:
+        return Waiting(3, 42_000.0) if self.is_queued else Waiting(0, None, 8, 8)
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -120,6 +125,7 @@ class FakeEngine:
         self.reply = tuple(reply)
         self.delay_s = delay_s
         self.queued_s = 0.0
+        self.cut = ""  # reason with which answers are cut
         self.fail_after: int | None = None  # tokens before an ErrorEvent
         self.refuse: BatchEngineError | None = None
         self.lane_names = ["cpu"]
@@ -319,9 +325,11 @@ class FakeEngine:
         request = generation.request
         try:
             if self.queued_s:
+                generation.is_queued = True
                 yield QueuedEvent(3, 42_000.0)
                 if await self._pause(generation, self.queued_s):
                     return
+            generation.is_queued = False
             count = 0
             for text in self.reply[: request.tokens_max]:
                 if self.fail_after is not None and count >= self.fail_after:
@@ -345,6 +353,9 @@ class FakeEngine:
                 resumed_tokens=generation.skip,
             )
             generation.finished = True
+            if self.cut:
+                yield DoneEvent(self.cut, usage, text="")
+                return
             reason = "length" if len(self.reply) > request.tokens_max else "stop"
             yield DoneEvent(reason, usage, text="")
         finally:

@@ -5,6 +5,8 @@ Owns the counters of a lane since it started. Times are milliseconds.
 
 from __future__ import annotations
 
+from collections import deque
+
 from prometheus_client import Histogram
 
 from batchengine.engine.lane.inflight import InFlightStep
@@ -14,6 +16,7 @@ from batchengine.wire import lane as wire
 OBSERVE_ALL = 256  # first steps, all of which the cost model observes
 OBSERVE_EVERY = 4  # later it observes one decode step in four: they are all alike
 OVERHEAD_GAIN = 0.05
+SAMPLES = 6  # of the counters, once a second: speeds are of the last five
 
 
 class StepMeter:
@@ -30,7 +33,9 @@ class StepMeter:
         self.predicted_ms = 0.0
         self.step_ms = 0.0  # of the last step that computed
         self.overhead_ms = 0.0  # time of a step outside the worker, on average
+        self.prefill_per_s = self.generated_per_s = 0.0  # tokens of the last seconds
         self.cost = cost
+        self._samples: deque[tuple[float, int, int]] = deque(maxlen=SAMPLES)
         self._seconds = seconds
         self._waits: dict[str, tuple[int, float]] = {}
         self._last: tuple[InFlightStep, wire.StepDone, list[tuple[int, int]]] | None = None
@@ -68,6 +73,15 @@ class StepMeter:
             self.cost.observe(work, self.step_ms)
         self._seconds.observe(done.elapsed_us / 1e6)
         self.predicted_ms += in_flight.predicted_ms
+
+    def sample(self, now_s: float) -> None:
+        """Update the speeds; called once a second."""
+        self._samples.append((now_s, self.tokens, self.generated))
+        then_s, tokens, generated = self._samples[0]
+        if now_s > then_s:
+            made, computed = self.generated - generated, self.tokens - tokens
+            self.generated_per_s = made / (now_s - then_s)
+            self.prefill_per_s = max(0, computed - made) / (now_s - then_s)
 
     def add_overhead(self, outside_ms: float) -> None:
         """Update `overhead_ms` with the ms of a computing step outside the worker."""

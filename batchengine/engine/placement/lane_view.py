@@ -23,6 +23,9 @@ from batchengine.policy.cost import LoadRow
 
 REFRESH_MS = 20.0  # a lane of many sessions is counted this often, and estimated in between
 FEW_ROWS = 128  # a lane of at most so many sessions is counted after every change
+# An answer without a hint at its length is not expected to be longer: limits are far above what
+# comes, and the rest of the context without one.
+TOKENS_OUT_MAX = 2048
 ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens_max
 
 
@@ -148,12 +151,14 @@ class LaneViews:
         """Estimate how many tokens the answer will have."""
         expected = request.expected_output_tokens
         if expected is None:
-            expected = int(self._answer_share * request.tokens_max)
+            expected = int(self._answer_share * answer_max(request))
         return max(1, min(expected, request.tokens_max))
 
     def learn_answer(self, tokens: int, tokens_max: int) -> None:
         """Learn from an answer that was complete after `tokens` of at most `tokens_max` tokens."""
+        tokens_max = min(tokens_max, TOKENS_OUT_MAX)
         if tokens_max > 0:
+            tokens = min(tokens, tokens_max)
             self._answer_share += ANSWER_GAIN * (tokens / tokens_max - self._answer_share)
 
     def _count(self, loop: LaneLoop, mark: tuple[object, ...], now_ms: float) -> _Counted:
@@ -211,3 +216,8 @@ class LaneViews:
             and turn.session.key not in loop.running
             and turn.session.key not in loop.waiting
         ]
+
+
+def answer_max(request: GenerationRequest) -> int:
+    """The longest answer that is expected."""
+    return min(request.tokens_max, max(TOKENS_OUT_MAX, request.expected_output_tokens or 0))

@@ -54,7 +54,7 @@ class TurnClosing:
         text = generation.rest(reason == "stop" and generation.stops.stopped)
         usage = generation.usage(self._state.now_ms())
         found = generation.stops.found if reason == "stop" else ""
-        event = DoneEvent("stop" if reason == "cancelled" else reason, usage, text, found)
+        event = DoneEvent(reason, usage, text, found)
         return event, DONE if reason in ("stop", "length") else reason
 
     def _count(self, turn: Turn, reason: str) -> None:

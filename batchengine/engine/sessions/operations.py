@@ -233,6 +233,8 @@ class SessionOperations:
         detail: dict[str, Any] = {
             "session_id": session_id,
             "tenant": tenant,
+            "name": session_meta(info.meta).name or None,
+            "used_s": session_meta(info.meta).used_s or None,
             "tokens": len(found.tokens),
             "epoch": info.epoch,
             "owner_lane": info.owner_lane,

@@ -91,6 +91,7 @@ class SessionRecovery:
         if facts.parks is not None or turn.generation.request.park:
             parked = ParkedMark.now(facts.parks or "")
             facts.meta = msgspec.structs.replace(facts.meta, parked=parked)
+        facts.meta = msgspec.structs.replace(facts.meta, used_s=round(records.unix_s()))
         self._mark(turn.session, facts)
         return facts.meta
 
@@ -241,6 +242,8 @@ class SessionRecovery:
             found,
             found if found.is_edit else facts.meta.edit,
             facts.meta.calls,
+            name=request.client_name or facts.meta.name,
+            used_s=round(records.unix_s()),
         )
         self._mark(session, facts)
         self._suspects.begin(turn)

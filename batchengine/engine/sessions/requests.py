@@ -355,6 +355,7 @@ class Requests:
         now_ms = state.now_ms()
         turn = Turn(session, generation, horizon_ms=horizon_ms, tpot_ms=tpot_ms, now_ms=now_ms)
         state.turns[generation] = turn
+        generation.computing = session
         state.home[session.key] = loop
         loop.assigned += 1
         loop.kv.slots.protect(session)

@@ -34,6 +34,11 @@ CALL_TOLERANCE = 4
 SAMPLE_TOKENS = 16  # kept of each side of a difference: enough to recognise the text
 
 
+def unix_s() -> float:
+    """The current time, which is only reported, never waited for."""
+    return datetime.datetime.now(datetime.UTC).timestamp()
+
+
 class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of a turn, which with its timeline define every later token.
 
@@ -112,7 +117,7 @@ class ParkedMark(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def now(cls, tool_call_id: str) -> ParkedMark:
         """Make a mark with the current time, which is only reported, never waited for."""
-        return cls(datetime.datetime.now(datetime.UTC).timestamp(), tool_call_id)
+        return cls(unix_s(), tool_call_id)
 
 
 class TimelineMark(msgspec.Struct, frozen=True):
@@ -132,7 +137,8 @@ class TimelineMark(msgspec.Struct, frozen=True):
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
     KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
-    `parked`: until the next turn. `mark`: of its timeline, if it has tool calls."""
+    `parked`: until the next turn. `mark`: of its timeline, if it has tool calls. `name`: what its
+    client calls it; `used_s`: Unix time at which its last turn began or ended, for listings."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -140,6 +146,8 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: tuple[str, ...] = ()
     parked: ParkedMark | None = None
     mark: TimelineMark | None = None
+    name: str = ""
+    used_s: int = 0
 
 
 @dataclass(slots=True)

@@ -24,8 +24,10 @@ from batchengine.core import (
     TokenEvent,
     TokenLogprob,
     Usage,
+    Waiting,
 )
 from batchengine.engine.turns.resend import SLICE, Resend
+from batchengine.session import Session
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
 
 # About 100 KiB of events per stream at most; more tokens than are computed in a pause of 20 ms.
@@ -81,6 +83,7 @@ class Generation:
         self.cancelled = False
         self.finished = False  # the last event is queued; events may be unread
         self.paused_since_ms: float | None = None
+        self.computing: Session | None = None  # once its turn has begun
         self.resumes: int | None = None  # a resume: tokens that its reader has already
         self.looked = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
@@ -252,6 +255,23 @@ class Generation:
             return ""
         text, found = self.stops.push(self.detokeniser.flush())
         return text if found else text + self.stops.flush()
+
+    def waiting(self, now_ms: float | None = None) -> Waiting:
+        """Return how far the request has come before its first token."""
+        n_prompt, session, queued = len(self.request.prompt), self.computing, self.queued
+        computed = 0 if session is None else min(session.frontier, n_prompt)
+        if self.started_ms is None:
+            return Waiting(
+                0 if queued is None else queued.position,
+                None if queued is None else queued.eta_ms,
+                computed,
+                n_prompt,
+            )
+        now_ms = time.monotonic() * 1000.0 if now_ms is None else now_ms
+        done, eta_ms = computed - self.cached_tokens, None
+        if done > 0 and self.first_token_ms is None:
+            eta_ms = (now_ms - self.started_ms) / done * (n_prompt - computed)
+        return Waiting(0, eta_ms, computed, n_prompt)
 
     def usage(self, now_ms: float) -> Usage:
         """Return counts and times so far."""

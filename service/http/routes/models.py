@@ -140,11 +140,17 @@ async def _props(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     _served(service)
     info = service.engine.info
+    tokens_max = service.config.answer_tokens_max or -1  # -1: the rest of the context
     return json_answer(
         {
             "default_generation_settings": {
                 "n_ctx": info.context_tokens,
-                "params": {"max_tokens": -1, "n_predict": -1, "temperature": 1.0, "top_p": 1.0},
+                "params": {
+                    "max_tokens": tokens_max,
+                    "n_predict": tokens_max,
+                    "temperature": 1.0,
+                    "top_p": 1.0,
+                },
             },
             "total_slots": sum(count for _, count in _seats(service)),
             "model_alias": info.model_id,

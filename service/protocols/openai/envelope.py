@@ -13,6 +13,7 @@ from batchengine.core import BatchEngineError, Found, Kind, TokenEvent
 from service.protocols.formatter import Answer, Formatter, SseEvent
 from service.protocols.output import OutputPart
 from service.protocols.requests import HttpJob
+from service.session_ids import is_kept
 
 LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI's servers send this number
 DONE = SseEvent(b"[DONE]")  # ends every stream that does not fail
@@ -256,7 +257,7 @@ def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
     predicted = job.predict() or {}
     found: Chunk = {
         "request_id": job.asked.request_id,
-        "session_id": usage.session_id or job.asked.session_id,
+        "session_id": usage.session_id if is_kept(usage.session_id) else job.asked.session_id,
         "class": str(job.asked.sla.sla_class),
         "route": job.route,
         "lane": usage.lane,
@@ -275,6 +276,8 @@ def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
     bare = sum(answer.bare for answer in answers)
     if bare and any(asked.sampling.logprobs >= 0 for asked in job.requests):
         found["tokens_without_logprobs"] = bare
+    if cut := next((answer.cut for answer in answers if answer.cut), ""):
+        found["cut"] = cut
     if not usage.durable:
         found["durable"] = False
     return found

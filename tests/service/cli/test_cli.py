@@ -22,6 +22,7 @@ import pytest
 import batchengine
 
 ROOT = Path(__file__).resolve().parents[3]
+POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 
 # A daemon around the fake engine: only the computation is fake.
 DAEMON = """
@@ -195,13 +196,16 @@ def test_debug_shows_the_traceback() -> None:
 
 
 def test_check_reads_a_configuration(tmp_path: Path) -> None:
-    model = tmp_path / "m.gguf"
-    model.write_bytes(b"GGUF")
     path = tmp_path / "c.toml"
-    path.write_text(f'[model]\npath = "{model}"\n[server]\nport = 8123\n')
+    places = f'cache_dir = "{tmp_path}/cache"\n[store]\ndir = "{tmp_path}/kv"\n'
+    server = f'[server]\nport = 0\nadmin_socket = "{tmp_path}/a.sock"\n'
+    path.write_text(f'{places}[model]\npath = "{POCKET}"\n{server}')
     done = cli("check", "--config", str(path), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["ok"] is True
+    assert done.returncode == 0, done.stdout
+    found = json.loads(done.stdout)
+    assert (found["ok"], found["problems"]) == (True, [])
+    assert found["model"]["arch"] == "qwen3"
+    assert list(tmp_path.iterdir()) == [path]  # nothing was made
     path.write_text('[model]\npath = "m.gguf"\n[server]\nprot = 8123\n')
     done = cli("check", "--config", str(path))
     assert done.returncode == 2
@@ -209,11 +213,37 @@ def test_check_reads_a_configuration(tmp_path: Path) -> None:
     assert "server.port" in done.stderr
 
 
+def test_check_names_everything_that_serve_would_refuse(tmp_path: Path) -> None:
+    model, blocked = tmp_path / "m.gguf", tmp_path / "file"
+    model.write_text("this is a text, and no model at all")
+    blocked.write_text("")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        path = tmp_path / "c.toml"
+        path.write_text(
+            f'cache_dir = "{blocked}/cache"\n[model]\npath = "{model}"\n[store]\n'
+            f'dir = "{blocked}/kv"\n[server]\nport = {taken.getsockname()[1]}\n'
+            f'admin_socket = "{blocked}/a.sock"\n'
+        )
+        done = cli("check", "--config", str(path))
+    lines = done.stderr.splitlines()
+    codes = [line.split()[1] for line in lines]
+    assert codes == ["BE1302", "BE1110", "BE1113", "BE1603", "BE1330"], done.stderr
+    assert all("Fix:" in line for line in lines)
+    assert "is not a directory" in lines[-1]
+    assert done.returncode == 1
+    done = cli("check", str(POCKET), "--config", str(path), "--json")
+    found = json.loads(done.stdout)
+    assert found["ok"] is False
+    assert [one["batchengine_code"] for one in found["problems"]] == codes[2:]
+    assert (cli("serve", str(model)).stderr.split()[1], done.stderr) == ("BE1302", "")
+
+
 def test_check_looks_for_a_gpu_that_is_required(tmp_path: Path) -> None:
-    model, path = tmp_path / "m.gguf", tmp_path / "c.toml"
-    model.write_bytes(b"GGUF")
+    path = tmp_path / "c.toml"
     lane = '[[lane]]\n[[lane]]\nkind = "cuda"\ndevice = 63\nvram_bytes = 1073741824\n'
-    path.write_text(f'require = "gpu"\n[model]\npath = "{model}"\n{lane}')
+    path.write_text(f'require = "gpu"\n[model]\npath = "{POCKET}"\n{lane}')
     done = cli("check", "--config", str(path))
     assert done.returncode == 1
     assert "BE2212" in done.stderr
