@@ -177,7 +177,7 @@ class Daemon:
             say(f"  answers {most:,} tokens at most where a request names no limit")
         if self._config.peers.listen:
             say(f"  peers   {self._config.peers.listen}   see `batchengine peers status`")
-        say(f"  ready   {base}   openai chat and text completions")
+        say(f"  ready   {base}   openai chat, completions, responses; anthropic messages")
         say(f"  watch   {base.removesuffix('/v1')}/   dashboard")
         say(f"  next    batchengine chat --url {base}")
         for note in info.notes:

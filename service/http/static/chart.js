@@ -41,7 +41,7 @@ function draw() {
     width: place.clientWidth, height: 200, legend: { live: false },
     cursor: { drag: { x: false, y: false } },
     scales: { x: { time: true }, y: { range: (_, low, high) => [0, Math.max(10, high * 1.1)] } },
-    axes: [{ ...axis, space: 70, values: (_, at) => at.map((one) => new Date(1000 * one).toLocaleTimeString("en-GB")) }, { ...axis, size: 52 }],
+    axes: [{ ...axis, size: 30, space: 70, values: (_, at) => at.map((one) => new Date(1000 * one).toLocaleTimeString("en-GB")) }, { ...axis, size: 52 }],
     series: [{}, ...[...series.keys()].map((label, index) => ({
       label, stroke: color(index), width: 2, points: { show: false }, spanGaps: false,
     }))],
