@@ -47,7 +47,7 @@ class Snapshots:
             return event
 
     def enter(self, tenant: str) -> None:
-        """Counts a watcher; raises 429 when there are too many."""
+        """Counts a watcher; raises 503 when there are too many."""
         own, total = self.watchers.get(tenant, 0), sum(self.watchers.values())
         if own >= WATCHERS_OF_KEY_MAX or total >= WATCHERS_MAX:
             limit = WATCHERS_OF_KEY_MAX if own >= WATCHERS_OF_KEY_MAX else WATCHERS_MAX
