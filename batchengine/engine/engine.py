@@ -205,9 +205,12 @@ class Engine:
         """Stream the session's last turn again; see `Requests.resume`."""
         return await self.running.requests.resume(tenant, session_id, from_token, turn_id)
 
-    def requests(self) -> list[dict[str, Any]]:
-        """One row per request that was admitted and has neither ended nor been cancelled."""
-        return report.request_rows(self.state)
+    def requests(
+        self, tenant: str | None = None, count_max: int | None = None
+    ) -> list[dict[str, Any]]:
+        """One row per request that was admitted and has neither ended nor been cancelled; with
+        `tenant` only those of that tenant, with `count_max` only the first."""
+        return report.request_rows(self.state, tenant, count_max)
 
     def explain(self, given: str, tenant: str | None = None) -> dict[str, Any]:
         """Return the routing decisions of a request or session, their reasons and their results.

@@ -6,6 +6,7 @@ Reads the state and the ledger; changes nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -144,10 +145,16 @@ def _reuse(state: EngineState, session: Session) -> dict[str, Any]:
     }
 
 
-def request_rows(state: EngineState) -> list[dict[str, Any]]:
-    """One row per request that was admitted and has neither ended nor been cancelled."""
+def request_rows(
+    state: EngineState, tenant: str | None = None, count_max: int | None = None
+) -> list[dict[str, Any]]:
+    """One row per request that was admitted and has neither ended nor been cancelled; of one
+    tenant, or of all. With `count_max` only the first."""
     now_ms = state.now_ms()
-    return [_request_row(state, g, now_ms) for g in state.requests if not g.cancelled]
+    found = (
+        one for one in state.requests if not one.cancelled and tenant in (None, one.request.tenant)
+    )
+    return [_request_row(state, one, now_ms) for one in itertools.islice(found, count_max)]
 
 
 def _request_row(state: EngineState, generation: Generation, now_ms: float) -> dict[str, Any]:

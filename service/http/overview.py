@@ -1,5 +1,5 @@
-"""Rows about the running engine for callers that poll: made at most twice a second for all of
-them together, so that watchers cost the event loop nothing that grows with their number."""
+"""Rows of requests for callers that poll, bounded in number and made at most twice a second for
+all callers of a key together: what watching costs does not grow with the watchers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FRESH_S = 0.5
 
 
 class Overview:
-    """The engine's requests and sessions, up to FRESH_S old."""
+    """The requests of the engine by key, up to FRESH_S old."""
 
     def __init__(self, engine: EngineApi) -> None:
         self._engine = engine
-        self._requests: tuple[float, Sequence[Facts]] = (0.0, ())
-        self._sessions: tuple[float, dict[str, list[Facts]]] = (0.0, {})
+        self._made: dict[tuple[str, int], tuple[float, Sequence[Facts]]] = {}
 
-    async def requests(self) -> Sequence[Facts]:
-        """One row per request that has not ended, of every tenant."""
-        made, rows = self._requests
-        if time.monotonic() - made > FRESH_S:
-            rows = self._engine.requests()
-            self._requests = time.monotonic(), rows
+    def requests(self, tenant: str, count_max: int) -> Sequence[Facts]:
+        """One row per request of the tenant that has not ended; `count_max` of them at most."""
+        made, rows = self._made.get((tenant, count_max), (0.0, ()))
+        now = time.monotonic()
+        if now - made > FRESH_S:
+            rows = self._engine.requests(tenant, count_max)
+            self._made[tenant, count_max] = now, rows
         return rows

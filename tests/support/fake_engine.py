@@ -421,7 +421,9 @@ class FakeEngine:
             if tenant in (None, owner)
         ]  # fmt: skip
 
-    def requests(self) -> Sequence[Mapping[str, Any]]:
+    def requests(
+        self, tenant: str | None = None, count_max: int | None = None
+    ) -> Sequence[Mapping[str, Any]]:
         return [
             {
                 "request_id": g.request_id,
@@ -433,8 +435,8 @@ class FakeEngine:
                 "lane": "cpu",
             }
             for g in self.generations
-            if not g.finished
-        ]
+            if not g.finished and tenant in (None, g.request.tenant)
+        ][:count_max]
 
     async def peers(self, *, measure: bool = False) -> Mapping[str, Any]:
         self.calls.append(("peers", measure))

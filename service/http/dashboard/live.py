@@ -76,7 +76,7 @@ async def _facts(service: Service, tenant: str) -> dict[str, Any]:
     if engine.phase == "loading":
         return found
     info = engine.info
-    requests = [row for row in await service.overview.requests() if row.get("tenant", "") == tenant]
+    requests = service.overview.requests(tenant, ROWS_MAX)
     await asyncio.sleep(0)  # other tasks run between the parts
     sessions = engine.sessions(tenant, ROWS_MAX)
     await asyncio.sleep(0)
@@ -89,8 +89,8 @@ async def _facts(service: Service, tenant: str) -> dict[str, Any]:
         "lanes": [public(lane) for lane in engine.lanes()],
         "stats": public(engine.stats()),
         "peers": await _peers(service),
-        "n_requests": len(requests),
-        "requests": [public(row) for row in requests[:ROWS_MAX]],
+        "n_requests": sum(one.job.asked.tenant == tenant for one in service.live.values()),
+        "requests": [public(row) for row in requests],
         "sessions": [public(row) for row in sessions],
     }
 

@@ -17,6 +17,8 @@ from service.protocols import carriers
 from service.protocols.messages.protocol import VERSION
 from service.session_ids import printable
 
+SEATS_SHOWN = 1000  # whose requests are named
+
 
 def _row(service: Service, name: str) -> dict[str, object]:
     info = service.engine.info
@@ -173,7 +175,7 @@ async def _slots(request: web.Request) -> web.Response:
     service, tenant = request.app[SERVICE], request[CALLER].tenant
     check_serving(service.engine)
     seated = {str(lane["name"]): int(lane.get("running", 0)) for lane in service.engine.lanes()}
-    own = [row for row in await service.overview.requests() if row.get("tenant", "") == tenant]
+    own = service.overview.requests(tenant, SEATS_SHOWN)
     rows: list[dict[str, object]] = []
     for lane, count in _seats(service):
         named = [row for row in own if row.get("lane") == lane and row.get("position") is None]

@@ -17,12 +17,9 @@ async def _queue(request: web.Request) -> web.Response:
     service, tenant = request.app[SERVICE], request[CALLER].tenant
     check_serving(service.engine)
     named = request.query.get("request_id") or request.query.get("session_id")
-    all_rows = await service.overview.requests()
+    rows = service.overview.requests(tenant, ROWS_MAX)
     own = [
-        row
-        for row in all_rows
-        if row.get("tenant", "") == tenant
-        and (named is None or named in (row["request_id"], row.get("session_id")))
+        row for row in rows if named is None or named in (row["request_id"], row.get("session_id"))
     ]
     lanes = service.engine.lanes()
     return json_answer(
@@ -31,7 +28,7 @@ async def _queue(request: web.Request) -> web.Response:
             "running": sum(int(lane.get("running", 0)) for lane in lanes),
             "waiting": sum(int(lane.get("waiting", 0)) for lane in lanes),
             "requests": len(own),
-            "data": [public(row) for row in own[:ROWS_MAX]],
+            "data": [public(row) for row in own],
         }
     )
 

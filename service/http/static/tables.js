@@ -49,7 +49,7 @@ export function requests(snapshot) {
     ["TTFT", (one) => ms(one.ttft_ms), true],
     ["per token", (one) => ms(one.tpot_ms), true],
     ["age", (one) => (one.age_ms == null ? null : age(one.age_ms / 1000)), true],
-  ], snapshot.requests, "No request is computed or waits."));
+  ], snapshot.requests, `No request is computed or waits. Clients of OpenAI and Anthropic use ${location.origin}/v1.`));
   const hidden = snapshot.n_requests - snapshot.requests.length;
   if (hidden > 0) byId("requests").append(h("p", { class: "quiet" }, `and ${count(hidden)} more`));
 }

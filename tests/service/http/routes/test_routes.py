@@ -138,7 +138,9 @@ async def test_the_queue_shows_places_of_the_callers_requests_only() -> None:
             "/v1/chat/completions", json=chat(stream=True, session_id="s"), headers=keys[0]
         )
         rows = [dict(row) | {"position": 3, "eta_ms": 42_000.0} for row in engine.requests()]
-        engine.requests = lambda: rows  # type: ignore[method-assign]
+        engine.requests = lambda tenant, _: [  # type: ignore[method-assign]
+            row for row in rows if row["tenant"] == tenant
+        ]
         for headers, count in ((keys[0], 1), (keys[1], 0)):
             async with client.get("/api/queue", headers=headers) as reply:
                 body = await reply.json()
@@ -160,9 +162,9 @@ async def test_watchers_share_the_rows_of_half_a_second() -> None:
         made: list[int] = []
         real = served.engine.requests
 
-        def counted() -> Any:
+        def counted(*asked: Any) -> Any:
             made.append(1)
-            return real()
+            return real(*asked)
 
         served.engine.requests = counted  # type: ignore[method-assign]
         await asyncio.gather(*(get(served, "/api/queue") for _ in range(20)))
