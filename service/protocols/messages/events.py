@@ -48,7 +48,6 @@ STOP_REASONS = {
     "stop": "end_turn",
     "length": "max_tokens",
     "tool_calls": "tool_use",
-    "shutdown": "pause_turn",  # "send the answer back as it is, and it goes on"
 }
 
 CUT = "partial_json"
@@ -157,6 +156,8 @@ class MessagesFormatter(Formatter):
     def _stop(self) -> Chunk:
         answer = self.answers[0]
         reason = STOP_REASONS.get(answer.finish_reason, "end_turn")
+        if answer.cut:  # by the daemon: the client sends the answer back as it is, and it goes on
+            reason = "pause_turn"
         if reason == "max_tokens" and self._facts.fills_context:
             reason = "model_context_window_exceeded"
         if reason == "end_turn" and answer.stop_string:
