@@ -144,7 +144,7 @@ class MessagesFormatter(Formatter):
             "model": self.job.model,
             "content": content,
             **(stop or self._stop_of(None)),
-            "usage": usage or self._usage(cached=0, made=0),
+            "usage": usage or self._usage(len(self.job.requests[0].prompt)),
             "diagnostics": self._diagnostics(),
         }
 
@@ -172,15 +172,15 @@ class MessagesFormatter(Formatter):
 
     def _final_usage(self) -> Chunk:
         usage = self.answers[0].usage
-        return self._usage(usage.cached_tokens, usage.completion_tokens)
+        return self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
 
-    def _usage(self, cached: int, made: int) -> Chunk:
+    def _usage(self, prompt: int, cached: int = 0, made: int = 0) -> Chunk:
         """Tokens of the prompt that had KV, and those that had not, add up to the prompt.
 
         Some clients keep a number of the opening where the last one is 0, so `input_tokens` is
         never less there than here.
         """
-        computed = len(self.job.requests[0].prompt) - cached
+        computed = prompt - cached
         warms = self._facts.warms
         reasoning = self.answers[0].reasoning_tokens
         return {
@@ -308,8 +308,9 @@ def _input(text: str) -> object:
 def error_object(error: BatchEngineError, request_id: str = "") -> dict[str, object]:
     """Anthropic's error object, with fields of the catalogue's row beside the message."""
     message = str(error)
-    if error.code == errors.PROMPT_TOO_LONG.code:  # Claude Code looks for these words and numbers
-        asked, most = int(error.details["n_prompt_tokens"]), int(error.details["n_ctx"])
+    asked, most = (int(error.details.get(name, 0)) for name in ("n_prompt_tokens", "n_ctx"))
+    if error.code == errors.PROMPT_TOO_LONG.code and asked >= most:
+        # Claude Code looks for these words and numbers
         message = f"prompt is too long: {asked} tokens > {min(most, asked - 1)} maximum"
     body: Chunk = {
         "type": ERROR_TYPES.get(error.kind, _INVALID),

@@ -224,6 +224,9 @@ def test_overflow_is_said_in_the_words_that_clients_read() -> None:
     error = errors.PROMPT_TOO_LONG(asked="71,204 tokens", n_prompt_tokens=71204, n_ctx=65536)
     found: Any = error_object(error)["error"]
     assert found["message"] == "prompt is too long: 71204 tokens > 65536 maximum"
+    error = errors.PROMPT_TOO_LONG(asked="8 tokens + max 99", n_prompt_tokens=8, n_ctx=64)
+    found = error_object(error)["error"]
+    assert "8 tokens + max 99" in found["message"]
 
 
 def test_hostile_signatures_give_no_reasoning() -> None:
