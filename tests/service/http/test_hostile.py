@@ -498,12 +498,10 @@ def all_routes(served: Served) -> list[tuple[str, str]]:
     free = {row.path for row in app.ROUTES if not row.needs_key}
     found: list[tuple[str, str]] = []
     for route in app.build(served.service).router.routes():
-        path = route.resource.canonical if route.resource else ""
-        if path in free:
-            continue
-        path = path.replace("{model}", "fake")
+        path = (route.resource.canonical if route.resource else "/").replace("{model}", "fake")
         method = "POST" if route.method == "*" else route.method
-        found.append((method, path.replace("{rest}", "x")))
+        if path not in free:
+            found.append((method, path.replace("{rest}", "x")))
     return found
 
 
