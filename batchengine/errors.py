@@ -141,7 +141,7 @@ DRAINING = Problem("BE1202", Kind.UNAVAILABLE, "draining",
     "send the request again after the restart",
     retry_ms=5000)
 PROMPT_TOO_LONG = Problem("BE1203", Kind.INVALID, "context_length_exceeded",
-    "prompt does not fit: {asked}, the context holds {n_ctx:,}",
+    "prompt does not fit: {asked}, this model's maximum context length is {n_ctx} tokens",
     "neither prompts nor answers are truncated",
     "shorten the prompt or max_tokens, or start the daemon with a larger --ctx",
     param="prompt", details=("n_prompt_tokens", "n_ctx"))

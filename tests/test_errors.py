@@ -138,9 +138,9 @@ def test_every_kind_has_a_status() -> None:
 def test_a_row_fills_its_templates() -> None:
     error = errors.PROMPT_TOO_LONG(asked="9,000 tokens", n_prompt_tokens=9000, n_ctx=4096)
     assert str(error) == (
-        "BE1203 prompt does not fit: 9,000 tokens, the context holds 4,096: neither prompts nor"
-        " answers are truncated. Fix: shorten the prompt or max_tokens, or start the daemon with a"
-        " larger --ctx"
+        "BE1203 prompt does not fit: 9,000 tokens, this model's maximum context length is 4096"
+        " tokens: neither prompts nor answers are truncated. Fix: shorten the prompt or max_tokens,"
+        " or start the daemon with a larger --ctx"
     )
     body = error_object(error)["error"]
     assert isinstance(body, dict)

@@ -55,6 +55,10 @@ class ServerConfig:
     log_level: str = field(default="info", metadata=_one_of("debug", "info", "warning", "error"))
     tls_terminated: bool = False  # a proxy in front speaks TLS
     strict_fields: bool = False  # unknown request fields are errors, not counted
+    # of reasoning in answers of chat completions
+    reasoning_field: str = field(
+        default="reasoning_content", metadata=_one_of("reasoning_content", "reasoning", "both")
+    )
     body_bytes_max: int = field(
         default=32 << 20, metadata={**_within(1 << 10, 1 << 30), "size": True}
     )

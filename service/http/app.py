@@ -48,6 +48,8 @@ log = logging.getLogger("batchengine.service")
 
 UNREAD = (errors.TOO_MANY_BODIES.code, errors.MALFORMED_HTTP.code)  # the body, or its rest
 UNKNOWN_COUNTED_MAX = 64  # names of ignored fields that one body adds to the metrics
+HEADER_IGNORED = "x-batchengine-ignored-fields"
+_FIELD_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 _TARGET = re.compile(r"[!-~]{1,4096}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1024}")
 
@@ -229,6 +231,8 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         ignored = [*found.ignored, *betas.unknown(request.headers)]
         for name in ignored[:UNKNOWN_COUNTED_MAX]:
             engine.metrics.count_ignored_field(name)
+        if named := [name for name in ignored if _FIELD_NAME.fullmatch(name)]:
+            request[HEADERS][HEADER_IGNORED] = ", ".join(named[:UNKNOWN_COUNTED_MAX])
         job = requests.open_job(
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],

@@ -145,6 +145,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
             include_usage=request.query.get("include_usage", "1") != "0",
             route=requests.route_name(service.engine),
             seed=asked.sampling.seed,
+            reasoning_fields=requests.reasoning_fields(service.config),
             fingerprint=service.engine.info.fingerprint,
             predict=lambda: service.engine.predicted(asked.request_id),
             requests=[asked],

@@ -94,6 +94,7 @@ class HttpJob:
     fingerprint: str | None = None  # of model and arithmetic
     choices_per_prompt: int = 1
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None
+    reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # names of reasoning in chat answers
     echo: bytes = NOTHING  # as in `Prompt`; of a stream that resumes a turn it is lost
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
@@ -101,6 +102,13 @@ class HttpJob:
 def new_request_id() -> str:
     """A new request id; ids that clients send are never used."""
     return "req_" + secrets.token_hex(12)
+
+
+def reasoning_fields(config: Config) -> tuple[str, ...]:
+    """The names under which chat answers have reasoning."""
+    both = ("reasoning_content", "reasoning")
+    name = config.server.reasoning_field
+    return both if name == "both" else (name,)
 
 
 def route_name(engine: EngineApi) -> str:
@@ -156,6 +164,7 @@ def open_job(
         service_tier=None if body.service_tier is None else carriers.SERVED_TIER[sla.sla_class],
         fingerprint=engine.info.fingerprint,
         choices_per_prompt=body.n or 1,
+        reasoning_fields=reasoning_fields(config),
         predict=lambda: engine.predicted(request_id),
     )
 

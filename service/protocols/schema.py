@@ -176,6 +176,16 @@ Kind = TypeVar("Kind", bound=Struct)
 EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
 
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
+_EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]*)`(?: (?P<bound>[^,]*))?(?:, got `(?P<got>.*)`)?")
+_KINDS = {
+    "array": "a list",
+    "object": "an object",
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+}
 _MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 
@@ -199,11 +209,13 @@ def convert(kind: type[Kind], values: dict[str, object]) -> Kind:
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        needed = {one.encode_name for one in msgspec.structs.fields(kind) if one.required}
+        raise _field_error(str(error), needed) from None
 
 
-def _field_error(text: str) -> BatchEngineError:
-    """The error of a msgspec message such as "Expected `int` >= 1 - at `$.n`"."""
+def _field_error(text: str, needed: set[str]) -> BatchEngineError:
+    """The error of a msgspec message such as "Expected `int` >= 1 - at `$.n`"; fields in `needed`
+    cannot be left out."""
     found = _PATH.search(text)
     path = found["path"] if found else ""
     what = text[: found.start()] if found else text
@@ -212,13 +224,27 @@ def _field_error(text: str) -> BatchEngineError:
             param = f"{path}.{named['name']}" if path else named["name"]
             return row(param=printable(param))
     param = printable(path.replace("[...]", "")) or None
-    what = what[:1].lower() + what[1:]
+    fix = f"correct {param}" if param in needed else f"correct {param} or leave it out"
     return errors.INVALID_FIELD(
         param=param,
         what=f"{param or 'body'} has a wrong value",
-        why=what.replace("`", ""),
-        fix=f"correct {param} or leave it out" if param else "send a JSON object",
+        why=_plain(what),
+        fix=fix if param else "send a JSON object",
     )
+
+
+def _plain(message: str) -> str:
+    """A message of msgspec in words that do not need its types."""
+    found = _EXPECTED.fullmatch(message)
+    if found is None:
+        return message[:1].lower() + message[1:].replace("`", "")
+    kinds = [_KINDS.get(kind, kind) for kind in found["kinds"].split(" | ") if kind != "null"]
+    bound = found["bound"] or ""
+    for sign, words in ((">= ", "of at least "), ("<= ", "of at most "), (">", "above")):
+        bound = bound.replace(sign, words)
+    bound = bound.replace("of length of", "with a length of")
+    text = f"it must be {' or '.join(kinds)} {bound}".rstrip()
+    return f"{text}, not {_KINDS.get(found['got'], found['got'])}" if found["got"] else text
 
 
 def binary32(value: float) -> float:

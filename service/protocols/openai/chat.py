@@ -191,7 +191,7 @@ class ChatFormatter(OpenAIFormatter):
             case Text(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return dict.fromkeys(self.job.reasoning_fields, text)
             case CallStart(_, name) if self.job.echo == LEGACY:
                 return {"function_call": {"name": name, "arguments": ""}}
             case CallArguments(_, text) if self.job.echo == LEGACY:
@@ -219,7 +219,7 @@ class ChatFormatter(OpenAIFormatter):
             "refusal": None,
         }
         if reasoning := reasoning_text(parts):
-            message["reasoning_content"] = reasoning
+            message |= dict.fromkeys(self.job.reasoning_fields, reasoning)
         if calls and self.job.echo == LEGACY:
             message["function_call"] = calls[0]["function"]
         elif calls:

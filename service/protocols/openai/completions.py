@@ -3,90 +3,84 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+
+import msgspec
 
 from batchengine import errors
 from batchengine.core import FORM_TEXT, DoneEvent, SkippedEvent, TokenEvent, TokenLogprob
-from service.protocols import requests
-from service.protocols.formatter import Answer
-from service.protocols.openai import formats
+from service.protocols.formatter import Answer, SseEvent
+from service.protocols.openai import formats, prompts
 from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, plain_text
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
-from service.protocols.requests import HttpJob, Prompt
-from service.protocols.schema import PROMPTS_MAX, CompletionRequest, openai_fields, tokens_asked
+from service.protocols.requests import NOTHING, HttpJob, Prompt
+from service.protocols.schema import Common, CompletionRequest, openai_fields, tokens_asked
 
 TOKENS_DEFAULT = 16  # what every client of this older API expects
 
 
+class Repeated(msgspec.Struct, array_like=True, frozen=True):
+    """Facts of the request that its answer needs: texts of the prompts that it begins with, how
+    many of the choices of each prompt it has, and whether it hides their log-probabilities."""
+
+    texts: list[str] = []
+    kept: int = 0  # 0 = all
+    hides_logprobs: bool = False
+
+
+_decode = msgspec.json.Decoder(Repeated).decode
+
+
 def check(body: CompletionRequest) -> None:
-    """Raises 400 for fields that would change the answer and are not implemented."""
-    for name in ("echo", "suffix"):
-        if getattr(body, name):
-            what, fix = f"{name} is not supported", f"leave out {name}"
-            raise errors.UNSUPPORTED_FIELD(param=name, what=what, fix=fix)
-    if body.best_of is not None and body.best_of != (body.n or 1):
-        what = "best_of other than n is not supported"
-        raise errors.UNSUPPORTED_FIELD(param="best_of", what=what, fix="use n")
+    """Raises 400 for fields that contradict each other."""
+    drawn, kept = body.best_of, body.n or 1
+    if drawn is not None and drawn < kept:
+        what, fix = f"best_of {drawn} is less than n {kept}", "raise best_of"
+        raise errors.INVALID_FIELD(param="best_of", what=what, fix=fix)
+    if drawn is not None and drawn > kept and body.stream:
+        what = "the best of several answers is known at their end, and cannot be streamed"
+        raise errors.INVALID_FIELD(param="best_of", what=what, fix="leave out stream or best_of")
+    if body.echo and body.logprobs is not None:
+        what = "log-probabilities of the prompt, which echo would add, are not computed"
+        raise errors.UNSUPPORTED_FIELD(param="echo", what=what, fix="leave out echo or logprobs")
+
+
+def common(body: CompletionRequest) -> Common:
+    """The common fields; as many choices as are drawn, not as are kept."""
+    found = openai_fields(body)
+    found.n = body.best_of or body.n
+    return found
 
 
 def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The tokens of every prompt; raises 400."""
     context = limits.context_tokens
-    prompts: list[list[int]] = []
-    for prompt in _prompts(body.prompt, limits.vocab_size):
-        if isinstance(prompt, str):
-            requests.check_text_size(len(prompt.encode()), context, "prompt")
-            tokens = text.encode(prompt, special=True)
-        else:
-            tokens = prompt
-        requests.check_prompt(tokens, context, "prompt")
-        prompts.append(tokens)
+    tokens = prompts.encoded(body.prompt, body.suffix, text, limits)
     tokens_max = tokens_asked(body.max_tokens, body.n_predict)
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
-        tokens_max = min(
-            TOKENS_DEFAULT, limits.tokens_max_default, *(context - len(p) for p in prompts)
-        )
+        most = limits.tokens_max_default if _has_no_limit(body) else TOKENS_DEFAULT
+        tokens_max = min(most, limits.tokens_max_default, *(context - len(one) for one in tokens))
+    is_best = (body.best_of or 0) > (body.n or 1)
+    repeated = Repeated(
+        prompts.texts(body.prompt, tokens, text) if body.echo else [],
+        (body.n or 1) if is_best else 0,
+        body.logprobs is None,
+    )
+    logprobs = -1 if body.logprobs is None else body.logprobs
     return Prompt(
-        prompts,
+        tokens,
         tokens_max,
-        -1 if body.logprobs is None else body.logprobs,
+        max(0, logprobs) if is_best else logprobs,
         "prompt",
         constraint=formats.constraint_of(body),
+        echo=msgspec.json.encode(repeated) if body.echo or is_best else NOTHING,
         unread=("min_tokens",) if body.min_tokens else (),
     )
 
 
-def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
-    """The four forms of `prompt`: text, texts, token ids, lists of token ids."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        items = cast("list[object]", value)
-        if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
-            return cast("list[str]", items)
-        if all(type(item) is int for item in items):
-            return [_token_ids(items, vocab_size)]
-        if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
-            return [_token_ids(cast("list[object]", item), vocab_size) for item in items]
-    raise errors.INVALID_FIELD(
-        param="prompt",
-        what="prompt has a wrong value",
-        why=f"expected text, token ids, or a list of at most {PROMPTS_MAX} of either",
-        fix="send a string",
-    )
-
-
-def _token_ids(items: list[object], vocab_size: int) -> list[int]:
-    for index, item in enumerate(items):
-        if type(item) is not int or not 0 <= item < vocab_size:
-            raise errors.INVALID_FIELD(
-                param=f"prompt[{index}]",
-                what=f"prompt[{index}] is not a token id of this model",
-                why=f"token ids are whole numbers from 0 to {vocab_size - 1:,}",
-                fix="send text, or ids made with this model's tokenizer",
-            )
-    return cast("list[int]", items)
+def _has_no_limit(body: CompletionRequest) -> bool:
+    """Whether the request says that it wants no limit, instead of none at all."""
+    return body.max_tokens == -1 or body.n_predict == -1
 
 
 class CompletionFormatter(OpenAIFormatter):
@@ -100,7 +94,36 @@ class CompletionFormatter(OpenAIFormatter):
 
     def __init__(self, job: HttpJob) -> None:
         super().__init__(job)
-        self._offsets = [0] * len(job.requests)  # characters sent so far, per choice
+        self._repeated = Repeated() if job.echo == NOTHING else _decode(job.echo)
+        choices = range(len(job.requests))
+        self._offsets = [len(self._echo(index)) for index in choices]  # characters sent so far
+        self._sums = [0.0] * len(choices)  # of log-probabilities
+
+    def opening(self) -> list[SseEvent]:
+        chunks = (self._chunk(index, self._echo(index)) for index in range(len(self.answers)))
+        return [self._event(chunk) for chunk in chunks]
+
+    def _echo(self, index: int) -> str:
+        texts = self._repeated.texts
+        return texts[index // self.job.choices_per_prompt] if texts else ""
+
+    def _shown(self) -> list[int]:
+        """The choices with the greatest mean log-probability of each prompt, the best first."""
+        drawn, kept = self.job.choices_per_prompt, self._repeated.kept
+        if not kept:
+            return super()._shown()
+        found: list[int] = []
+        for first in range(0, len(self.answers), drawn):
+            group = range(first, first + drawn)
+            found += sorted(group, key=self._mean, reverse=True)[:kept]
+        return found
+
+    def _mean(self, index: int) -> float:
+        return self._sums[index] / max(1, self.answers[index].usage.completion_tokens)
+
+    def _shows_logprobs(self, index: int) -> bool:
+        hidden = self._repeated.kept and self._repeated.hides_logprobs
+        return not hidden and super()._shows_logprobs(index)
 
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
@@ -114,6 +137,8 @@ class CompletionFormatter(OpenAIFormatter):
 
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
         super().collect(index, event)
+        if isinstance(event, TokenEvent) and event.logprob is not None:
+            self._sums[index] += logprob_number(event.logprob.logprob)
         self._offsets[index] += len(event.text)
 
     def skip(self, index: int, event: SkippedEvent) -> None:
@@ -132,7 +157,7 @@ class CompletionFormatter(OpenAIFormatter):
     def _choice(self, index: int, answer: Answer) -> Chunk:
         return {
             "index": index,
-            "text": plain_text(answer.parts),
+            "text": self._echo(index) + plain_text(answer.parts),
             "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
@@ -154,5 +179,5 @@ COMPLETIONS = Protocol(
     read_prompt=read_prompt,
     formatter=CompletionFormatter,
     error=error_object,
-    common=openai_fields,
+    common=common,
 )

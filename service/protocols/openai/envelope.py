@@ -84,16 +84,25 @@ class OpenAIFormatter(Formatter):
         body = self._with_facts(self._envelope(self.whole_object, LATER))
         head, tail = _encoder.encode(body).split(b"\0")
         yield head
-        for index, answer in enumerate(self.answers):
-            choice = self._choice(index, answer)
-            if self.job.requests[index].sampling.logprobs >= 0:
+        for shown, index in enumerate(self._shown()):
+            answer = self.answers[index]
+            choice = self._choice(index, answer) | {"index": shown}
+            if self._shows_logprobs(index):
                 choice["logprobs"] = self._logprobs(dict.fromkeys(self.logprob_lists, LATER))
             start, *rest = _encoder.encode(choice).split(b"\0")
-            yield b"," + start if index else start
+            yield b"," + start if shown else start
             for name, after in zip(self.logprob_lists, rest, strict=False):
                 yield from joined(answer.logprobs.get(name, []))
                 yield after
         yield tail
+
+    def _shown(self) -> list[int]:
+        """The choices that a whole answer has, in its order."""
+        return list(range(len(self.answers)))
+
+    def _shows_logprobs(self, index: int) -> bool:
+        """Whether a choice of a whole answer has its log-probabilities."""
+        return self.job.requests[index].sampling.logprobs >= 0
 
     @abstractmethod
     def _token_chunks(

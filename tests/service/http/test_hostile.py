@@ -133,8 +133,9 @@ BAD_FIELDS: list[Refused] = [
     (TEXT, {"prompt": [-1]}, 400, "invalid_value", "prompt[0]"),
     (TEXT, {"prompt": ["x"] * 33}, 400, "invalid_value", "prompt"),
     (TEXT, {"prompt": ["x"] * 5, "n": 8}, 400, "invalid_value", "n"),
-    (TEXT, {"prompt": "x", "echo": True}, 400, "unsupported_parameter", "echo"),
-    (TEXT, {"prompt": "x", "best_of": 4}, 400, "unsupported_parameter", "best_of"),
+    (TEXT, {"prompt": "x", "echo": True, "logprobs": 1}, 400, "unsupported_parameter", "echo"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "unsupported_parameter", "suffix"),
+    (TEXT, {"prompt": "x", "n": 3, "best_of": 2}, 400, "invalid_value", "best_of"),
     (TEXT, {"prompt": "x", "logprobs": True}, 400, "invalid_value", "logprobs"),
     (TEXT, {"prompt": "x", "logprobs": 99}, 400, "invalid_value", "logprobs"),
 ]  # fmt: skip

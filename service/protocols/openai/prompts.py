@@ -1,0 +1,95 @@
+"""Prompts of plain completions: text or token ids, and text with a gap to fill."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from batchengine import errors
+from service.protocols import requests
+from service.protocols.protocol import PromptEncoder, PromptLimits
+from service.protocols.schema import PROMPTS_MAX
+
+# Control tokens of vocabularies that can fill a gap: in front of the text before it, in front of
+# the text behind it, and at the end of the prompt.
+GAP_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+)
+
+
+def encoded(
+    value: object, suffix: str | None, text: PromptEncoder, limits: PromptLimits
+) -> list[list[int]]:
+    """The token ids of every prompt; raises 400."""
+    context = limits.context_tokens
+    found: list[list[int]] = []
+    for prompt in _prompts(value, limits.vocab_size):
+        if isinstance(prompt, str):
+            requests.check_text_size(len((prompt + (suffix or "")).encode()), context, "prompt")
+            tokens = _around(prompt, suffix, text) if suffix else text.encode(prompt, special=True)
+        else:
+            if suffix:
+                what, fix = "suffix needs a prompt of text", "send the prompt as text"
+                raise errors.INVALID_FIELD(param="suffix", what=what, fix=fix)
+            tokens = prompt
+        requests.check_prompt(tokens, context, "prompt")
+        found.append(tokens)
+    return found
+
+
+def texts(value: object, tokens: list[list[int]], text: PromptEncoder) -> list[str]:
+    """The texts of prompts, as an answer repeats them."""
+    given = [value] if isinstance(value, str) else cast("list[object]", value)
+    if all(isinstance(one, str) for one in given):
+        return cast("list[str]", given)
+    return [b"".join(map(text.piece, one)).decode("utf-8", "replace") for one in tokens]
+
+
+def _around(prompt: str, suffix: str, text: PromptEncoder) -> list[int]:
+    """The tokens of a text with a gap in it."""
+    for names in GAP_TOKENS:
+        before, behind, end = map(text.control_id, names)
+        if before is not None and behind is not None and end is not None:
+            first = text.encode("", special=False)  # the begin-of-sequence token, if there is one
+            parts = (text.encode(one, special=False)[len(first) :] for one in (prompt, suffix))
+            head, tail = parts
+            return [*first, before, *head, behind, *tail, end]
+    raise errors.UNSUPPORTED_FIELD(
+        param="suffix",
+        what="this model cannot fill a gap: its vocabulary has no tokens for one",
+        fix="leave out suffix",
+    )
+
+
+def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
+    """The four forms of `prompt`: text, texts, token ids, lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        items = cast("list[object]", value)
+        if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
+            return cast("list[str]", items)
+        if all(type(item) is int for item in items):
+            return [_token_ids(items, vocab_size)]
+        if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
+            return [_token_ids(cast("list[object]", item), vocab_size) for item in items]
+    raise errors.INVALID_FIELD(
+        param="prompt",
+        what="prompt has a wrong value",
+        why=f"expected text, token ids, or a list of at most {PROMPTS_MAX} of either",
+        fix="send a string",
+    )
+
+
+def _token_ids(items: list[object], vocab_size: int) -> list[int]:
+    for index, item in enumerate(items):
+        if type(item) is not int or not 0 <= item < vocab_size:
+            raise errors.INVALID_FIELD(
+                param=f"prompt[{index}]",
+                what=f"prompt[{index}] is not a token id of this model",
+                why=f"token ids are whole numbers from 0 to {vocab_size - 1:,}",
+                fix="send text, or ids made with this model's tokenizer",
+            )
+    return cast("list[int]", items)

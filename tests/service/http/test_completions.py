@@ -1,0 +1,140 @@
+"""Plain completions: echo, the best of several, gaps, formats; and words of errors about fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from batchengine.core import DoneEvent, GenerationRequest, TokenEvent, TokenLogprob, Usage
+from service.http.app import HEADER_IGNORED
+from service.protocols import requests
+from service.protocols.openai.completions import CompletionFormatter, Repeated
+from tests.support.fake_engine import FakeEngine, FakeText, chat, serving
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class Gaps(FakeText):
+    """A vocabulary that can fill a gap."""
+
+    def control_id(self, text: str) -> int | None:
+        names = {"<|fim_prefix|>": 260, "<|fim_suffix|>": 261, "<|fim_middle|>": 262}
+        return names.get(text)
+
+
+async def post(path: str, body: dict[str, Any], engine: FakeEngine | None = None) -> Any:
+    """(status, answer, headers, requests of the engine)."""
+    async with (
+        serving(engine) as served,
+        aiohttp.ClientSession() as http,
+        http.post(served.base + path, json=body) as answer,
+    ):
+        found = await (answer.text() if body.get("stream") else answer.json())
+    made = [one.request for one in served.engine.generations]
+    return answer.status, found, answer.headers, made
+
+
+@pytest.mark.parametrize(
+    ("prompt", "echoed"), [("Say", ["Say"]), ([72, 105], ["Hi"]), (["a", "b"], ["a", "b"])]
+)
+async def test_echo(prompt: Any, echoed: list[str]) -> None:
+    status, body, _, _ = await post(TEXT, {"prompt": prompt, "echo": True})
+    assert status == 200, body
+    assert [choice["text"] for choice in body["choices"]] == [f"{one}Hello wörld" for one in echoed]
+    status, text, _, _ = await post(TEXT, {"prompt": prompt, "echo": True, "stream": True})
+    assert all(f'"text":"{one}"' in text for one in echoed)
+
+
+async def test_text_around_a_gap() -> None:
+    engine = FakeEngine()
+    engine.text = Gaps()
+    status, body, _, made = await post(TEXT, {"prompt": "ab", "suffix": "cd"}, engine)
+    assert status == 200, body
+    assert made[0].prompt == (260, *b"ab", 261, *b"cd", 262)
+    status, body, _, _ = await post(TEXT, {"prompt": [1, 2], "suffix": "cd"}, engine)
+    assert (status, body["error"]["param"]) == (400, "suffix")
+
+
+async def test_the_best_of_several() -> None:
+    status, body, _, made = await post(TEXT, {"prompt": "x", "best_of": 3, "n": 2})
+    assert status == 200, body
+    assert len(made) == 3
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert all(choice["logprobs"] is None for choice in body["choices"])
+    assert all(request.sampling.logprobs == 0 for request in made)
+    status, body, _, _ = await post(TEXT, {"prompt": "x", "best_of": 3, "stream": True})
+    assert status == 400
+
+
+def test_the_best_has_the_greatest_mean() -> None:
+    made = [GenerationRequest(f"req_{i}", (1, 2), 4) for i in range(3)]
+    job = requests.HttpJob(
+        asked=made[0], model="m", stream=False, include_usage=False, route="cpu", seed=1,
+        requests=made, choices_per_prompt=3, echo=msgspec.json.encode(Repeated(kept=2)),
+    )  # fmt: skip
+    formatter = CompletionFormatter(job)
+    for index, values in enumerate([(-1.0, -3.0), (-0.5, -0.5, -0.5), (-9.0,)]):
+        for value in values:
+            one = TokenLogprob(7, b"x", value)
+            formatter.collect(index, TokenEvent(7, str(index), one))
+        formatter.collect(index, DoneEvent("stop", Usage(completion_tokens=len(values))))
+    whole = msgspec.json.decode(b"".join(formatter.whole()))
+    assert [(one["index"], one["text"]) for one in whole["choices"]] == [(0, "111"), (1, "00")]
+    assert whole["usage"]["completion_tokens"] == 6
+
+
+async def test_no_limit_is_not_the_default_of_sixteen() -> None:
+    _, _, _, made = await post(TEXT, {"prompt": "x"})
+    assert made[0].tokens_max == 16
+    _, _, _, made = await post(TEXT, {"prompt": "x", "max_tokens": -1})
+    assert made[0].tokens_max > 16
+
+
+async def test_formats_of_completions() -> None:
+    _, _, _, made = await post(TEXT, {"prompt": "x", "guided_regex": "[ab]"})
+    assert made[0].constraint.kind == "regex"
+
+
+async def test_fields_without_effect_are_named() -> None:
+    body = chat(min_tokens=4, mirostat=2) | {"a\nb": 1}
+    status, _, headers, _ = await post(CHAT, body)
+    assert status == 200
+    assert set(headers[HEADER_IGNORED].split(", ")) == {"min_tokens", "mirostat"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why", "fix"),
+    [
+        ("messages", "hi", "it must be a list, not text", "correct messages"),
+        (
+            "temperature",
+            "x",
+            "it must be a number, not text",
+            "correct temperature or leave it out",
+        ),
+        ("n", 1.5, "it must be a whole number, not a number", "correct n or leave it out"),
+        ("n", 9, "it must be a whole number of at most 8", "correct n or leave it out"),
+        ("n", 0, "it must be a whole number of at least 1", "correct n or leave it out"),
+        ("store", "yes", "it must be true or false, not text", "correct store or leave it out"),
+        ("messages", [], "it must be a list with a length of at least 1", "correct messages"),
+    ],
+)
+async def test_errors_have_no_words_of_the_parser(
+    field: str, value: Any, why: str, fix: str
+) -> None:
+    _, body, _, _ = await post(CHAT, chat() | {field: value})
+    assert (body["error"]["why"], body["error"]["fix"]) == (why, fix)
+
+
+async def test_a_template_argument_is_named() -> None:
+    _, body, _, _ = await post(CHAT, chat(chat_template_kwargs={"foo": 1}))
+    assert "'foo'" in body["error"]["what"]
+
+
+async def test_context_overflow_in_the_words_that_clients_look_for() -> None:
+    _, body, _, _ = await post(TEXT, {"prompt": "x" * 3000})
+    assert "maximum context length is 2048 tokens" in body["error"]["message"]
+    assert body["error"]["code"] == "context_length_exceeded"
