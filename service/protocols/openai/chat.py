@@ -154,6 +154,8 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
             )
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            given.setdefault("enable_thinking", False)
     return given
 
 

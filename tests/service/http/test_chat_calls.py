@@ -255,6 +255,15 @@ async def test_an_answer_goes_on_with_the_last_message() -> None:
     assert not bytes(request.prompt).endswith(b"The sky is")
 
 
+async def test_no_effort_is_no_thinking() -> None:
+    async with (
+        serving() as served,
+        aiohttp.ClientSession() as http,
+        http.post(f"{served.base}/v1/chat/completions", json=chat(reasoning_effort="none")),
+    ):
+        assert served.engine.text.chats[0][2]["enable_thinking"] is False
+
+
 async def test_limits_and_penalties_by_other_names() -> None:
     _, _, request = await asked(chat(max_tokens=-1, repeat_penalty=1.5))
     assert request.tokens_max > 1

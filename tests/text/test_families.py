@@ -1,0 +1,73 @@
+"""A family's markers in a vocabulary: how a model's is found, and how its answers show them."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import OutputForm
+from batchengine.text.encoder import TextEncoder
+from batchengine.text.frontend import TextFrontend
+from batchengine.text.renderer import Renderer
+from batchengine.text.vocab import Tokenizer
+from service.protocols.families.parser import parser_of
+from service.protocols.output import CallArguments, CallStart
+from tests.text.test_tokenizer import CONTROL, NORMAL, byte_alphabet, write_vocab
+
+CALL = '[TOOL_CALLS]f[ARGS]{"a": 1}</s>'
+
+
+@pytest.fixture(scope="module")
+def mistral_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokens = [(character, NORMAL) for character in byte_alphabet()]
+    tokens += [("th", NORMAL)]
+    tokens += [(name, CONTROL) for name in ("</s>", "[INST]", "[TOOL_CALLS]", "[ARGS]")]
+    return write_vocab(
+        tmp_path_factory.mktemp("vocab") / "mistral.gguf",
+        "gpt2",
+        tokens,
+        tokenizer_pre="qwen2",
+        token_merges=["t h"],
+        eos_token_id=257,
+    )
+
+
+def encoder(path: Path, source: str | None) -> TextEncoder:
+    return TextEncoder(Tokenizer(path), Renderer(source, datetime.date(2026, 1, 1), 100_000))
+
+
+def test_a_family_is_found_by_its_tokens(mistral_path: Path) -> None:
+    text = encoder(mistral_path, "{{ messages[0].content }}")
+    assert text.family.name == "mistral"
+    assert text.control_id("[TOOL_CALLS]") == 259
+    assert text.control_id("[THINK]") is None
+    assert not text.reasons
+    assert encoder(mistral_path, "[THINK]{{ '[TOOL_CALLS]' }}").reasons
+
+
+def test_a_template_is_probed_once_and_faults_are_no(mistral_path: Path) -> None:
+    text = encoder(mistral_path, "{{ messages[0].content }}")
+    assert [text.takes(one) for one in ("system", "tools", "calls")] == [True, False, False]
+    assert not encoder(mistral_path, "{% for %}").takes("system")
+    assert not encoder(mistral_path, "{{ raise_exception('no') }}").takes("system")
+
+
+def test_only_markers_of_a_family_are_shown(mistral_path: Path) -> None:
+    async def main() -> tuple[str, str]:
+        frontend = await TextFrontend.open(mistral_path)
+        tokens = await frontend.encode(f"[INST]{CALL}", special=True)
+        shown = frontend.detokeniser(OutputForm("mistral", calls=True))
+        hidden = frontend.detokeniser()
+        found = "".join(map(shown.push, tokens)), "".join(map(hidden.push, tokens))
+        await frontend.close()
+        return found
+
+    shown, hidden = asyncio.run(main())
+    assert shown == CALL.removesuffix("</s>")
+    assert hidden == 'f{"a": 1}'
+    parser = parser_of(OutputForm("mistral", calls=True))
+    parts = [*parser.push(shown), *parser.flush()]
+    assert parts == [CallStart(0, "f"), CallArguments(0, '{"a": 1}')]
