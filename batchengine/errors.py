@@ -128,6 +128,12 @@ ADMIN_FORBIDDEN = Problem("BE1138", Kind.INTERNAL, "admin_forbidden",
     "no access to the admin socket {where}",
     "{reason}: it is the socket of another user's daemon",
     "run the command as that user or as root, or name another --admin-socket")
+SESSION_NOT_CHAT = Problem("BE1139", Kind.CONFLICT, "session_not_chat",
+    "session {session:.80} cannot go on as a chat",
+    "its messages cannot be recognised, and to send others would replace its history",
+    "see it with `batchengine sessions messages`, or leave --session out for a new one")
+FILE_UNUSABLE = Problem("BE1140", Kind.INVALID, _USAGE,
+    "the file {path!s:.200} cannot be sent", "{why}", "name a text file (UTF-8) of at most 8 MiB")
 
 # ------------------------------------------------------------------- 12: admission, engine, lanes
 LOADING = Problem("BE1201", Kind.UNAVAILABLE, "loading_model",

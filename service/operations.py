@@ -120,6 +120,10 @@ async def why(engine: EngineApi, subject: Subject) -> Facts:
     return await engine.why(*subject.session)
 
 
+async def messages(engine: EngineApi, subject: Subject) -> Facts:
+    return await engine.messages(*subject.session)
+
+
 async def park(engine: EngineApi, subject: Subject, tool_call_id: str | None = None) -> Facts:
     """Parks a session; raises 400 for a tool call id that no message can hold."""
     call = tool_call_id or ""
@@ -212,6 +216,10 @@ WHY = Operation(
     "why", why, "why", "GET", ONE + "/why", ("sessions", "why"),
     "Where the last prompt left the session's history, and what that cost.",
 )  # fmt: skip
+MESSAGES = Operation(
+    "messages", messages, "history", "GET", ONE + "/messages", ("sessions", "messages"),
+    "The history of a session, message by message.",
+)  # fmt: skip
 PARK = Operation(
     "park", park, "parked", "POST", ONE + "/park", ("sessions", "park"),
     "Take a session off its lane while it waits; nothing is lost or computed again.",
@@ -228,7 +236,7 @@ DROP = Operation(
     (), PAGES_SECONDS_MAX,
 )  # fmt: skip
 
-OPERATIONS = (PROMOTE, DEMOTE, EXPLAIN, SHOW, WHY, FORK, PARK, DROP)
+OPERATIONS = (PROMOTE, DEMOTE, EXPLAIN, SHOW, WHY, MESSAGES, FORK, PARK, DROP)
 
 
 async def perform(

@@ -273,6 +273,10 @@ class Engine:
         """Where the last prompt differed from the session's history, and the tokens recomputed."""
         return await self.running.operations.why(tenant, session_id)
 
+    async def messages(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Return the session's history as messages."""
+        return await self.running.operations.messages(tenant, session_id)
+
     async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
         """Create a second session with the same timeline and the same pages."""
         fork = self.running.operations.fork

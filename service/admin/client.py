@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from batchengine import errors
 
@@ -44,12 +44,26 @@ class Client:
         with self._ask("GET", path) as reply:
             return _object(_read(reply))
 
+    def model(self) -> Json:
+        """The row of the model itself."""
+        return self._rows()[0]
+
     def models(self) -> list[str]:
         """Model ids, the model itself first."""
+        return [row["id"] for row in self._rows()]
+
+    def history(self, session: str) -> Json:
+        """The messages of a session of this key; raises UNKNOWN_SESSION."""
+        with self._ask("GET", f"/v1/sessions/{quote(session, safe='')}/messages") as reply:
+            body = _object(_read(reply))
+            _check(reply.status, body)
+        return body
+
+    def _rows(self) -> list[Json]:
         with self._ask("GET", "/v1/models") as reply:
             body = _object(_read(reply))
             _check(reply.status, body)
-        return [row["id"] for row in body["data"]]
+        return body["data"]
 
     def context_tokens(self) -> int:
         """Tokens that a session may have."""

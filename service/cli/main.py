@@ -281,8 +281,15 @@ def chat(
     url: Annotated[
         str, Parameter(env_var="BATCHENGINE_URL", help="Address of a running daemon.")
     ] = URL_DEFAULT,
-    system: Annotated[str | None, Parameter(help="System message.")] = None,
-    session: Annotated[str | None, Parameter(help="Session id to go on with.")] = None,
+    system: Annotated[
+        str | None, Parameter(help='System message; "" = none. By default a short one.')
+    ] = None,
+    session: Annotated[
+        str | None, Parameter(help="Session to go on with, its history included; or a new id.")
+    ] = None,
+    file: Annotated[
+        list[Path] | None, Parameter(negative=(), help="Text file to send with the first message.")
+    ] = None,
     sla_class: Annotated[
         str, Parameter(name="--class", help="interactive, standard, background or batch.")
     ] = "interactive",
@@ -291,7 +298,7 @@ def chat(
     api_key_file: Annotated[Path | None, Parameter(help="File with the API key.")] = None,
     debug: Debug = False,
 ) -> int:
-    """Talk to a model in the terminal. /reset starts anew, /quit or Ctrl-D leaves."""
+    """Talk to a model in the terminal; /help lists what can be typed."""
     from service.cli import chat
 
     key = os.environ.get("BATCHENGINE_API_KEY", "")
@@ -300,8 +307,9 @@ def chat(
 
         key = next(iter(key_lines(api_key_file)), "")
     options = chat.Options(
-        system=system,
+        system=chat.SYSTEM if system is None else system,
         session=session,
+        files=tuple(file or ()),
         sla_class=sla_class,
         temperature=temperature,
         max_tokens=max_tokens,

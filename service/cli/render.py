@@ -249,6 +249,13 @@ def age(seconds: float) -> str:
     return "now"
 
 
+def plain(text: str) -> str:
+    """Text of a model or a client without characters that would control the terminal."""
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
+    )
+
+
 def ms(value: float | None) -> str:
     """A time in ms as text, in seconds from ten on; None = no limit."""
     if value is None:

@@ -199,12 +199,19 @@ def _fork_lines(found: Answer, given: Given) -> list[str]:
     ]
 
 
+def _message_lines(found: Answer, _: Given) -> list[str]:
+    if not found["messages"]:
+        return [found.get("text") or "the session has no history"]
+    return [f"{one['role']}: {render.plain(one['content'])}" for one in found["messages"]]
+
+
 LINES: dict[str, Callable[[Answer, Given], list[str]]] = {
     operations.PROMOTE.name: _move_lines,
     operations.DEMOTE.name: _move_lines,
     operations.EXPLAIN.name: lambda found, _: render.explain_lines(found),
     operations.SHOW.name: _show_lines,
     operations.WHY.name: lambda found, _: render.why_lines(found),
+    operations.MESSAGES.name: _message_lines,
     operations.PARK.name: _park_lines,
     operations.FORK.name: _fork_lines,
 }

@@ -125,6 +125,7 @@ class FakeEngine:
         self.reply = tuple(reply)
         self.delay_s = delay_s
         self.queued_s = 0.0
+        self.history: list[dict[str, str]] = []  # of every session
         self.cut = ""  # reason with which answers are cut
         self.fail_after: int | None = None  # tokens before an ErrorEvent
         self.refuse: BatchEngineError | None = None
@@ -243,6 +244,11 @@ class FakeEngine:
             "old_token": 7, "new_token": 8, "old_text": "Current time: 10:00", "new_text": "11:00",
         }  # fmt: skip
         return {"session_id": session_id, "last": edit, "edit": edit}
+
+    async def messages(self, tenant: str, session_id: str) -> Mapping[str, Any]:
+        request = self._last(tenant, session_id)
+        answer = {"session_id": session_id, "tokens": len(request.prompt), "messages": self.history}
+        return answer if self.history else answer | {"text": "[INST] x"}
 
     async def fork(self, tenant: str, session_id: str, new_id: str) -> Mapping[str, Any]:
         request = self._last(tenant, session_id)

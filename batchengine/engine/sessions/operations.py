@@ -21,6 +21,7 @@ from batchengine.engine.sessions.erasing import LedgerCleaning, erase
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
+from batchengine.engine.sessions.transcript import messages_of, text_of
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal
 from batchengine.engine.turns.records import (
@@ -268,6 +269,19 @@ class SessionOperations:
                 **self._state.held_facts(session),
             }
         return detail | {"why": await self.why(tenant, session_id)}
+
+    async def messages(self, tenant: str, session_id: str) -> dict[str, Any]:
+        """Return the session's history as messages; as `text` where they cannot be recognised."""
+        session = self._state.sessions.get((tenant, session_id))
+        if session is None or not session.tokens:
+            tokens = (await self._recovery.record(tenant, session_id)).tokens
+        else:
+            tokens = list(session.tokens)
+        piece, tokenizer = self._text.piece, self._text.tokenizer
+        ends = tokenizer.control | frozenset(tokenizer.eog)
+        found = await messages_of(tokens, self._role_marks, ends, piece)
+        answer = {"session_id": session_id, "tokens": len(tokens), "messages": found}
+        return answer if found else answer | {"text": await text_of(tokens, piece)}
 
     # ------------------------------------------------------------------------------- inner
 
