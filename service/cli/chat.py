@@ -96,7 +96,7 @@ def run(url: str, api_key: str, options: Options, model: Path | None) -> int:
 
 
 @dataclass(slots=True)
-class Conversation:
+class Talk:
     """One session and its messages, as the next request sends them."""
 
     client: Client
@@ -187,7 +187,7 @@ def converse(client: Client, options: Options) -> int:
     lines = cast("object", sys.stdin)
     if isinstance(lines, io.TextIOWrapper):
         cast("io.TextIOWrapper", lines).reconfigure(errors="replace")  # a pipe may hold anything
-    talk = Conversation(client, options)
+    talk = Talk(client, options)
     if asking:
         print(f"{model} at {client.url} · /help lists commands, /quit leaves")
         parameters: int = row.get("meta", {}).get("n_params", 0)
@@ -202,7 +202,7 @@ def converse(client: Client, options: Options) -> int:
         return _talk(talk, model, asking)
 
 
-def _talk(talk: Conversation, model: str, asking: bool) -> int:
+def _talk(talk: Talk, model: str, asking: bool) -> int:
     failed = False
     while True:
         try:

@@ -36,8 +36,20 @@ loaded = config.load(None, {
     "server.port": int(port), "server.admin_socket": sock, "model.path": model,
     "store.dir": sock + ".store", "server.drain_s": 5.0, "lane.threads": 1,
 })
+def make_fake():
+    import json, os
+    engine = FakeEngine(["w "] * int(reply), float(delay))
+    if os.environ.get("HISTORY"):
+        pairs = (("system", "be kind"), ("user", "earlier"), ("assistant", "yes"))
+        engine.history = [{"role": role, "content": content} for role, content in pairs]
+        real = engine.text.encode_chat
+        def encode_chat(messages, *more):
+            print("chat " + json.dumps(messages), flush=True)
+            return real(messages, *more)
+        engine.text.encode_chat = encode_chat
+    return engine
 try:
-    sys.exit(server.run(loaded, lambda c: FakeEngine(["w "] * int(reply), float(delay))))
+    sys.exit(server.run(loaded, lambda c: make_fake()))
 except BatchEngineError as error:
     sys.exit(str(error))
 """
@@ -383,7 +395,33 @@ def test_chat_sends_turns_and_starts_new_sessions(tmp_path: Path) -> None:
         assert "batchengine.class" in done.stderr
 
 
-LOST = DAEMON.replace('lambda c: FakeEngine(["w "] * int(reply), float(delay))', "make").replace(
+def test_chat_goes_on_with_a_session_and_never_replaces_its_history(tmp_path: Path) -> None:
+    sent = tmp_path / "sent.txt"
+    sent.write_text("a text of a file")
+    with daemon(tmp_path) as running:
+        done = cli("chat", "--url", running.url, "--session", "new", stdin="hello\n")
+        assert done.stdout.startswith("(new session new)\nw w w")
+        assert (done.returncode, done.stderr) == (0, "")
+        done = cli("chat", "--url", running.url, "--session", "new", stdin="again\n")
+        assert (done.returncode, "BE1139" in done.stderr) == (1, True)  # no message is recognised
+        assert done.stdout == ""
+    with daemon(tmp_path, HISTORY="1") as running:
+        cli("chat", "--url", running.url, "--session", "old", stdin="hello\n")
+        typed = '/help\n/file {}\n/nothing\nwhat\\\nis it\n"""\ntwo\nlines\n"""\n/session\n'
+        done = cli("chat", "--url", running.url, "--session", "old", stdin=typed.format(sent))
+        assert done.stderr == ""
+        shown = "system: be kind\nuser: earlier\nassistant: yes\n(session old goes on: 3 messages)"
+        assert done.stdout.startswith(shown)
+        for words in ("/reset", "16 characters go with", "no command /nothing", "(session old:"):
+            assert words in done.stdout
+        chats = [line for line in running.lines if line.startswith("chat ")]
+        sent_now = [json.loads(line[5:]) for line in chats[-2:]]
+        assert [one["content"] for one in sent_now[0]][:3] == ["be kind", "earlier", "yes"]
+        assert sent_now[0][3]["content"] == "sent.txt:\n\na text of a file\n\nwhat\nis it"
+        assert sent_now[1][-1]["content"] == "two\nlines"
+
+
+LOST = DAEMON.replace("lambda c: make_fake()", "make").replace(
     "try:\n",
     """
 import asyncio

@@ -1,0 +1,42 @@
+"""Timelines as messages: what control tokens mark, and what they cannot."""
+
+from __future__ import annotations
+
+import asyncio
+
+from batchengine.engine.sessions.transcript import messages_of, text_of
+
+MARK, END, HEAD_END = 1000, 1001, 1002
+
+
+def piece(token: int) -> bytes:
+    return {MARK: b"<|im_start|>", END: b"<|im_end|>", HEAD_END: b"<|end|>"}.get(
+        token, bytes([token % 256])
+    )
+
+
+def found(tokens: list[int]) -> list[dict[str, str]]:
+    marks, control = {MARK}, {MARK, END, HEAD_END}
+    return asyncio.run(messages_of(tokens, marks, control, piece))
+
+
+def test_messages_of_a_timeline_have_roles_and_contents() -> None:
+    tokens = [0, MARK, *b"system\nBe kind.", END, *b"\n", MARK, *b"user\nG\xc3\xb6 on", END, *b"\n"]
+    wanted = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Gö on"}]
+    assert found([*tokens, MARK, *b"assistant\n"]) == wanted  # the prompt of an answer
+    assert found([*tokens, MARK, *b"assistant\ncut h"])[-1] == {
+        "role": "assistant",
+        "content": "cut h",
+    }
+    llama = [MARK, *b"user", HEAD_END, *b"\n\nhi", END, MARK, *b"assistant", HEAD_END, *b"\n\nyes"]
+    assert found(llama) == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    assert len(found([*tokens, *[7] * 9000, MARK, *b"user\nx"])) == 3
+
+
+def test_a_timeline_without_marks_has_text_only() -> None:
+    assert found([*b"Once upon a time", END]) == []
+    assert found([MARK, *b"no role within sixteen tokens of the mark"]) == []
+    assert asyncio.run(text_of([*b"Once ", 0xC3], piece)) == "Once \N{REPLACEMENT CHARACTER}"
