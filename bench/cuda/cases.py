@@ -475,7 +475,7 @@ SAMPLE_ROW = np.dtype(  # `SampleRow` of sample.cu
         ("position", np.uint64),
         ("draw", np.uint32),
         *((name, np.int32) for name in ("first_history", "n_history", "first_bias", "n_bias")),
-        ("unused", np.int32),
+        ("first_mask", np.int32),
     ]
 )
 
@@ -517,8 +517,13 @@ def sample_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
     bias_tokens = rng.integers(0, vocab, int(table["n_bias"].sum()) + 1).astype(np.int32)
     bias_values = rng.choice([-np.inf, -1.5, 0.25, 100.0, 3e38], len(bias_tokens))
     bias_values = bias_values.astype(np.float32)
+    words = -(-vocab // 32)
+    masks = rng.integers(0, 1 << 32, (n, words), np.uint32)
+    masks &= rng.integers(0, 1 << 32, (n, words), np.uint32)  # one bit of four
+    masks[:, 0] |= 1  # else a mask may allow no token
+    table["first_mask"] = np.where(rng.random(n) < 0.4, words * np.arange(n), -1)
     specs = []
-    for row in table:
+    for row, mask in zip(table, masks, strict=True):
         past = slice(row["first_history"], row["first_history"] + row["n_history"])
         biased = slice(row["first_bias"], row["first_bias"] + row["n_bias"])
         specs.append(
@@ -538,6 +543,7 @@ def sample_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
                     zip(bias_tokens[biased].tolist(), bias_values[biased].tolist(), strict=True)
                 ),
                 logprobs=int(row["logprobs"]),
+                mask=mask if row["first_mask"] >= 0 else None,
             )
         )
     want = kernels.sample(pool, rows_of(logits), specs)
@@ -552,7 +558,7 @@ def sample_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
                 arrays.put(logits).address,
                 vocab,
                 vocab,
-                *(arrays.put(a).address for a in (table, history, bias_tokens, bias_values)),
+                *(arrays.put(a).address for a in (table, history, bias_tokens, bias_values, masks)),
                 arrays.empty(np.float32, n, vocab).address,
                 arrays.empty(np.int32, n, vocab).address,
                 *(a.address for a in (tokens, logprobs, top_tokens, top_logprobs)),

@@ -37,9 +37,9 @@ LOG2_E = 1.4426950408889634
 SAMPLE_THREADS_MAX = 1024
 SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are used here
     {
-        "names": ["logprobs", "first_history", "n_history", "first_bias", "n_bias"],
-        "formats": [np.int32] * 5,
-        "offsets": [28, 52, 56, 60, 64],
+        "names": ["logprobs", "first_history", "n_history", "first_bias", "n_bias", "first_mask"],
+        "formats": [np.int32] * 6,
+        "offsets": [28, 52, 56, 60, 64, 68],
         "itemsize": 72,
     }
 )
@@ -57,7 +57,7 @@ class CudaOps:
         self._held: dict[Held, int] = {}
         self._indices, self._for_staged = Scratch(gpu), (Scratch(gpu), Scratch(gpu))
         self._staged: list[tuple[I32, int]] = []  # with their addresses
-        self._given = [Scratch(gpu) for _ in range(4)]  # parameters of `sample`
+        self._given = [Scratch(gpu) for _ in range(5)]  # parameters of `sample`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
@@ -300,7 +300,12 @@ class CudaOps:
         for ids in (history, bias["token"]):
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
                 raise ValueError("sample: a token that is not in the vocabulary")
-        given = table, history, bias["token"], bias["value"]
+        words = np.array([len(spec.mask) for spec in rows])
+        if not np.isin(words, (0, -(-vocab // 32))).all():
+            raise ValueError("sample: a mask has another size")
+        table["first_mask"] = np.where(words > 0, np.cumsum(words) - words, -1)
+        masks = np.concatenate([spec.mask for spec in rows])
+        given = table, history, bias["token"], bias["value"], masks
         n_best = max(0, int(table["logprobs"].max()))
         got = np.empty(2 * n * (1 + n_best), np.int32)
         tokens = self._out.reserve(got.nbytes)

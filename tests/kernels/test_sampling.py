@@ -97,7 +97,8 @@ def penalised(logits: F32, spec: dict[str, Any]) -> F32:
         x[token] = (y - count * np.float32(spec.get("frequency_penalty", 0))) - np.float32(
             spec.get("presence_penalty", 0)
         )
-    return np.maximum(x, LOWEST)
+    x = np.maximum(x, LOWEST)
+    return np.where(spec.get("allowed", True), x, np.float32(-np.inf))
 
 
 @given(st.integers(0, 2**32), st.data())
@@ -125,6 +126,52 @@ def test_a_bias_of_minus_infinity_excludes_a_token() -> None:
     tokens = {one(logits, bias=ban, temperature=5.0, seed=s).token for s in range(200)}
     assert best not in tokens
     assert len(tokens) > 10
+
+
+def mask_of(allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
+    bits = np.zeros(-(-allowed.size // 32) * 32, np.uint8)
+    bits[: allowed.size] = allowed
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+def test_a_mask_excludes_tokens_after_bias_and_penalties() -> None:
+    """A bias of any size brings no excluded token back, and none takes the last allowed one away."""
+    logits = random_logits(3, 70)
+    allowed = np.zeros(70, bool)
+    allowed[[5, 40, 69]] = True
+    mask = mask_of(allowed)
+    assert one(logits, mask=mask).token == max((5, 40, 69), key=lambda token: logits[token])
+    assert one(logits, mask=mask, bias=[(6, 100.0)]).token in (5, 40, 69)
+    ban = [(token, float("-inf")) for token in (5, 40, 69)]
+    assert one(logits, mask=mask, bias=ban).token == 5
+    for temperature, top_k in ((0.0, 0), (2.0, 0), (2.0, 40), (2.0, 300)):
+        for seed in range(20):
+            spec = {"temperature": temperature, "top_k": top_k, "seed": seed, "bias": ban}
+            assert one(logits, mask=mask, **spec).token in (5, 40, 69)
+
+
+def test_a_mask_of_all_tokens_changes_nothing_and_log_probabilities_see_none() -> None:
+    logits = random_logits(4, 100)
+    everything = mask_of(np.ones(100, bool))
+    few = mask_of(np.arange(100) % 9 == 4)
+    for seed in range(20):
+        spec: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "seed": seed, "logprobs": 5}
+        free, same, masked = (
+            one(logits, **spec),
+            one(logits, mask=everything, **spec),
+            one(logits, mask=few, **spec),
+        )
+        assert (free.token, free.logprob, free.top) == (same.token, same.logprob, same.top)
+        assert masked.top == free.top
+        assert masked.token % 9 == 4
+        assert masked.logprob == np.float32(oracle_logprobs(logits)[masked.token])
+
+
+def test_a_mask_that_does_not_fit_is_refused() -> None:
+    rows = K.Rows(1, 40)
+    for words in ([1], [0, 0], [0, 1 << 9], [1, 1, 1]):
+        with pytest.raises(ValueError, match="mask"):
+            K.sample(POOL, rows, [K.SampleSpec(mask=np.array(words, np.uint32))])
 
 
 def integer_weights(x: F32, temperature: float) -> I64:
@@ -188,6 +235,10 @@ def test_draws_follow_the_documented_steps(
     bias = st.sampled_from([float("-inf"), -3.0, 0.0, 2.5])
     spec["bias"] = data.draw(st.lists(st.tuples(token, bias), max_size=2))
     assert one(logits, **spec).token == oracle_token(logits, spec)
+    allowed = np.random.default_rng(seed).random(vocab) < data.draw(st.sampled_from([0.01, 0.6]))
+    allowed[data.draw(token)] = True
+    found = one(logits, mask=mask_of(allowed), **spec).token
+    assert found == oracle_token(logits, {**spec, "allowed": allowed})
 
 
 @pytest.mark.parametrize("vocab", [32_001, 151_936])

@@ -197,6 +197,8 @@ def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:
     """Any mixture of what a request may ask for."""
     n_history, n_bias = int(rng.choice([0, 0, 3, 50])), int(rng.choice([0, 0, 1, 5]))
     values = rng.choice([-np.inf, -1.5, 2.0], n_bias).tolist()
+    mask = rng.integers(0, 1 << 32, -(-vocab // 32), np.uint32)
+    mask[0] |= 1  # it allows a token
     return kernels.SampleSpec(
         temperature=float(rng.choice([0.0, 0.7, 3.0])),
         top_k=int(rng.choice([0, 5])),
@@ -211,6 +213,7 @@ def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:
         history=rng.integers(0, vocab, n_history).astype(np.int32),
         bias=list(zip(rng.integers(0, vocab, n_bias).tolist(), values, strict=True)),
         logprobs=int(rng.choice([-1, 0, 3, 20])),
+        mask=mask if rng.random() < 0.4 else None,
     )
 
 

@@ -15,6 +15,7 @@ namespace batchengine {
 namespace nb = nanobind;
 
 using IndexArray = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WordArray = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Holds an exported Python buffer, whose exporter (bytes, mmap, numpy) can then not close or resize.
 class HeldBuffer {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cmath>
 #include <optional>
 #include <tuple>
@@ -33,6 +34,14 @@ void check_spec(const SampleSpec& spec) {
         require(!std::isnan(bias) && bias < HUGE_VALF, "SampleSpec: a bias is NaN or +infinity");
 }
 
+bool fits(const std::vector<uint32_t>& mask, size_t vocab) {
+    if (mask.empty()) return true;
+    if (mask.size() != (vocab + 31) / 32) return false;
+    const uint32_t last = vocab % 32 == 0 ? ~0u : (1u << vocab % 32) - 1;
+    return std::any_of(mask.begin(), mask.end() - 1, [](uint32_t word) { return word != 0; }) ||
+           (mask.back() & last) != 0;
+}
+
 // Its history and biases are counted; where they begin is the caller's.
 SampleRow row_of(const SampleSpec& spec) {
     return {.temperature = spec.temperature,
@@ -50,24 +59,27 @@ SampleRow row_of(const SampleSpec& spec) {
             .n_history = static_cast<int32_t>(spec.history.size()),
             .first_bias = 0,
             .n_bias = static_cast<int32_t>(spec.bias.size()),
-            .unused = 0};
+            .first_mask = -1};
 }
 
 void bind_sample_types(nb::module_& module) {
     nb::class_<SampleSpec>(module, "SampleSpec",
                            "How to draw one token; sampling.h gives the order of the steps. "
-                           "temperature 0 is greedy; history is the window that penalties see.")
+                           "temperature 0 is greedy; history is the window that penalties see; mask "
+                           "has a bit per token, the lowest first: 0 excludes the token.")
         .def(
             "__init__",
             [](SampleSpec* self, float temperature, int32_t top_k, float top_p, float min_p,
                float repetition_penalty, float presence_penalty, float frequency_penalty,
                uint64_t seed, uint64_t position, uint32_t draw, std::optional<IndexArray> history,
-               std::vector<std::pair<int32_t, float>> bias, int32_t logprobs) {
+               std::vector<std::pair<int32_t, float>> bias, int32_t logprobs,
+               std::optional<WordArray> mask) {
                 SampleSpec spec{temperature, top_k, top_p, min_p, repetition_penalty,
                                 presence_penalty, frequency_penalty, seed, position, draw, {},
-                                std::move(bias), logprobs};
+                                std::move(bias), logprobs, {}};
                 if (history)
                     spec.history.assign(history->data(), history->data() + history->shape(0));
+                if (mask) spec.mask.assign(mask->data(), mask->data() + mask->shape(0));
                 check_spec(spec);
                 new (self) SampleSpec(std::move(spec));
             },
@@ -76,14 +88,15 @@ void bind_sample_types(nb::module_& module) {
             nb::arg("presence_penalty") = 0.0f, nb::arg("frequency_penalty") = 0.0f,
             nb::arg("seed") = 0, nb::arg("position") = 0, nb::arg("draw") = 0,
             nb::arg("history").none() = nb::none(),
-            nb::arg("bias") = std::vector<std::pair<int32_t, float>>{}, nb::arg("logprobs") = -1)
+            nb::arg("bias") = std::vector<std::pair<int32_t, float>>{}, nb::arg("logprobs") = -1,
+            nb::arg("mask").none() = nb::none())
         .def_prop_ro(
             "row",
             [](const SampleSpec& spec) {
                 const SampleRow row = row_of(spec);
                 return nb::bytes(&row, sizeof row);
             },
-            "The bytes of a SampleRow (sample_row.h) whose history and biases begin at 0.")
+            "The bytes of a SampleRow (sample_row.h) whose history and biases begin at 0, without mask.")
         .def_prop_ro(
             "history",
             [](SampleSpec& spec) {
@@ -91,6 +104,13 @@ void bind_sample_types(nb::module_& module) {
                                                                           {spec.history.size()});
             },
             nb::rv_policy::reference_internal, "numpy alias of the tokens that penalties see.")
+        .def_prop_ro(
+            "mask",
+            [](SampleSpec& spec) {
+                return nb::ndarray<nb::numpy, const uint32_t, nb::ndim<1>>(spec.mask.data(),
+                                                                           {spec.mask.size()});
+            },
+            nb::rv_policy::reference_internal, "numpy alias of the mask; empty: all tokens.")
         .def_ro("bias", &SampleSpec::bias, "(token, bias), in order.");
     nb::class_<Sampled>(module, "Sampled", "A drawn token; token is -1 when the row had a NaN or an infinity.")
         .def(
@@ -120,6 +140,7 @@ void bind_sample(nb::module_& module) {
                 for (const auto& [token, bias] : spec.bias)
                     require(token >= 0 && token < vocab,
                             "sample: bias token " + std::to_string(token) + " is not in the vocabulary");
+                require(fits(spec.mask, logits.width), "sample: the mask allows no token, or has another size");
             }
             const nb::gil_scoped_release release;
             return sample(pool, logits, rows);

@@ -22,7 +22,7 @@ struct alignas(8) SampleRow {
     int32_t n_history;
     int32_t first_bias;  // index of its first bias
     int32_t n_bias;
-    int32_t unused;
+    int32_t first_mask;  // index of the first word of its mask; -1: none
 };
 static_assert(sizeof(SampleRow) == 72);
 

@@ -2,6 +2,8 @@
 #include "sample/sampling.h"
 
 #include <algorithm>
+#include <cmath>
+#include <tuple>
 
 #include "common/ca.h"
 #include "rows/rowops.h"
@@ -55,6 +57,27 @@ bool apply_penalties(const SampleSpec& spec, size_t vocab, const float* logits, 
     for (const int32_t token : scratch.history)
         if (!settle(token)) return false;
     return true;
+}
+
+// The end of step 2: minus infinity for tokens that the mask excludes. The largest of the others, of which
+// there is one.
+std::pair<float, size_t> apply_mask(const std::vector<uint32_t>& mask, size_t vocab, float* x) {
+    size_t first = vocab;
+    for (size_t word = 0; word < mask.size(); word++) {
+        const size_t begin = 32 * word, end = std::min(begin + 32, vocab);
+        const uint32_t bits = mask[word];
+        if (bits == 0) {
+            std::fill(x + begin, x + end, -HUGE_VALF);
+            continue;
+        }
+        for (size_t i = begin; i < end; i++) {
+            if (!(bits >> (i - begin) & 1))
+                x[i] = -HUGE_VALF;
+            else if (first == vocab || x[i] > x[first])
+                first = i;
+        }
+    }
+    return {x[first], first};
 }
 
 // The n largest values, largest first, lowest id among equals.
@@ -216,13 +239,16 @@ Sampled sample_row(const SampleSpec& spec, const float* logits, size_t vocab, Sc
     const float* x = logits;
     float top = raw_top;
     size_t first = raw_first;
-    if (!spec.bias.empty() || !spec.history.empty()) {
+    if (!spec.bias.empty() || !spec.history.empty() || !spec.mask.empty()) {
         if (!apply_penalties(spec, vocab, logits, scratch)) {
             out.nonfinite = true;
             return out;
         }
         x = scratch.logits.data();
-        ops.largest(x, vocab, &top, &first);
+        if (spec.mask.empty())
+            ops.largest(x, vocab, &top, &first);
+        else
+            std::tie(top, first) = apply_mask(spec.mask, vocab, scratch.logits.data());
     }
     out.token = spec.temperature == 0.0f ? static_cast<int32_t>(first)
                                          : draw(spec, x, vocab, top, scratch);

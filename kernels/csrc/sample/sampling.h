@@ -1,7 +1,8 @@
 // Sampling (rule 10): one row of logits, its history and its parameters -> one token.
 //
 //   1. a row with a NaN or an infinity is nonfinite: no token
-//   2. bias, then the penalties of the tokens in the history
+//   2. bias, then the penalties of the tokens in the history; a mask excludes tokens after that: they
+//      are no candidates below
 //   3. temperature 0: the largest x, lowest id first
 //   4. otherwise integer weights W = rint(2^30 expc((x - max x) / temperature))
 //   5. top_k: the first k by x falling, id rising;  top_p: of those the shortest run whose sum reaches
@@ -34,6 +35,9 @@ struct SampleSpec {
     std::vector<int32_t> history;
     std::vector<std::pair<int32_t, float>> bias;  // minus infinity bans a token
     int32_t logprobs = -1;                        // -1: none, 0: the chosen token, n: and the n best
+    // A bit per token, the lowest first; 0 excludes the token. Of no words: all tokens. Else of as many as
+    // the width needs, with the bit of a token of the width.
+    std::vector<uint32_t> mask;
 };
 
 struct Sampled {

@@ -164,23 +164,26 @@ GPU_FN Cut cut_behind(Logits x, int n, uint64_t target, Bins& bins, Mass mass) {
     return {digits, id_at(n, target, bins, mass_of_key)};
 }
 
-// The rank_key of the first candidate; 0 if a value is NaN or infinite.
+// The rank_key of the first candidate; 0 if a value is NaN or infinite. `is_masked`: minus infinity is no
+// candidate, and not a bad value.
 template <class Logits>
-GPU_FN uint64_t best_of(Logits x, int n, PerWarp& shared) {
+GPU_FN uint64_t best_of(Logits x, int n, bool is_masked, PerWarp& shared) {
     uint64_t best = ~uint64_t{0};
     GPU_UNROLL_4
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
         const float value = x[i];
-        const uint64_t key = ca::is_finite(value) ? rank_key(value, i) : 0;
+        const bool is_excluded = is_masked && value < ca::LOGIT_LOWEST;
+        const uint64_t excluded = is_excluded ? ~uint64_t{0} : uint64_t{0};
+        const uint64_t key = ca::is_finite(value) ? rank_key(value, i) : excluded;
         best = key < best ? key : best;
     }
     return min_of_block(best, shared);
 }
 
-// Step 2: the logits with their biases and penalties, into `x`. `counts` is overwritten.
+// Step 2: the logits with their biases and penalties, into `x`; minus infinity for excluded tokens. `counts` is overwritten.
 GPU_FN void adjust(gpu::In<float> logits, int n, const SampleRow& row, gpu::In<int32_t> history,
-                   gpu::In<int32_t> bias_tokens, gpu::In<float> bias_values, gpu::Out<int32_t> counts,
-                   gpu::Out<float> x) {
+                   gpu::In<int32_t> bias_tokens, gpu::In<float> bias_values, gpu::In<uint32_t> masks,
+                   gpu::Out<int32_t> counts, gpu::Out<float> x) {
     GPU_UNROLL_4
     for (int i = gpu::thread(); i < n; i += gpu::threads()) {
         x[i] = logits[i];
@@ -207,7 +210,10 @@ GPU_FN void adjust(gpu::In<float> logits, int n, const SampleRow& row, gpu::In<i
         float value = x[i];
         if (count > 0)
             value = ca::penalised(value, count, row.repetition, row.frequency, row.presence);
-        x[i] = value < ca::LOGIT_LOWEST ? ca::LOGIT_LOWEST : value;
+        value = value < ca::LOGIT_LOWEST ? ca::LOGIT_LOWEST : value;
+        if (row.first_mask >= 0 && !(masks[row.first_mask + i / 32] >> (i % 32) & 1))
+            value = ca::float_of(0xFF800000u);
+        x[i] = value;
     }
     gpu::barrier();
 }
@@ -262,7 +268,7 @@ GPU_FN int draw_token(Logits x, int n, float top, const SampleRow& row, gpu::Out
 // Grid: rows.
 KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::In<SampleRow> rows,
        gpu::In<int32_t> history, gpu::In<int32_t> bias_tokens, gpu::In<float> bias_values,
-       gpu::Out<float> adjusted, gpu::Out<int32_t> weights, gpu::Out<int32_t> token_out,
+       gpu::In<uint32_t> masks, gpu::Out<float> adjusted, gpu::Out<int32_t> weights, gpu::Out<int32_t> token_out,
        gpu::Out<float> logprob_out, gpu::Out<int32_t> top_tokens, gpu::Out<float> top_logprobs,
        int top_stride) {
     __shared__ Bins bins;
@@ -274,12 +280,12 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
     const gpu::In<float> raw = logits + index * stride;
     const gpu::Out<float> own = adjusted + index * vocab;
     const gpu::Out<int32_t> own_weights = weights + index * vocab;
-    const uint64_t raw_first = best_of(raw, vocab, shared);
+    const uint64_t raw_first = best_of(raw, vocab, false, shared);
     uint64_t first = raw_first;
-    const bool is_adjusted = row.n_history > 0 || row.n_bias > 0;
+    const bool is_adjusted = row.n_history > 0 || row.n_bias > 0 || row.first_mask >= 0;
     if (raw_first != 0 && is_adjusted) {
-        adjust(raw, vocab, row, history, bias_tokens, bias_values, own_weights, own);
-        first = best_of(gpu::in_as<float>(own), vocab, shared);
+        adjust(raw, vocab, row, history, bias_tokens, bias_values, masks, own_weights, own);
+        first = best_of(gpu::in_as<float>(own), vocab, row.first_mask >= 0, shared);
     }
     if (first == 0) {
         if (gpu::thread() == 0) token_out[index] = -1, logprob_out[index] = 0.0f;
