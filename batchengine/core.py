@@ -189,7 +189,7 @@ class GenerationRequest:
     client's estimate, for the router only. `patience_ms`: how long the client waits for its first
     byte, None = unknown, or it gets one at once. `form`: form of the answer's events; the engine
     records it for later streams of the same turn, and `output` with it. `constraint` None = any
-    text; no lane supports constraints yet. `client_name`: what the client calls the session, for
+    text. `client_name`: what the client calls the session, for
     listings.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
@@ -223,6 +223,12 @@ class GenerationRequest:
     append_to: str = ""
     is_retry: bool = False
     found: Found | None = None
+
+    @property
+    def ends_at_end_token(self) -> bool:
+        """Whether a token that ends a generation ends this one: a grammar that is complete allows
+        nothing else, so `ignore_eos` does not count then."""
+        return not self.ignore_eos or self.constraint is not None
 
 
 class TimelineUse(enum.StrEnum):

@@ -195,10 +195,10 @@ LANE_OTHER_MODEL = Problem("BE1215", Kind.INTERNAL, _DEFECT,
     "lane {lane} loaded another model than this daemon serves",
     "the model file was written or replaced since the daemon started",
     "restart the daemon to serve what is in the file now, or put the old file back")
-CONSTRAINT_UNSUPPORTED = Problem("BE1216", Kind.INVALID, "unsupported_parameter",
-    "no lane can constrain an answer to a schema",
-    "an answer that does not conform would look like one that does",
-    "leave the constraint out, and ask for the format in the prompt")
+GRAMMAR_REFUSED = Problem("BE1216", Kind.INVALID, "invalid_grammar",
+    "the answer cannot be constrained to this schema or grammar",
+    "{why}",
+    "correct or simplify the schema or grammar", param="response_format")
 KEY_QUEUE_FULL = Problem("BE1217", Kind.BUSY, "rate_limit_exceeded",
     "too many requests of this key are waiting",
     "{waiting} requests of it are queued, and the rest of the queue is for other keys",
@@ -208,6 +208,10 @@ LEAVING = Problem("BE1218", Kind.UNAVAILABLE, "draining",
     "it was drained by its operator; sessions that it computes for go on",
     "send the request to another daemon, or undo it: batchengine drain --undo",
     retry_ms=5000)
+GRAMMAR_UNAVAILABLE = Problem("BE1219", Kind.UNAVAILABLE, "grammar_unavailable",
+    "no process for constrained answers could be started", "{why}",
+    "send the request again; if it stays so, look for memory limits in the daemon's log",
+    retry_ms=1000)
 CLIENT_LEAVES = Problem("BE1225", Kind.UNAVAILABLE, "overloaded",
     "the client would leave before its answer begins",
     "about {wait_s:.1f} s until it could start, and the client waits {patience_s:.1f} s for"

@@ -47,6 +47,7 @@ from batchengine.engine.placement.plans import PeerPlans
 from batchengine.engine.remote.turns import RemoteTurns
 from batchengine.engine.sessions.appending import Appending
 from batchengine.engine.sessions.crash_marker import CrashMarker
+from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
@@ -55,6 +56,7 @@ from batchengine.engine.state import EngineState
 from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.gguf import GgufFile
+from batchengine.grammar.matchers import Grammars
 from batchengine.kv import Disputes
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.peers import LocalFacts, Peers
@@ -168,10 +170,12 @@ class Running:
         n_vocab = made.text.tokenizer.vocab_size
         self.maintenance = Maintenance(state, store, self.recovery, self.audit, n_vocab)
         self.parking = Parking(state)
+        self.grammars = Grammars(str(made.text.tokenizer.path.absolute()))
         self.requests = Requests(
             state,
             made.info,
             made.text,
+            TurnGrammars(state, self.grammars),
             journal,
             self.recovery,
             self.dispatcher,
@@ -260,6 +264,7 @@ class Running:
         await asyncio.to_thread(self.store.close)
         for loop in lanes:
             loop.kv.close()  # after the store, whose page thread may still read an arena
+        await self.grammars.close()
         await self.text.close()
 
 

@@ -19,6 +19,7 @@ from batchengine.lanes.host_device import (
     facts_of,
     load_model,
     sampled,
+    without,
 )
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
@@ -86,15 +87,20 @@ class CpuDevice(HostDevice):
         unreachable = routed.end() if routed else []
         if wanting:
             stepper.logits(len(wanting))
-        choices = choose(stepper, batch)
+        choices, late = choose(stepper, batch)
         rows, nonfinite = sampled(batch, wanting, choices, nonfinite)
         digests = stepper.row_digests(seeds)
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]
-            gone = {batch.entries[index].session for index in unreachable}
-            rows = [row for row in rows if row.session not in gone]
-        waited_us = routed.waited_us if routed else 0
-        return HostOutput(tuple(rows), tuple(nonfinite), digests, tuple(unreachable), waited_us)
+        unmasked = [index for index in late if index not in (*nonfinite, *unreachable)]
+        return HostOutput(
+            tuple(without(rows, batch, [*unreachable, *unmasked])),
+            tuple(nonfinite),
+            digests,
+            tuple(unreachable),
+            routed.waited_us if routed else 0,
+            tuple(unmasked),
+        )
 
     def close(self) -> None:
         """End the pool's threads."""

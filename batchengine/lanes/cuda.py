@@ -29,6 +29,7 @@ from batchengine.lanes.host_device import (
     facts_of,
     load_model,
     sampled,
+    without,
 )
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.page_cache import BoolArray, PageCache
@@ -186,11 +187,13 @@ class CudaDevice(HostDevice):
     def _run_parts(self, batch: StepInput, pages_max: int) -> StepOutput:
         rows: list[wire.SampledRow] = []
         nonfinite: list[int] = []
+        unmasked: list[int] = []
         for first, part in parts_of(batch, pages_max):
             output = super().run(part)
             rows += output.rows
             nonfinite += [first + index for index in output.nonfinite]
-        return StepOutput(tuple(rows), tuple(nonfinite))
+            unmasked += [first + index for index in output.unmasked]
+        return StepOutput(tuple(rows), tuple(nonfinite), unmasked=tuple(unmasked))
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Run one forward pass on the GPU, and copy its rows to the pages of the host."""
@@ -204,13 +207,15 @@ class CudaDevice(HostDevice):
         bad_rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
         # The GPU is busy from here on; it is waited for in `choose`, or in `row_digests`.
         cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
-        choices = choose(stepper, batch)
+        choices, late = choose(stepper, batch)
         digests = stepper.row_digests(seeds)
         nonfinite = stepper.nonfinite(wanted, bad_rows)
         chosen, nonfinite = sampled(batch, wanting, choices, nonfinite)
         on_host.set(batch.tokens, batch.shape, addresses)
         kernels.store_rows(pool, steps.rows.host, on_host)
-        return HostOutput(tuple(chosen), tuple(nonfinite), digests)
+        unmasked = [index for index in late if index not in nonfinite]
+        chosen = without(chosen, batch, unmasked)
+        return HostOutput(tuple(chosen), tuple(nonfinite), digests, unmasked=tuple(unmasked))
 
     def close(self) -> None:
         """End the pool's threads."""

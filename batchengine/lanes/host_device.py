@@ -20,7 +20,7 @@ from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import StepInput, StepOutput, U64Array
+from batchengine.lanes.step_input import Mask, StepInput, StepOutput, U64Array
 from batchengine.model import Model, Stepper, sample_spec
 from batchengine.weights import open_weights
 from batchengine.wire import lane as wire
@@ -37,6 +37,7 @@ class HostOutput:
     row_digests: U64Array
     unreachable: tuple[int, ...] = ()
     waited_us: int = 0
+    unmasked: tuple[int, ...] = ()
 
 
 class HostDevice(ABC):
@@ -74,9 +75,11 @@ class HostDevice(ABC):
             raise RuntimeError("run before attach")
         addresses, rows = _addresses(memory, batch), memory.rows_of(batch)
         output = self.compute(batch, addresses, rows.seeds)
-        unusable = output.nonfinite + output.unreachable
+        unusable = output.nonfinite + output.unreachable + output.unmasked
         memory.record_rows(batch, rows, output.row_digests, unusable)
-        return StepOutput(output.rows, output.nonfinite, output.unreachable, output.waited_us)
+        return StepOutput(
+            output.rows, output.nonfinite, output.unreachable, output.waited_us, output.unmasked
+        )
 
 
 def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float) -> Model:
@@ -124,14 +127,30 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
     )
 
 
-def choose(stepper: Stepper, batch: StepInput) -> list[kernels.Sampled]:
-    """A token for each entry that wants one, from the logits that were computed last."""
+def choose(stepper: Stepper, batch: StepInput) -> tuple[list[kernels.Sampled], tuple[int, ...]]:
+    """A token for each entry that wants one, from the logits that were computed last; and the
+    entries whose mask is late, whose token is not to be used."""
+    masks = batch.masks(batch.entries)
     specs = [
-        sample_spec(e.sampling, position=e.start + e.n_tokens, history=history)
-        for e, history in zip(batch.entries, batch.histories, strict=True)
+        sample_spec(e.sampling, position=e.start + e.n_tokens, history=history, mask=mask)
+        for e, history, mask in zip(batch.entries, batch.histories, masks, strict=True)
         if e.sampling is not None
     ]
-    return stepper.ops.sample(stepper.logits_rows, specs)
+    return stepper.ops.sample(stepper.logits_rows, specs), late_masks(batch, masks)
+
+
+def late_masks(batch: StepInput, masks: Sequence[Mask | None]) -> tuple[int, ...]:
+    """The entries that have a mask which has not come."""
+    pairs = enumerate(zip(batch.entries, masks, strict=True))
+    return tuple([index for index, (entry, mask) in pairs if entry.masked and mask is None])
+
+
+def without(
+    rows: Sequence[wire.SampledRow], batch: StepInput, entries: Sequence[int]
+) -> Sequence[wire.SampledRow]:
+    """What was sampled, but for these entries."""
+    sessions = {batch.entries[index].session for index in entries}
+    return [row for row in rows if row.session not in sessions] if sessions else rows
 
 
 def sampled(

@@ -8,7 +8,7 @@ Payload of a Step, little-endian, in this order (widest first, so every part sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ SLOT_MASK = (1 << 32) - 1
 
 U64Array = NDArray[np.uint64]
 I32Array = NDArray[np.int32]
+Mask = NDArray[np.uint32]
+Masks = Callable[[Sequence[wire.Entry]], list[Mask | None]]
 
 
 class BadStep(BatchEngineError):
@@ -47,11 +49,17 @@ class StepLimits:
     has_links: bool = False
 
 
+def no_masks(entries: Sequence[wire.Entry]) -> list[Mask | None]:
+    """Masks of entries, none of which has one."""
+    return [None] * len(entries)
+
+
 @dataclass(slots=True)
 class StepInput:
     """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages).
 
     imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
+    masks: waits for the masks of entries; None for those that have none, or whose mask is late.
     """
 
     entries: tuple[wire.Entry, ...]
@@ -62,18 +70,20 @@ class StepInput:
     imported: list[I32Array]
     is_routed: bool = False
     lap_ms: int = 0
+    masks: Masks = no_masks
 
 
 @dataclass(slots=True)
 class StepOutput:
     """rows: one per entry that wanted a token and whose rows are finite; nonfinite: the indices of
     the entries with a row that is not; unreachable: of those that a peer did not serve; waited_us:
-    for peers."""
+    for peers; unmasked: indices of those without a token since their mask is late."""
 
     rows: tuple[wire.SampledRow, ...]
     nonfinite: tuple[int, ...]
     unreachable: tuple[int, ...] = ()
     waited_us: int = 0
+    unmasked: tuple[int, ...] = ()
 
 
 def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
@@ -93,6 +103,8 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
         n_pages += pages
         if entry.history_len < 0 or (entry.history_len and entry.sampling is None):
             raise BadStep(f"session {entry.session}: a history of {entry.history_len} tokens")
+        if entry.masked and entry.sampling is None:
+            raise BadStep(f"session {entry.session}: a mask for no token")
         if entry.takes_sample and (count != 1 or entry.sampling is None):
             raise BadStep(f"session {entry.session}: a sample as {count} tokens")
         n_history += entry.history_len

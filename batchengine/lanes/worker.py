@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from batchengine import errors
 from batchengine.child import confinement
@@ -24,7 +27,7 @@ from batchengine.lanes.device import Device, LaneMemory
 from batchengine.lanes.process_guard import guard_process
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import StepLimits, StepOutput, take_samples, unpack
+from batchengine.lanes.step_input import Mask, StepLimits, StepOutput, take_samples, unpack
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload, Truncated
 from kernels.cuda.gpu import GpuFault
@@ -33,6 +36,7 @@ from kv_store.layout import PageLayout
 log = logging.getLogger("batchengine.worker")
 
 NO_OUTPUT = StepOutput((), ())  # of a step that has chores only
+MASK_WAIT_S = 0.02  # for masks that are late, in a step: other entries wait too
 
 
 def _cpu() -> Device:
@@ -73,8 +77,9 @@ class Worker:
         self._memory: LaneMemory | None = None
         self._links: DataLinks | None = None
         self._ring: Ring | None = None
-        self._received: deque[wire.LaneFrame | None] = deque()  # by the ring, not yet answered
+        self._received: deque[wire.LaneFrame | None] = deque()  # during a step, not yet answered
         self._sampled: dict[int, int] = {}  # session -> token, by the last step
+        self._masks: dict[tuple[int, int], bytes] = {}  # by session and position
 
     def serve(self) -> None:
         """Answer frames until the engine closes the link or sends Shutdown."""
@@ -100,10 +105,11 @@ class Worker:
 
     def _next(self) -> wire.LaneFrame | None:
         """The next request; data links are served until it comes."""
-        if self._ring is None:
-            return self._link.receive()
         while not self._received:
-            self._ring.poll(None)
+            if self._ring is None:
+                self._receive()
+            else:
+                self._ring.poll(None)
         return self._received.popleft()
 
     def _on_engine(self) -> None:
@@ -111,14 +117,48 @@ class Worker:
 
         The payload of the step stays, also when the next step comes.
         """
-        if self._ring is None or self._received:
-            return
+        if not self._received:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Take one frame from the engine: notes take effect, others wait in `_received`."""
         frame = self._link.receive()
-        if frame is not None and isinstance(frame.message, wire.LinkNote):
-            if frame.incarnation == self._incarnation:
+        is_own = frame is not None and frame.incarnation == self._incarnation
+        if frame is not None and isinstance(frame.message, wire.Mask):
+            if is_own:
+                self._masks[frame.message.session, frame.message.position] = frame.message.bits
+        elif (
+            self._ring is not None
+            and frame is not None
+            and isinstance(frame.message, wire.LinkNote)
+        ):
+            if is_own:
                 self._ring.take(frame.message)
         else:
             self._received.append(frame)
+
+    def _wait_masks(self, entries: Sequence[wire.Entry]) -> list[Mask | None]:
+        """The masks of a step's entries. Those that do not come in time are late: None."""
+        keys = [(e.session, e.start + e.n_tokens) if e.masked else None for e in entries]
+        missing = {key for key in keys if key is not None}
+        end_s = time.monotonic() + MASK_WAIT_S
+        while missing := missing - self._masks.keys():
+            poll = select.poll()
+            poll.register(self._link.fileno(), select.POLLIN)
+            left_ms = (end_s - time.monotonic()) * 1000
+            if left_ms <= 0 or not poll.poll(left_ms) or None in self._received:
+                break
+            self._receive()
+        return [None if key is None else self._mask(self._masks.pop(key, b"")) for key in keys]
+
+    def _mask(self, bits: bytes) -> Mask | None:
+        """A mask as the kernels take it; None if it does not fit the vocabulary."""
+        vocab = self._facts.vocab_size if self._facts is not None else 0
+        if not bits or len(bits) > 4 * -(-vocab // 32) or len(bits) % 4:
+            return None
+        words = np.zeros(-(-vocab // 32), np.uint32)
+        words[: len(bits) // 4] = np.frombuffer(bits, np.uint32)
+        return words if words.any() else None
 
     def _report(self, event: wire.LaneEvent) -> None:
         self._link.send(wire.LANE_LINK.encode(event, incarnation=self._incarnation))
@@ -187,6 +227,8 @@ class Worker:
             raise errors.STEP_BEFORE_ATTACH()
         started = time.perf_counter_ns()
         batch = unpack(step, payload, limits)
+        self._keep_masks(step)
+        batch.masks = self._wait_masks
         sampled, self._sampled = self._sampled, {}
         take_samples(batch, sampled)
         memory.check(step)
@@ -206,7 +248,14 @@ class Worker:
             imported,
             output.unreachable,
             output.waited_us,
+            output.unmasked,
         )
+
+    def _keep_masks(self, step: wire.Step) -> None:
+        """Forget masks that came too late for an earlier step."""
+        if self._masks:
+            keys = {(e.session, e.start + e.n_tokens) for e in step.entries if e.masked}
+            self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
 
 
 def _confine() -> None:

@@ -174,7 +174,7 @@ class Lane:
         socket.send_fds(self._files, [note.token], [sock.fileno()])
         self.note(note)
 
-    def note(self, note: wire.LinkNote) -> None:
+    def note(self, note: wire.LinkNote | wire.Mask) -> None:
         """Send what the worker does at once, even while it computes a step."""
         if self._protocol is not None:
             self._protocol.send(wire.LANE_LINK.encode(note, incarnation=self.incarnation))

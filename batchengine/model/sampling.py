@@ -10,9 +10,14 @@ from batchengine.core import Sampling
 
 
 def sample_spec(
-    sampling: Sampling, *, position: int, history: NDArray[np.int32] | None
+    sampling: Sampling,
+    *,
+    position: int,
+    history: NDArray[np.int32] | None,
+    mask: NDArray[np.uint32] | None = None,
 ) -> kernels.SampleSpec:
-    """Parameters for the token at `position`; `history`: tokens that penalties see, None = none."""
+    """Parameters for the token at `position`; `history`: tokens that penalties see, None = none;
+    `mask`: a bit for each token that it may be, None = any."""
     return kernels.SampleSpec(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -26,4 +31,5 @@ def sample_spec(
         history=history,
         bias=list(sampling.logit_bias),
         logprobs=sampling.logprobs,
+        mask=mask,
     )

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, Constraint
 from batchengine.families import Family, family_of
 from batchengine.text.control_tokens import ControlGuard
+from batchengine.text.grammar import GrammarCompiler
 from batchengine.text.messages import PROBE_TEXT, PROBES, prepare_messages
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
-from batchengine.wire.text import TEMPLATE, TOKENIZER
+from batchengine.wire.text import GRAMMAR, TEMPLATE, TOKENIZER
 
 
 class TextEncoder:
@@ -36,6 +37,7 @@ class TextEncoder:
         known = (renderer.source, tokenizer.special_ids)
         self.reasons = any(start in one for start in starts for one in known)
         self._takes: dict[str, bool] = {}
+        self._grammars = GrammarCompiler(tokenizer)
         self._specials = {
             "bos_token": _text(tokenizer, tokenizer.bos),
             "eos_token": _text(tokenizer, tokenizer.eos),
@@ -90,6 +92,11 @@ class TextEncoder:
 
         chat = {"messages": prepare_messages(messages), "tools": list(tools or ()) or None}
         return self._guard.encode_chat(chat, render)
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Raise GRAMMAR_REFUSED unless an answer can be constrained to this."""
+        self._on_phase(GRAMMAR)
+        self._grammars.check(constraint)
 
 
 def _text(tokenizer: Tokenizer, token: int | None) -> str:

@@ -23,7 +23,6 @@ from batchengine.core import BatchEngineError
 from batchengine.fair_queue import FairQueue
 from batchengine.wire.frames import FrameProtocol
 from batchengine.wire.text import (
-    TEMPLATE,
     TEXT_LINK,
     Done,
     Open,
@@ -32,6 +31,7 @@ from batchengine.wire.text import (
     TextFrame,
     TextMessage,
     TextRequest,
+    problem_of,
 )
 
 log = logging.getLogger("batchengine.text")
@@ -200,9 +200,7 @@ class TextPool:
                     raise errors.TEXT_UNAVAILABLE(why="the engine stops") from lost
                 log.warning("a text process %s during %s", lost, lost.phase)
                 if attempt == ATTEMPTS_MAX or lost.is_final or job.answer.done():
-                    row = (
-                        errors.TEMPLATE_STOPPED if lost.phase == TEMPLATE else errors.TEXT_UNUSABLE
-                    )
+                    row = problem_of(lost.phase)
                     raise row(why=f"its process {lost}") from lost
         raise AssertionError("the last attempt returns or raises")
 

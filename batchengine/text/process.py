@@ -13,7 +13,6 @@ import contextlib
 import datetime
 import importlib
 import os
-import resource
 import socket
 import sys
 import threading
@@ -23,14 +22,14 @@ from typing import NoReturn, cast
 import msgspec
 
 from batchengine import errors
-from batchengine.child import confinement, guard
+from batchengine.child import guard
+from batchengine.child.limits import Memory, confine, set_cpu_limit
 from batchengine.core import BatchEngineError
 from batchengine.text.encoder import TextEncoder
 from batchengine.text.renderer import OutputTooLong, Renderer, warm_up
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.frames import BlockingLink, Frame
 from batchengine.wire.text import (
-    TEMPLATE,
     TEXT_LINK,
     Done,
     Encode,
@@ -40,6 +39,7 @@ from batchengine.wire.text import (
     Read,
     Refused,
     TextMessage,
+    problem_of,
     token_bytes,
 )
 
@@ -51,32 +51,13 @@ STACK_BYTES = 1 << 30
 GROWTH_BYTES_MAX = 256 << 20  # a request that made the process grow by more is its last
 
 
-def confine(address_bytes: int) -> None:
-    """Limits this process for good: bounded memory, no files, processes or sockets.
-
-    A kernel that refuses the filter of system calls refuses it to workers too, which log it.
-    """
-    confinement.confine()
-    _limit(resource.RLIMIT_FSIZE, 0)
-    _limit(resource.RLIMIT_NPROC, 0)
-    _limit(resource.RLIMIT_NOFILE, 3)
-    _limit(resource.RLIMIT_AS, address_bytes)
-
-
-def _limit(kind: int, value: int) -> None:
-    """Lower a limit for good; one that is lower already stays."""
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
-
-
 class TextProcess:
     """Answers the frames of one link until the engine goes away."""
 
     def __init__(self, link: BlockingLink[TextMessage], reader: Reader | None) -> None:
         self._link = link
         self._reader = reader
-        self._memory = _Memory()
+        self._memory = Memory()
         self._resident_bytes_max = 0
         self._phase = ""  # of the request
 
@@ -95,7 +76,7 @@ class TextProcess:
         self._resident_bytes_max = self._memory.resident_bytes() + GROWTH_BYTES_MAX
         self._link.send(TEXT_LINK.encode(Done(is_last=False)))
         while (frame := self._link.receive()) is not None:
-            _set_cpu_limit(opening.cpu_s)
+            set_cpu_limit(opening.cpu_s)
             self._phase = ""
             message, payload = self._answer(encoder, frame)
             self._link.send(TEXT_LINK.encode(message, payload))
@@ -126,7 +107,7 @@ class TextProcess:
             return Refused.of(error, self._has_grown()), b""
         except (MemoryError, OutputTooLong) as error:
             what = "memory" if isinstance(error, MemoryError) else "output"
-            row = errors.TEMPLATE_STOPPED if self._phase == TEMPLATE else errors.TEXT_UNUSABLE
+            row = problem_of(self._phase)
             return Refused.of(row(why=f"its {what} passed the limit"), is_last=True), b""
         return Done(self._has_grown()), result
 
@@ -144,28 +125,6 @@ class TextProcess:
 
     def _has_grown(self) -> bool:
         return self._memory.resident_bytes() > self._resident_bytes_max
-
-
-class _Memory:
-    """The resident bytes of this process; opened before files are forbidden."""
-
-    def __init__(self) -> None:
-        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-    def resident_bytes(self) -> int:
-        return int(os.pread(self._fd, 256, 0).split()[1]) * resource.getpagesize()
-
-    def address_bytes(self) -> int:
-        return int(os.pread(self._fd, 256, 0).split()[0]) * resource.getpagesize()
-
-
-def _set_cpu_limit(cpu_s: int) -> None:
-    """CPU limits count from the start of the process; each request gets a share of its own."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + 1 + cpu_s
-    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
 def find_reader(name: str) -> Reader | None:

@@ -6,9 +6,9 @@ Attached, StepDone or Failed, and reports Loading in between. No pointer and no 
 here: pages are named by slot codes that the receiver checks.
 
 Messages about data links, holds and pipelines (OpenLink, CloseLink, Hold, Release, OpenStage,
-CloseStage, Gather, GatherPages) are no requests: they may be sent at any time after Attach, take
-effect while a step runs too, and have no answer but the events LinkChanged, HoldChanged,
-StageChanged and GatherChanged. Their frames have step 0.
+CloseStage, Gather, GatherPages) and Masks are no requests: they may be sent at any time after
+Attach, take effect while a step runs too, and have no answer but the events LinkChanged,
+HoldChanged, StageChanged and GatherChanged. Their frames have step 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 8
+VERSION = 9
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -162,6 +162,7 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     the leading pages, which lie elsewhere; the code of such a page is
     `HELD_BIT | link << 32 | index in the hold`. `takes_sample`: the only token, and the last one of
     the history, is what the Step before has sampled for this session, and 0 in the payload.
+    `masked`: a Mask says which tokens it may be; it may come after the Step.
     """
 
     session: int
@@ -173,6 +174,7 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     history_len: int = 0
     segments: tuple[Segment, ...] = ()
     takes_sample: bool = False
+    masked: bool = False
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -278,7 +280,8 @@ class StepDone(Message, tag=7, frozen=True):
     `nonfinite` = indices of entries with NaN or Inf: no token, their new rows are unusable.
     `digests` answers Step.digest in order; `verified` answers Step.verify in order; `imported` =
     leading rows proven and copied per Step.import, in order. `unreachable` = indices of
-    entries that a peer did not serve: as those of `nonfinite`. `elapsed_us` is without
+    entries that a peer did not serve: as those of `nonfinite`. `unmasked`: so are those whose Mask
+    had not come when the step was computed. `elapsed_us` is without
     `waited_us`, in which the worker had nothing to do until a peer answered.
     """
 
@@ -290,6 +293,7 @@ class StepDone(Message, tag=7, frozen=True):
     imported: tuple[int, ...] = ()
     unreachable: tuple[int, ...] = ()
     waited_us: int = 0
+    unmasked: tuple[int, ...] = ()
 
 
 class Failed(Message, tag=8, frozen=True):
@@ -462,13 +466,25 @@ class GatherChanged(Message, tag=25, frozen=True):
     why: str = ""
 
 
+class Mask(Message, tag=26, frozen=True):
+    """Engine -> worker: the tokens that a session may have at a position: a bit each, the lowest
+    first, in words of 32. It is sent after a Step with such an entry, or just before it.
+
+    The mask is no payload, so that the payload of a step that runs stays.
+    """
+
+    session: int
+    position: int
+    bits: bytes
+
+
 StageNote = OpenStage | CloseStage | Gather | GatherPages
 LinkNote = OpenLink | CloseLink | Hold | Release | StageNote
 StageEvent = StageChanged | GatherChanged
 LaneEvent = LinkChanged | HoldChanged | StageEvent
 LaneMessage = (
     Load | Loading | Ready | Attach | Attached | Step | StepDone | Failed | Ping | Pong | Shutdown
-    | LinkNote | LaneEvent | StageStep | StageDone
+    | LinkNote | LaneEvent | StageStep | StageDone | Mask
 )  # fmt: skip
 LaneFrame = Frame[LaneMessage]
 LANE_LINK = LinkSchema[LaneMessage](
@@ -476,4 +492,5 @@ LANE_LINK = LinkSchema[LaneMessage](
     Load, Loading, Ready, Attach, Attached, Step, StepDone, Failed, Ping, Pong, Shutdown,
     OpenLink, CloseLink, Hold, Release, LinkChanged, HoldChanged,
     OpenStage, CloseStage, StageStep, StageDone, StageChanged, Gather, GatherPages, GatherChanged,
+    Mask,
 )  # fmt: skip

@@ -9,11 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from batchengine import errors
 from batchengine.core import BatchEngineError
+from batchengine.errors import Problem
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
 VERSION = 1
-TEMPLATE, TOKENIZER = "the chat template", "the tokenizer"  # phases
+# phases
+TEMPLATE, TOKENIZER, GRAMMAR = "the chat template", "the tokenizer", "the grammar"
 
 
 class Open(Message, tag=1, frozen=True):
@@ -84,6 +87,12 @@ TextMessage = Open | Encode | EncodeChat | Read | Phase | Done | Refused
 TextRequest = Encode | EncodeChat | Read
 TextFrame = Frame[TextMessage]
 TEXT_LINK = LinkSchema[TextMessage](VERSION, Open, Encode, EncodeChat, Read, Phase, Done, Refused)
+
+
+def problem_of(phase: str) -> Problem:
+    """What it is called that a process broke a limit in this phase."""
+    rows = {TEMPLATE: errors.TEMPLATE_STOPPED, GRAMMAR: errors.GRAMMAR_REFUSED}
+    return rows.get(phase, errors.TEXT_UNUSABLE)
 
 
 def token_bytes(tokens: Sequence[int]) -> bytes:

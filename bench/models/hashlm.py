@@ -32,7 +32,7 @@ from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_device import HostDevice, HostOutput
 from batchengine.lanes.host_memory import HostMemory
-from batchengine.lanes.step_input import I32Array, StepInput, U64Array
+from batchengine.lanes.step_input import I32Array, Mask, StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
@@ -200,6 +200,8 @@ class HashDevice(HostDevice):
         all_pages, all_seeds = addresses.tolist(), seeds.tolist()
         sampled: list[wire.SampledRow] = []
         nonfinite: list[int] = []
+        unmasked: list[int] = []
+        masks = batch.masks(batch.entries)
         first_token = first_page = 0
         for index, (entry, (count, start, n_pages)) in enumerate(
             zip(batch.entries, batch.shape.tolist(), strict=True)
@@ -213,13 +215,16 @@ class HashDevice(HostDevice):
             ]
             if index == 0 and self.steps and self.steps == self.faults.nan_at:
                 nonfinite.append(index)
+            elif entry.masked and masks[index] is None:
+                unmasked.append(index)
             elif entry.sampling is not None:
                 token = self._read(pages, start + count, entry.sampling.seed)
+                token = _allowed(token, masks[index])
                 top = ((token, 0.0),) if entry.sampling.logprobs > 0 else ()
                 sampled.append(wire.SampledRow(entry.session, token, 0.0, top))
             first_token, first_page = first_token + count, first_page + n_pages
         self.at("before_records")
-        return HostOutput(tuple(sampled), tuple(nonfinite), digests)
+        return HostOutput(tuple(sampled), tuple(nonfinite), digests, unmasked=tuple(unmasked))
 
     def close(self) -> None:
         """Nothing to close."""
@@ -270,6 +275,14 @@ class HashDevice(HostDevice):
         digests = [xxhash.xxh3_128_digest(page.data) for page in pages[:full]]
         tail = pages[full][_offsets()[:rest]].tobytes() if rest else b""
         return _next_token(digests, tail, seed, self._vocab)
+
+
+def _allowed(token: int, mask: Mask | None) -> int:
+    """The token that a mask makes of one that was sampled without it."""
+    if mask is None:
+        return token
+    ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    return int(ids[token % len(ids)])
 
 
 def _spans(start: int, count: int) -> Iterator[tuple[int, int, int]]:

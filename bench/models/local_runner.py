@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import kernels
 from batchengine.core import PAGE_TOKENS, Sampling
@@ -21,6 +22,14 @@ from batchengine.gguf import GgufFile
 from batchengine.model import CpuOps, Model, Stepper, sample_spec
 from batchengine.model.forward import F32
 from batchengine.weights import open_weights
+
+Mask = NDArray[np.uint32]
+MaskOf = Callable[[int, list[int]], Mask | None]
+
+
+def no_mask(_index: int, _tokens: list[int]) -> Mask | None:
+    """Any token may follow."""
+    return None
 
 
 @dataclass(eq=False, slots=True)
@@ -195,10 +204,12 @@ class LocalRunner:
         sampling: Sequence[Sampling] | Sampling | None = None,
         chunk: int | None = None,
         eos: Iterable[int] = (),
+        mask_of: MaskOf = no_mask,
     ) -> list[list[int]]:
         """Continues every prompt by up to `n_tokens`, all of them decoded in one batch.
 
-        Stops a timeline at a token of `eos` (which is part of the result).
+        Stops a timeline at a token of `eos` (which is part of the result). `mask_of` says which
+        tokens may follow a timeline's answer: by its index and its tokens so far.
         """
         if isinstance(sampling, Sampling) or sampling is None:
             sampling = [sampling or Sampling()] * len(prompts)
@@ -208,13 +219,13 @@ class LocalRunner:
         try:
             for index, prompt in enumerate(prompts):
                 self.prefill(timelines[index], prompt, chunk)
-                self._choose([index], timelines, sampling, results)
+                self._choose([index], timelines, sampling, results, mask_of)
             live = self._live(results, n_tokens, stop)
             while live:
                 for start in range(0, len(live), self.entries_max):
                     part = live[start : start + self.entries_max]
                     self.step([(timelines[i], results[i][-1:]) for i in part])
-                    self._choose(part, timelines, sampling, results)
+                    self._choose(part, timelines, sampling, results, mask_of)
                 live = self._live(results, n_tokens, stop)
         finally:
             for timeline in timelines:
@@ -230,9 +241,12 @@ class LocalRunner:
         timelines: list[LocalSequence],
         sampling: Sequence[Sampling],
         results: list[list[int]],
+        mask_of: MaskOf,
     ) -> None:
         """Samples one token for each of `indexes`, whose logits are rows 0, 1, ... of the step."""
-        specs = [next_spec(sampling[i], timelines[i].tokens) for i in indexes]
+        specs = [
+            next_spec(sampling[i], timelines[i].tokens, mask_of(i, results[i])) for i in indexes
+        ]
         for index, choice in zip(
             indexes, self.stepper.ops.sample(self.stepper.logits_rows, specs), strict=True
         ):
@@ -241,7 +255,10 @@ class LocalRunner:
             results[index].append(choice.token)
 
 
-def next_spec(sampling: Sampling, tokens: list[int]) -> kernels.SampleSpec:
+def next_spec(
+    sampling: Sampling, tokens: list[int], mask: Mask | None = None
+) -> kernels.SampleSpec:
     """The kernel's sampling parameters for the token at position len(tokens)."""
     window = tokens[-sampling.penalty_tokens :] if sampling.penalty_tokens else []
-    return sample_spec(sampling, position=len(tokens), history=np.array(window, np.int32))
+    history = np.array(window, np.int32)
+    return sample_spec(sampling, position=len(tokens), history=history, mask=mask)

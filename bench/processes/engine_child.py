@@ -27,6 +27,7 @@ from batchengine.child import process
 from batchengine.config import Config, LaneConfig, load
 from batchengine.core import (
     BatchEngineError,
+    Constraint,
     DoneEvent,
     ErrorEvent,
     GenerationRequest,
@@ -268,6 +269,7 @@ def _request(command: dict[str, Any]) -> GenerationRequest:
         session_id=command.get("session"),
         park=command.get("park", False),
         tenant=command.get("tenant", ""),
+        constraint=Constraint(**command["constraint"]) if "constraint" in command else None,
     )
 
 

@@ -89,6 +89,8 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     ignored += prompt.unread
     if ignored and asked.strict:
         raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
+    if prompt.constraint is not None:
+        text.check_constraint(prompt.constraint)
     return encode(
         Reading(
             common,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 
 import pytest
 
-from batchengine import errors
 from batchengine.config import LaneConfig
-from batchengine.core import BatchEngineError, Constraint, Kind, Sampling, TokenEvent
+from batchengine.core import BatchEngineError, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
 from bench.processes.store_check import check_integrity
 from tests.support.engines import (
@@ -219,12 +217,6 @@ async def test_refusals_give_their_reason(site: Site) -> None:
         assert caught.value.name == "context_length_exceeded"
         assert caught.value.kind is Kind.INVALID
         assert caught.value.details == {"n_prompt_tokens": context, "n_ctx": context}
-        asked = dataclasses.replace(
-            request(words(1, 9), 1), constraint=Constraint("json_schema", "{}")
-        )
-        with pytest.raises(BatchEngineError) as caught:
-            engine.submit(asked)
-        assert caught.value.code == errors.CONSTRAINT_UNSUPPORTED.code
         assert not engine.requests()
         for bad in ([], [-1], [2048]):
             with pytest.raises(BatchEngineError) as caught:

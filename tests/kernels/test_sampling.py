@@ -135,7 +135,7 @@ def mask_of(allowed: NDArray[np.bool_]) -> NDArray[np.uint32]:
 
 
 def test_a_mask_excludes_tokens_after_bias_and_penalties() -> None:
-    """A bias of any size brings no excluded token back, and none takes the last allowed one away."""
+    """No bias brings an excluded token back, and none takes the last allowed one away."""
     logits = random_logits(3, 70)
     allowed = np.zeros(70, bool)
     allowed[[5, 40, 69]] = True

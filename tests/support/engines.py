@@ -219,6 +219,7 @@ class Reference:
     """Reference answers: one timeline at a time, one chunk, no engine."""
 
     def __init__(self, model: Path, cache_dir: Path) -> None:
+        self.model = model
         self.runner = LocalRunner(model, threads=1, cache_dir=cache_dir, n_pages=64)
         self._known: dict[tuple[str, ...], list[int]] = {}  # many tests ask for the same answer
 

@@ -19,6 +19,7 @@ from batchengine import errors
 from batchengine.config import Config, LimitsConfig, ModelConfig, ServerConfig
 from batchengine.core import (
     BatchEngineError,
+    Constraint,
     DoneEvent,
     ErrorEvent,
     GenerationEvent,
@@ -72,6 +73,9 @@ class FakeText:
 
     def ends_turn(self, token: int) -> bool:
         return token == ord("\n")
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Every grammar will do."""
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:
         await asyncio.sleep(0)

@@ -7,6 +7,7 @@ the step before gives a token each; the worker takes its own samples as their in
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep) -> InFlightStep 
         turn, session = part.turn, part.turn.session
         kv, start = session.kv, session.frontier + part.n_tokens
         is_plain = start == len(session.tokens) and not (kv.held or turn.shared_with)
-        if session.suspect or not is_plain or start >= kv.reach():
+        if session.suspect or turn.matcher or not is_plain or start >= kv.reach():
             return None
         n_pages, n_history = pages_for(start + 1), min(turn.history_tokens, start + 1)
         codes.extend(kv.codes[:n_pages])
@@ -145,6 +146,17 @@ class InFlightSteps:
         deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * step.predicted_ms / 1000)
         self._requests.append(self._lane.post(step.step, step.payload, deadline_s=deadline_s))
 
+    def send_masks(self) -> None:
+        """Send the masks of the step that was sent last, those that are not known yet later."""
+        step = self._steps[-1]
+        for part, entry in zip(step.parts, step.step.entries, strict=True):
+            if entry.masked and part.turn.matcher is not None:
+                position = entry.start + entry.n_tokens
+                part.turn.matcher.give(functools.partial(self._send_mask, entry.session, position))
+
+    def _send_mask(self, session: int, position: int, bits: bytes) -> None:
+        self._lane.note(wire.Mask(session, position, bits))
+
     def send_ahead(self, view: scheduler.LaneView, now_ms: float) -> None:
         """Send the step after the only one in flight, if it can be ahead; `view`: the lane's now,
         in which that step is not committed."""
@@ -178,7 +190,10 @@ class InFlightSteps:
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
     """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
-    without_rows, asked = {*done.nonfinite, *done.unreachable}, in_flight.step.import_rows
+    without_rows, asked = (
+        {*done.nonfinite, *done.unreachable, *done.unmasked},
+        in_flight.step.import_rows,
+    )
     wanted = [
         part.turn.session.key
         for index, part in enumerate(in_flight.parts)
@@ -188,6 +203,7 @@ def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
         wanted != [row.session for row in done.rows]
         or not without_rows <= set(range(len(in_flight.parts)))
         or any(not in_flight.step.entries[index].segments for index in done.unreachable)
+        or any(not in_flight.step.entries[index].masked for index in done.unmasked)
         or len(done.digests) != len(in_flight.step.digest)
         or len(done.verified) != len(in_flight.verify)
         or len(done.imported) != len(asked)

@@ -133,6 +133,12 @@ class LaneLoop:
         self.seats.forget_row(turn)
         self.wake()
 
+    def mask_known(self, turn: Turn) -> None:
+        """Look again at a turn that may have waited for a mask."""
+        self.seats.forget_row(turn)
+        if turn.is_late or (turn.matcher is not None and turn.matcher.is_slow):
+            self.wake()
+
     def close_session(self, session: Session) -> None:
         """Close an idle session: its slots are freed, its pages unpinned."""
         self.kv.slots.protect(session)
@@ -320,6 +326,7 @@ class LaneLoop:
         self._in_flight.add(in_flight, began_ms)
         await self._suspects.mark_all(in_flight.parts)
         self._in_flight.send()
+        self._in_flight.send_masks()
         while self._in_flight:
             self._send_ahead()
             self._emit()

@@ -242,7 +242,12 @@ class Seats:
         able = [
             turn
             for turn in self.running.values()
-            if not (turn.paused or turn.session.kv.pending or turn.session.kv.cut_off)
+            if not (
+                turn.paused
+                or turn.awaits_mask
+                or turn.session.kv.pending
+                or turn.session.kv.cut_off
+            )
         ]
         if able:
             self.pages_short.set()

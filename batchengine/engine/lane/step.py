@@ -99,9 +99,13 @@ class StepWriter:
                 history.extend(session.tokens[-history_len:])
             sampling = turn.sampling if wants else None
             segments = tuple([segment.message() for segment in session.kv.held])
+            masked = wants and turn.matcher is not None
             entries.append(
-                wire.Entry(key, session.epoch, start, n, n_pages, sampling, history_len, segments)
-            )
+                wire.Entry(
+                    key, session.epoch, start, n, n_pages, sampling, history_len, segments,
+                    masked=masked,
+                )
+            )  # fmt: skip
             parts.append(StepEntry(turn, n, wants))
             if full_pages(start) != full_pages(end):
                 fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
@@ -188,7 +192,8 @@ class StepWriter:
         """Apply the worker's answer: frontiers, tokens, seals.
 
         Entries that a peer did not serve have no rows and no token, and are computed again. So are
-        entries of a step ahead whose turn is over, or does not go on as it was assumed.
+        entries of a step ahead whose turn is over, or does not go on as it was assumed, and those
+        whose mask was late.
         Returns whether pages became invalid, which other sessions of the lane may hold.
         """
         seats = self._seats
@@ -200,6 +205,9 @@ class StepWriter:
             for turn, entry in zip(turns, entries, strict=True)
             if entry.takes_sample and not self._is_current(turn, entry)
         }
+        for index in done.unmasked:
+            turns[index].is_late = True
+            void.add(turns[index])
         nonfinite = {turns[i] for i in done.nonfinite} - void
         self._meter.ahead += in_flight.chores is None
         self._meter.void += len(void)
@@ -306,7 +314,7 @@ class StepWriter:
 
     def _finish(self, generation: Generation, token: int, n_tokens: int) -> str:
         """Why an answer ends with its token number `n_tokens`; "" = it goes on."""
-        if not generation.request.ignore_eos and token in self._end_tokens:
+        if generation.request.ends_at_end_token and token in self._end_tokens:
             return "stop"
         return "length" if n_tokens >= generation.request.tokens_max else ""
 
@@ -315,6 +323,9 @@ class StepWriter:
         its last token."""
         session, generation = turn.session, turn.generation
         session.tokens.append(row.token)
+        if turn.matcher is not None:
+            turn.matcher.accept(row.token)
+            turn.is_late = False
         generation.completion_tokens += 1
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms

@@ -252,6 +252,8 @@ class AwayTurns:
             return f"peer {turn.shared_with} computes it too"
         if session.tenant.startswith(PEER_TENANT):
             return f"it is a turn of {session.tenant}"
+        if turn.matcher is not None:
+            return "its answer follows a grammar, whose masks are computed here"
         if session.key in self._state.moves:
             return "a hand-over is on the way"
         if session.kv.n_held or session.kv.later:

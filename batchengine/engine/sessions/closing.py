@@ -33,6 +33,8 @@ class TurnClosing:
     def close(self, turn: Turn, end: TurnEnd) -> None:
         """Close a turn; its last event is sent once its record is durable."""
         generation, reason = turn.generation, end.reason
+        if turn.matcher is not None:
+            turn.matcher.close()
         if self._state.turns.pop(generation, None) is None:
             return  # `fail_all` has sent the last event
         if self.draining and reason == "cancelled" and not generation.cancelled:

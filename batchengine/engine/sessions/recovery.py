@@ -491,6 +491,8 @@ def _find(
     asked = turn_record(last.sampling)
     if asked is None or not asked.says_the_same(request.sampling):
         return None
+    if asked.constraint != request.constraint:
+        return None
     if list(request.prompt) != session.tokens[: last.prompt_end]:
         return None
     found = _continuation(session, last)

@@ -29,6 +29,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.move_report import MoveCause
 from batchengine.engine.sessions.closing import TurnClosing
+from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
@@ -53,6 +54,7 @@ class Requests:
         state: EngineState,
         info: ModelInfo,
         text: TextFrontend,
+        grammars: TurnGrammars,
         journal: Journal,
         recovery: SessionRecovery,
         dispatcher: Dispatcher,
@@ -64,6 +66,7 @@ class Requests:
         self._state = state
         self._info = info
         self._text = text
+        self._grammars = grammars
         self._journal = journal
         self._recovery = recovery
         self._dispatcher = dispatcher
@@ -366,8 +369,9 @@ class Requests:
         """Queue the turn on its lane. A defect before that ends this request only."""
         session = turn.session
         try:
-            await self._find_kv(turn)
-            self._enqueue(turn)
+            if await self._grammars.begin(turn):
+                await self._find_kv(turn)
+                self._enqueue(turn)
         except Exception as error:
             if session.state is not State.IDLE:
                 raise  # the lane's tables may be inconsistent
@@ -427,8 +431,7 @@ class Requests:
 
     def _cancel(self, generation: Generation) -> None:
         """Cancel the turn of a request, or remove the request from its queue."""
-        turn = self._state.turns.get(generation)
-        if turn is not None:
+        if (turn := self._state.turns.get(generation)) is not None:
             loop = self._state.home.get(turn.session.key)
             if loop is not None and turn.session.state is not State.IDLE:
                 loop.cancel(turn)
@@ -442,8 +445,7 @@ class Requests:
     def _has_room(self, generation: Generation) -> None:
         """Resume the paused turn of a reader that caught up."""
         generation.paused_since_ms = None
-        turn = self._state.turns.get(generation)
-        if turn is not None and turn.paused:
+        if (turn := self._state.turns.get(generation)) is not None and turn.paused:
             self._state.home[turn.session.key].resume(turn)
 
 

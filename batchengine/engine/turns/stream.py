@@ -232,7 +232,7 @@ class Generation:
             for token in tokens[shown : shown + SLICE]:
                 self.completion_tokens += 1
                 self.resumed_tokens += 1
-                if not self.request.ignore_eos and token in end_tokens:
+                if self.request.ends_at_end_token and token in end_tokens:
                     reason = "stop"
                     break
                 shown += 1

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest
 from batchengine.engine.turns.stream import Generation
+from batchengine.grammar.matchers import Matcher
 from batchengine.policy.rows import RANK, TurnRow
 from batchengine.session import Loss, Session
 from batchengine.session_kv import pages_for
@@ -20,8 +21,6 @@ from batchengine.session_kv import pages_for
 
 def check_request(request: GenerationRequest, context_tokens: int, vocab_size: int) -> None:
     """Raise BatchEngineError of kind INVALID for a request that can never run."""
-    if request.constraint is not None:
-        raise errors.CONSTRAINT_UNSUPPORTED()
     n_prompt, most = len(request.prompt), request.tokens_max
     if n_prompt < 1:
         what, fix = "the prompt is empty", "send at least one token"
@@ -83,6 +82,8 @@ class Turn:
         self.shared_with = ""  # the peer that computes it too: it stays on its lane
         self.on_difference: Callable[[], None] = lambda: None  # from that peer's tokens
         self.is_away = False  # only that peer computes it
+        self.matcher: Matcher | None = None  # of a constrained answer
+        self.is_late = False  # the mask of its next token was late for a step
         self.needs_match = False  # its session lost KV: match the prompt with the store again
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit
         self.suspect_until = 0
@@ -129,6 +130,13 @@ class Turn:
             raise RuntimeError(f"{self!r} ended without a reason")
         return self.end
 
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether the turn computes nothing before the mask of its next token is known: one that
+        is late makes all entries of a step wait."""
+        matcher = self.matcher
+        return matcher is not None and matcher.mask is None and (self.is_late or matcher.is_slow)
+
     def row(self, *, running: bool, evictable: int = 0) -> TurnRow:
         """Return the turn as a row for the scheduler; cached while the turn waits for a seat.
 
@@ -153,7 +161,7 @@ class Turn:
             self.pages_max,
             len(kv.open),
             running,
-            self.paused or session.is_expecting or kv.cut_off,
+            self.paused or session.is_expecting or kv.cut_off or self.awaits_mask,
             session.suspect,
             evictable,
             session.tenant,
