@@ -353,8 +353,7 @@ class Requests:
 
     def _begin(self, loop: LaneLoop, session: Session, generation: Generation) -> Turn:
         """Create the turn and assign it to the lane."""
-        state = self._state
-        horizon_ms, tpot_ms = self._dispatcher.pace(loop, generation.request)
+        state, (horizon_ms, tpot_ms) = self._state, self._dispatcher.pace(loop, generation.request)
         now_ms = state.now_ms()
         turn = Turn(session, generation, horizon_ms=horizon_ms, tpot_ms=tpot_ms, now_ms=now_ms)
         state.turns[generation] = turn
