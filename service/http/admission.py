@@ -87,6 +87,10 @@ class Service:
                 generation.cancel()
         return bool(found)
 
+    def requests_of(self, tenant: str) -> int:
+        """How many requests of this tenant run or wait."""
+        return sum(live.job.asked.tenant == tenant for live in self.live.values())
+
     @contextmanager
     def admit(self, tenant: str) -> Generator[Admission, None, None]:
         """Counts a request from before its body until it is live or refused; raises 503, or 429
@@ -99,8 +103,7 @@ class Service:
         if busy >= limit:
             raise errors.TOO_MANY_REQUESTS(running=busy, limit=limit)
         if not keys.is_alone(self.config, tenant):
-            own = self.preparing_of[tenant]
-            own += sum(live.job.asked.tenant == tenant for live in self.live.values())
+            own = self.preparing_of[tenant] + self.requests_of(tenant)
             own_max = keys.key_of(self.config, tenant).streams_max
             if not keys.may_take(self.config, tenant, own, limit, busy, own_max):
                 raise errors.TOO_MANY_OF_KEY(running=own, limit=limit)

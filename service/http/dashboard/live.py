@@ -89,7 +89,7 @@ async def _facts(service: Service, tenant: str) -> dict[str, Any]:
         "lanes": [public(lane) for lane in engine.lanes()],
         "stats": public(engine.stats()),
         "peers": await _peers(service),
-        "n_requests": sum(one.job.asked.tenant == tenant for one in service.live.values()),
+        "n_requests": service.requests_of(tenant),
         "requests": [public(row) for row in requests],
         "sessions": [public(row) for row in sessions],
     }

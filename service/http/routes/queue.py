@@ -10,14 +10,15 @@ from service.http.answers import json_answer
 from service.http.routes.route import Route
 from service.operations import public
 
-ROWS_MAX = 1000
+ROWS_MAX = 200
+ROWS_SEARCHED = 1000  # for a named request or session
 
 
 async def _queue(request: web.Request) -> web.Response:
     service, tenant = request.app[SERVICE], request[CALLER].tenant
     check_serving(service.engine)
     named = request.query.get("request_id") or request.query.get("session_id")
-    rows = service.overview.requests(tenant, ROWS_MAX)
+    rows = service.overview.requests(tenant, ROWS_SEARCHED if named else ROWS_MAX)
     own = [
         row for row in rows if named is None or named in (row["request_id"], row.get("session_id"))
     ]
@@ -27,7 +28,7 @@ async def _queue(request: web.Request) -> web.Response:
             "object": "queue",
             "running": sum(int(lane.get("running", 0)) for lane in lanes),
             "waiting": sum(int(lane.get("waiting", 0)) for lane in lanes),
-            "requests": len(own),
+            "requests": len(own) if named else service.requests_of(tenant),
             "data": [public(row) for row in own],
         }
     )

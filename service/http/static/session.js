@@ -63,8 +63,22 @@ function header(id, detail) {
   h("div", { class: "actions" }, button("Promote", act("promote")), button("Demote", act("demote")), button("Close", close)));
 }
 
+// Where the pages of a session are and what it waits for, if peers have any.
+function held({ route, waits_for: waits = {}, slow = {}, page_move: move, pages_lost: lost }) {
+  const name = (peer) => peer || "here";
+  const lines = [
+    route?.some((one) => one.peer) ? `pages: ${route.map((one) => `${name(one.peer)} ${count(one.pages)}`).join(", ")}` : null,
+    ...Object.entries(waits).map(([peer, why]) => `waits for ${peer}: ${why}`),
+    ...Object.entries(slow).map(([peer, why]) => `leaves ${peer}: ${why}`),
+    lost ? `${count(lost)} pages are computed again: they were lost with a peer` : null,
+    move ? `moving ${count(move.pages)} pages, ${name(move.source)} → ${name(move.target)}` : null,
+  ].filter(Boolean);
+  return lines.length ? h("ul", {}, lines.map((line) => h("li", {}, line))) : null;
+}
+
 function parts(id, detail, decisions, found) {
-  const made = [header(id, { ...found, ...detail })];
+  const facts = { ...found, ...detail };
+  const made = [header(id, facts), held(facts)].filter(Boolean);
   if (!decisions.length) return [...made, h("p", { class: "quiet" }, "This daemon has decided nothing about it yet.")];
   const latest = decisions.slice(-DECISIONS_MAX);
   made.push(timeline(latest), listing(latest));

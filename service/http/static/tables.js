@@ -97,6 +97,8 @@ export function peers(snapshot) {
     ["round trip", (one) => ms(one.rtt_ms), true],
     ["running", (one) => count(one.requests_running), true],
     ["waiting", (one) => count(one.requests_waiting), true],
+    ["our pages there", (one) => count(one.pages_taken), true],
+    ["its pages here", (one) => count(one.pages_given), true],
     ["KV free", (one) => (one.kv_free_bytes == null ? null : bytes(one.kv_free_bytes)), true],
     ["why", (one) => one.why || null, false, "text"],
   ], snapshot.peers, ""));

@@ -54,6 +54,17 @@ class Scene(FakeEngine):
             "store": {"budget_bytes": 1 << 30, "used_bytes": 1 << 28, "pages_total": 7},
         }  # fmt: skip
 
+    def peer_names(self) -> Any:
+        return ["host-b"]
+
+    async def peers(self, *, measure: bool = False) -> Any:
+        row = {"name": "host-b", "state": "up", "rtt_ms": 0.4, "pages_taken": 31, "why": ""}
+        return {"name": "host-a", "peers": [row]}
+
+    def explain(self, given: str, tenant: str | None = None) -> Any:
+        route = [{"peer": "host-b", "pages": 31}, {"peer": "", "pages": 2}]
+        return {**super().explain(given, tenant), "route": route}
+
     def _decision(self, generation: Any) -> dict[str, Any]:
         move = {
             "from": "bulk", "to": "fast", "cause": "promotion", "result": "moved", "gap_ms": 1.5,
@@ -85,6 +96,7 @@ async def test_lanes_sessions_and_a_move_are_shown() -> None:
         assert "targets met" in await page.value(text)
         assert await page.until(f"{text}.includes('75.0 %')")
         assert "256.0 MiB of 1.0 GiB" in await page.value(text)
+        assert "host-b" in await page.value("document.getElementById('peers').innerText")
         await page.until("!!document.querySelector('#chart canvas')")
         lane = f"document.querySelector('.chip[data-session=\"{first}\"]').dataset.lane"
         assert await page.value(lane) == "bulk"
@@ -110,6 +122,7 @@ async def test_a_session_is_opened_and_closed_by_keys() -> None:
         await page.until("!!document.querySelector('.timeline .dot')")
         text = await page.value("document.getElementById('session').innerText")
         assert "bulk → fast (promotion)" in text
+        assert "pages: host-b 31, here 2" in text
         assert "Why fast: only this lane can take it" in text
         label = "document.querySelector('.timeline').getAttribute('aria-label')"
         assert "bulk to fast" in await page.value(label)
