@@ -82,7 +82,7 @@ def test_answers_about_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     limits = PromptLimits(100, 300, 16)
     row: Any = None
     body = json.dumps({"tokens": [65] * ((1 << 20) + 1)}).encode()
-    with pytest.raises(BatchEngineError, match="array of length"):
+    with pytest.raises(BatchEngineError, match="at most 1048576"):
         texts.detokenize(FakeText(), row, limits, body)
     monkeypatch.setattr(texts, "ANSWER_BYTES_MAX", 1000)
     with pytest.raises(BatchEngineError, match="BE1750"):
