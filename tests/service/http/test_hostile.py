@@ -470,7 +470,6 @@ async def test_a_wrong_method_and_a_wrong_route_are_refused() -> None:
             ("POST", "/v1/nothing", 404, "route_not_found"),
             ("GET", "/v1/models/none", 404, "model_not_found"),
             ("POST", "/v1/embeddings", 404, "not_supported"),
-            ("POST", "/v1/audio/speech", 404, "not_supported"),
             ("OPTIONS", CHAT, 405, "method_not_allowed"),
         ):
             async with client.request(method, path) as reply:
