@@ -189,8 +189,8 @@ class GenerationRequest:
     client's estimate, for the router only. `patience_ms`: how long the client waits for its first
     byte, None = unknown, or it gets one at once. `form`: form of the answer's events; the engine
     records it for later streams of the same turn, and `output` with it. `constraint` None = any
-    text. `client_name`: what the client calls the session, for
-    listings.
+    text. `client_name`: what the client calls the session, for listings. `echo`: text of the
+    service, which the turn keeps.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -218,6 +218,7 @@ class GenerationRequest:
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
     client_name: str = ""
+    echo: str = ""
     in_family: bool = False
     append: tuple[int, ...] = ()
     append_to: str = ""
@@ -252,6 +253,23 @@ class Found:
     of: str = ""
     shared: int = 0
     is_history_missing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PastTurn:
+    """A turn of the ledger: its request, and its answer as its client got it.
+
+    `tokens` of the answer are durable. `finish_reason` "" = it has not ended, or its daemon was
+    killed. `only`: its session has no other turn.
+    """
+
+    request: GenerationRequest
+    tokens: int
+    text: str
+    finish_reason: str
+    is_last: bool
+    is_running: bool
+    only: bool
 
 
 class Presence(enum.Enum):

@@ -607,6 +607,21 @@ NOT_ERASED = Problem("BE2419", Kind.UNAVAILABLE, "not_erased",
 NOT_APPENDABLE = Problem("BE2420", Kind.INVALID, "not_appendable",
     "the messages cannot be appended to the session", "{why}",
     "send the whole conversation, without batchengine.append", param="batchengine.append")
+UNKNOWN_TURN = Problem("BE2421", Kind.MISSING, "unknown_turn",
+    "there is no turn {turn_id}",
+    "it was never made or not stored, or its session has changed since",
+    "send the whole conversation")
+UNKNOWN_RESPONSE = Problem("BE2422", Kind.MISSING, "response_not_found",
+    "Response with id '{given:.80}' not found.",
+    "it was never made or not stored, its session has changed since, or another key made it")
+UNKNOWN_PREVIOUS = Problem("BE2423", Kind.MISSING, "previous_response_not_found",
+    "Previous response with id '{given:.80}' not found.",
+    "it was never made or not stored, its session has changed since, or another key made it",
+    "send the whole conversation as input", param="previous_response_id")
+RESPONSE_IN_USE = Problem("BE2424", Kind.CONFLICT, "response_in_use",
+    "response {given:.80} is not deleted",
+    "other responses of its session are made of its tokens, or it is made of theirs",
+    "DELETE /v1/sessions/ID erases all of them")
 
 # -------------------------------------------------------------------------------------- 25: peers
 PEER_IDENTITY = Problem("BE2501", Kind.INVALID, _USAGE,

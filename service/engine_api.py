@@ -13,6 +13,7 @@ from batchengine.core import (
     GenerationEvent,
     GenerationRequest,
     ModelInfo,
+    PastTurn,
     Presence,
     Stage,
     Waiting,
@@ -92,6 +93,8 @@ class EngineApi(Protocol):
         self, tenant: str | None = None, count_max: int | None = None
     ) -> Sequence[Facts]: ...
     def stats(self) -> Facts: ...
+
+    async def past_turn(self, tenant: str, turn_id: str) -> PastTurn: ...
 
     # one session
     async def resume(

@@ -50,6 +50,7 @@ from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
+from batchengine.engine.sessions.past.turns import PastTurns
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
 from batchengine.engine.state import EngineState
@@ -186,8 +187,13 @@ class Running:
         self.operations = SessionOperations(
             state, store, journal, self.recovery, self.requests, self.parking, made.text
         )
+        self.past_turns = PastTurns(state, store, self.recovery, made.text)
         self.appending = Appending(
-            state, self.recovery, made.text.tokenizer.eog, made.info.context_tokens
+            state,
+            self.recovery,
+            self.past_turns,
+            made.text.tokenizer.eog,
+            made.info.context_tokens,
         )
         self.peers = Peers(
             launch.config.peers,

@@ -19,7 +19,14 @@ import msgspec
 
 from batchengine import errors
 from batchengine.config import Config
-from batchengine.core import BatchEngineError, GenerationRequest, ModelInfo, Presence, Stage
+from batchengine.core import (
+    BatchEngineError,
+    GenerationRequest,
+    ModelInfo,
+    PastTurn,
+    Presence,
+    Stage,
+)
 from batchengine.engine import boot, report
 from batchengine.engine.boot import Launch, Running
 from batchengine.engine.lane.supervisor import store_error
@@ -191,13 +198,14 @@ class Engine:
         return self.running.requests.submit(request)
 
     async def begin(self, request: GenerationRequest) -> Generation:
-        """Choose the timeline that the request goes on with, and admit it; see `Appending`.
-
-        Raises BatchEngineError before anything has changed.
-        """
+        """Admit the request behind a timeline (`Appending`), or raise BatchEngineError."""
         if request.append:
             request = await self.running.appending.prompted(request)
         return self.submit(request)
+
+    async def past_turn(self, tenant: str, turn_id: str) -> PastTurn:
+        """Return a turn of the ledger with its answer. Raises BatchEngineError (404)."""
+        return await self.running.past_turns.find(tenant, turn_id)
 
     async def resume(
         self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""

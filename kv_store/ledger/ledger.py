@@ -9,6 +9,7 @@ would succeed without writing them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sqlite3
@@ -177,6 +178,10 @@ class Ledger:
     def list_sessions(self) -> Future[list[SessionInfo]]:
         """Every session, most recently used first."""
         return self.read(queries.infos)
+
+    def session_of_turn(self, tenant: str, turn: str) -> Future[str | None]:
+        """The session of a tenant that has this turn, None if none has."""
+        return self.read(lambda db: queries.session_of_turn(db, tenant, turn))
 
     def suspects(self) -> Future[list[SuspectInfo]]:
         """Every session that a SetSuspect marks."""
@@ -477,6 +482,8 @@ class Ledger:
             self._create(store_uuid)
         elif version != writes.SCHEMA_VERSION:
             raise StoreVersion(f"the store has schema {version}, this program knows 1")
+        with contextlib.suppress(sqlite3.OperationalError):  # a full disk: searches take longer
+            db.execute(writes.TURN_INDEX)
         return _replay(db)
 
     def _create(self, store_uuid: bytes) -> None:

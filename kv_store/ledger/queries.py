@@ -86,6 +86,16 @@ def infos(db: sqlite3.Connection) -> list[SessionInfo]:
     return [SessionInfo._make(row) for row in rows]
 
 
+def session_of_turn(db: sqlite3.Connection, tenant: str, turn: str) -> str | None:
+    """The session of a tenant that has this turn; None if none has."""
+    found = db.execute(
+        "SELECT session.id FROM turn JOIN session ON session.id = turn.session"
+        " WHERE turn.id = ? AND session.tenant = ? ORDER BY turn.seq DESC LIMIT 1",
+        (turn, tenant),
+    ).fetchone()
+    return None if found is None else str(found[0])
+
+
 def suspects(db: sqlite3.Connection) -> list[SuspectInfo]:
     rows = db.execute("SELECT session, incarnation, strikes, alone FROM suspect ORDER BY session")
     return [SuspectInfo(name, inc, strikes, bool(alone)) for name, inc, strikes, alone in rows]

@@ -26,6 +26,8 @@ OLD_TURNS = """SELECT session, id FROM (
     (SELECT session FROM turn GROUP BY session HAVING count(*) > ?1))
 WHERE age > ?1 AND status != 'running'"""
 
+TURN_INDEX = "CREATE INDEX IF NOT EXISTS turn_by_id ON turn (id)"  # older files are without it
+
 # session_page, snapshot and migration are never written: every store of this version has them
 SCHEMA = """
 CREATE TABLE store (
@@ -45,6 +47,7 @@ CREATE TABLE turn (
   PRIMARY KEY (session, id)) WITHOUT ROWID;
 CREATE UNIQUE INDEX turn_idempotency ON turn (session, idempotency_key)
   WHERE idempotency_key IS NOT NULL;
+CREATE INDEX IF NOT EXISTS turn_by_id ON turn (id);
 CREATE TABLE token_blob (
   session TEXT NOT NULL, start INTEGER NOT NULL, n INTEGER NOT NULL, ids BLOB NOT NULL,
   checksum BLOB NOT NULL, PRIMARY KEY (session, start)) WITHOUT ROWID;

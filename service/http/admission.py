@@ -37,13 +37,15 @@ BODIES_BYTES_MAX = 256 << 20  # of all requests that are being read, parsed and 
 
 @dataclass(slots=True)
 class Live:
-    """One HTTP request that has generations running. `outcome` is for the log."""
+    """One HTTP request that has generations running. `outcome` is for the log; `begun` is set once
+    a generation that has no reader has a token."""
 
     job: requests.HttpJob
     generations: list[GenerationApi]
     began: float
     outcome: str = "disconnected"
     usage: Usage | None = None  # of the first choice that ended
+    begun: asyncio.Event | None = None
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class Service:
     attempts: Attempts = field(default_factory=Attempts)
     fair_admission: FairAdmission = field(default_factory=FairAdmission)
     live: dict[int, Live] = field(default_factory=dict[int, Live])
+    background: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     accepting: bool = True
     preparing: int = 0  # requests on their way to `live`
     bodies_bytes: int = 0  # of their bodies

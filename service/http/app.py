@@ -34,7 +34,7 @@ from service.http.admission import (
 )
 from service.http.answers import STATUS, error_headers, json_answer
 from service.http.dashboard import live, page
-from service.http.routes import models, openapi, queue, route, texts, unbuilt
+from service.http.routes import models, openapi, queue, responses, route, texts, unbuilt
 from service.http.routes.route import Route
 from service.protocols import carriers, reading, requests
 from service.protocols.formatter import Formatter
@@ -237,7 +237,10 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],
         )  # fmt: skip
-        requests.fill(job, found.fields, found.prompt(), engine.info)
+        prompt = found.prompt()
+        if prompt.append_to:
+            prompt = await responses.behind(engine, request[CALLER].tenant, prompt)
+        requests.fill(job, found.fields, prompt, engine.info)
         generations = await requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))
         return protocol.formatter(job), live
@@ -256,6 +259,8 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         headers["x-batchengine-session-id"] = session_id
     if (found := job.requests[0].found) is not None:
         headers["x-batchengine-timeline"] = found.use.value
+    if responses.is_background(job):
+        return responses.later(service, formatter, live)
     try:
         if not job.stream:
             return await relay.answer_whole(request, formatter, live)
@@ -335,6 +340,7 @@ ROUTES = (
     *models.ROUTES,
     *sessions.ROUTES,
     Route("GET", "/ready", _ready, "As /health, without details.", "operation"),
+    *responses.ROUTES,
     Route("GET", "/health", _health, "200 = a request sent now is computed.", "operation"),
     Route(
         "GET", "/metrics", _metrics, "Numbers for Prometheus.", "operation",

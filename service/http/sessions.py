@@ -149,6 +149,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
             fingerprint=service.engine.info.fingerprint,
             predict=lambda: service.engine.predicted(asked.request_id),
             requests=[asked],
+            echo=asked.echo.encode() or requests.NOTHING,
         )
         formatter = BY_NAME[asked.form].formatter(job)
         headers = request[HEADERS]

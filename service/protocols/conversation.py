@@ -60,6 +60,9 @@ class Conversation:
     echo: bytes = NOTHING
     unread: tuple[str, ...] = ()  # as in `Prompt`
     append: bool = False
+    append_to: str = ""  # the turn behind whose answer they go
+    heading: int = 0  # first messages that `append` leaves out where the turn before has them
+    stored: bool = False  # as in `Prompt`
 
 
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
@@ -85,6 +88,11 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     if conversation.append or limits.append:
         prepared = history.prepare(messages, tools, text)
         added = append.appended(text, *prepared, conversation.template)
+    bare = added
+    if added and conversation.heading:
+        rest = messages[conversation.heading :]
+        prepared = history.prepare(rest, tools, text)
+        bare = append.appended(text, *prepared, conversation.template) if rest else []
     return Prompt(
         [tokens],
         tokens_max,
@@ -96,6 +104,9 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         echo=conversation.echo,
         unread=conversation.unread,
         append=added,
+        append_bare=bare,
+        append_to=conversation.append_to,
+        stored=conversation.stored,
     )
 
 

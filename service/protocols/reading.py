@@ -49,6 +49,9 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     constraint: Constraint | None
     echo: bytes
     append: bytes = b""
+    append_bare: bytes = b""
+    append_to: str = ""
+    stored: bool = False
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -63,6 +66,9 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
             self.constraint,
             self.echo,
             append=token_ids(self.append),
+            append_bare=token_ids(self.append_bare),
+            append_to=self.append_to,
+            stored=self.stored,
         )
 
 
@@ -104,5 +110,8 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             prompt.constraint,
             prompt.echo,
             token_bytes(prompt.append),
+            token_bytes(prompt.append_bare),
+            prompt.append_to,
+            prompt.stored,
         )
     )

@@ -38,6 +38,7 @@ from service.protocols.schema import (
     binary32,
     stop_strings,
 )
+from service.session_ids import session_key
 
 # No vocabulary averages this many bytes per token: a text beyond it cannot fit, and is refused
 # before the tokenizer spends seconds on it.
@@ -60,7 +61,8 @@ class Prompt:
     `tokens_max` 0 = only the KV of the prompt is wanted.
     `echo` is JSON of the request that the protocol's formatter repeats in its answer. `unread` are
     names of what was accepted and changes nothing. `append`: the tokens that go behind the
-    session's timeline instead, if it has one.
+    session's timeline instead, if it has one; `append_bare`: without the instructions, which the
+    turn `append_to` may have. `stored`: the answer is found by its id later, so it has a session.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -73,6 +75,9 @@ class Prompt:
     echo: bytes = NOTHING
     unread: tuple[str, ...] = ()
     append: list[int] = field(default_factory=list[int])
+    append_bare: list[int] = field(default_factory=list[int])
+    append_to: str = ""
+    stored: bool = False
 
 
 @dataclass(slots=True)
@@ -261,6 +266,11 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             fix="send fewer at once",
         )
     job.echo = prompt.echo
+    if prompt.stored and (prompt.append_to or job.asked.session_id is None):
+        name = session_key(job.asked.tenant, job.asked.request_id)
+        job.asked = dataclasses.replace(job.asked, session_id=name)
+    elif prompt.append_to:
+        job.asked = dataclasses.replace(job.asked, session_id=None)
     context = info.context_tokens
     sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
     for tokens in prompt.tokens:
@@ -277,6 +287,8 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             output=prompt.output,
             constraint=prompt.constraint,
             append=tuple(prompt.append),
+            append_to=prompt.append_to,
+            echo="" if prompt.echo == NOTHING else prompt.echo.decode(),
         )
         if not prompt.tokens_max:  # one token is computed, which no timeline shall hold
             first = dataclasses.replace(
@@ -299,6 +311,7 @@ def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
         request_id=f"{request.request_id}-{index}",
         session_id=None,
         append=(),
+        append_to="",
         tool_call_ids=(),
         client_name="",
         idempotency_key=f"{key}#{index}" if key else "",

@@ -25,6 +25,7 @@ from batchengine.core import (
     GenerationEvent,
     GenerationRequest,
     ModelInfo,
+    PastTurn,
     Presence,
     QueuedEvent,
     Stage,
@@ -187,6 +188,16 @@ class FakeEngine:
 
     async def begin(self, request: GenerationRequest) -> FakeGeneration:
         return self.submit(request)
+
+    async def past_turn(self, tenant: str, turn_id: str) -> PastTurn:
+        for generation in self.generations:
+            asked = generation.request
+            if asked.request_id == turn_id and asked.tenant == tenant and asked.session_id:
+                text = "".join(self.reply[: asked.tokens_max])
+                reason = "stop" if generation.finished else ""
+                running = not generation.finished
+                return PastTurn(asked, len(self.reply), text, reason, True, running, only=True)
+        raise errors.UNKNOWN_TURN(turn_id=turn_id)
 
     def _last(self, tenant: str | None, session_id: str) -> GenerationRequest:
         for (owner, name), request in self.known.items():

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from batchengine import errors
 from batchengine.core import Found, GenerationRequest, TimelineUse
+from batchengine.engine.sessions.past.turns import PastTurns
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
+from batchengine.engine.turns.journal import RUNNING
 from kv_store.ledger.queries import SessionRecord, TurnInfo
 
 
@@ -24,12 +26,14 @@ class Appending:
         self,
         state: EngineState,
         recovery: SessionRecovery,
+        past_turns: PastTurns,
         end_tokens: frozenset[int],
         context_tokens: int,
     ) -> None:
         """`end_tokens` end a message of the model."""
         self._state = state
         self._recovery = recovery
+        self._past_turns = past_turns
         self._end_tokens = end_tokens
         self._context_tokens = context_tokens
 
@@ -37,8 +41,10 @@ class Appending:
         """Return the request with its whole prompt, to be submitted before any other task runs.
 
         A request whose session has no timeline keeps the prompt that it has. Raises
-        BatchEngineError (400, 503).
+        BatchEngineError (400, 404, 503).
         """
+        if request.append_to:
+            return await self._behind(request)
         if request.session_id is None:
             raise errors.NOT_APPENDABLE(why="the request names no session")
         name = request.tenant, request.session_id
@@ -52,15 +58,48 @@ class Appending:
         else:
             timeline = () if found is None else found.tokens
         if not timeline or found is None:
-            if request.append_to:
-                raise errors.TURN_FOLLOWED(session_id=name[1], turn_id=request.append_to)
             return dataclasses.replace(request, append=(), found=Found(TimelineUse.NEW))
         prompt = self._repeated(request, found, timeline) or self._longer(request, timeline)
-        tokens_max = min(request.tokens_max, max(1, self._context_tokens - len(prompt)))
         use = Found(TimelineUse.APPENDED, name[1], len(timeline))
+        return self._with_prompt(request, prompt, use)
+
+    def _with_prompt(
+        self, request: GenerationRequest, prompt: tuple[int, ...], use: Found
+    ) -> GenerationRequest:
+        tokens_max = min(request.tokens_max, max(1, self._context_tokens - len(prompt)))
         return dataclasses.replace(
-            request, prompt=prompt, append=(), tokens_max=tokens_max, found=use
+            request, prompt=prompt, append=(), append_to="", tokens_max=tokens_max, found=use
         )
+
+    async def _behind(self, request: GenerationRequest) -> GenerationRequest:
+        """Return the request with a prompt behind the answer of turn `append_to`.
+
+        The session of that turn goes on if nothing has followed it. Otherwise, and for a request
+        that names no session, the prompt is a timeline of its own, which shares their pages.
+        """
+        while True:
+            place = await self._past_turns.place(request.tenant, request.append_to)
+            name, found = (request.tenant, place.session_id), place.record
+            if again := self._repeated(request, found, found.tokens):
+                turn = _repeated_turn(request, found.turns)
+                assert turn is not None  # `again` is its prompt
+                use = Found(TimelineUse.CONTINUED, name[1], len(again))
+                asked = dataclasses.replace(request, session_id=name[1], request_id=turn.id)
+                return self._with_prompt(asked, again, use)
+            session = self._state.sessions.get(name)
+            is_busy = session is not None and self._state.is_busy(session)
+            if not (is_busy and place.is_last and place.turn.status == RUNNING):
+                break
+            await self._state.at_rest(*name)
+        timeline = found.tokens[: place.end]
+        prompt = self._longer(request, timeline)
+        is_followed = session is not None and 0 <= session.logged != len(timeline)
+        if is_busy or is_followed or not place.is_last or request.session_id is None:
+            use = Found(TimelineUse.FORKED, name[1], len(timeline))
+            return self._with_prompt(request, prompt, use)
+        use = Found(TimelineUse.APPENDED, name[1], len(timeline))
+        asked = dataclasses.replace(request, session_id=name[1], in_family=False)
+        return self._with_prompt(asked, prompt, use)
 
     def _longer(self, request: GenerationRequest, timeline: Sequence[int]) -> tuple[int, ...]:
         """Return the timeline, the end of its last message if it has none, and the new messages."""

@@ -416,6 +416,10 @@ class SessionRecovery:
             self._journal.cut(session, known)
         return facts
 
+    def has_same_tokens(self, found: SessionRecord) -> bool:
+        """Whether the session's token ids are those of the model that runs now."""
+        return "tokenizer_hash" not in self._changes(found)
+
     def _changes(self, found: SessionRecord) -> tuple[str, ...]:
         """Return the descriptor fields in which the session's old KV differs from the store's."""
         repr_id = session_meta(found.info.meta).repr_id or found.info.repr_id.hex()

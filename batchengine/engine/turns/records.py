@@ -55,6 +55,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     form: str = FORM_CHAT
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
+    echo: str = ""
     number: int = 0
 
     @classmethod

@@ -28,7 +28,12 @@ from service.protocols.responses.tools import ToolNames
 
 ID_PREFIX = "resp_"
 TURN_PREFIX = "req_"  # of a request's id, which is its turn's
-STATUS = {"length": "incomplete", "shutdown": "failed"}  # of a finish reason; else "completed"
+STATUS = {  # of a finish reason; of any other one "failed"
+    "stop": "completed",
+    "tool_calls": "completed",
+    "length": "incomplete",
+    "cancelled": "cancelled",
+}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -39,6 +44,7 @@ class Echo(msgspec.Struct, frozen=True, omit_defaults=True):
     fields: dict[str, msgspec.Raw] = {}
     names: ToolNames = ToolNames()
     encrypts: bool = False
+    created: int = 0  # seconds since the epoch
 
 
 def response_id(turn_id: str) -> str:
@@ -61,7 +67,7 @@ def head(job: HttpJob, turn_id: str, echo: Echo) -> Chunk:
     fields: Chunk = {
         "id": response_id(turn_id),
         "object": "response",
-        "created_at": job.created,
+        "created_at": echo.created or job.created,
         "status": "in_progress",
         "completed_at": None,
         "error": None,
@@ -108,50 +114,55 @@ def error_fields(error: BatchEngineError) -> Chunk:
 class ResponsesFormatter(Formatter):
     """Events with `sequence_number`, or one response object."""
 
-    def __init__(self, job: HttpJob) -> None:
+    def __init__(self, job: HttpJob, first: int = 0) -> None:
+        """Events before number `first` are not sent: the client has them."""
         super().__init__(job)
-        echo, turn = echo_of(job.echo), job.asked.request_id.removeprefix(TURN_PREFIX)
-        self._head = head(job, job.asked.request_id, echo)
+        self._first = first
+        echo, turn_id = echo_of(job.echo), job.requests[0].request_id
+        self._head = head(job, turn_id, echo)
+        turn = turn_id.removeprefix(TURN_PREFIX)
         self._items = OutputItems(turn, echo.names, encrypts=echo.encrypts)
         self._sent = 0  # events
-        self._reasoning_tokens = 0
         self._early: list[bytes] = []  # log-probabilities of tokens whose text is held back
 
     # ---- streams ----
 
     def opening(self) -> list[SseEvent]:
         names = ("response.created", "response.in_progress")
-        return [self._event({"type": name, "response": self._head}) for name in names]
+        return self._events([{"type": name, "response": self._head} for name in names])
+
+    def begun(self) -> bytes:
+        """The whole object of a response that has not ended."""
+        return _encode(self._head)
 
     def noop(self) -> list[SseEvent]:
         """The second event once more, as comments do not reset the watchdog of every client."""
         self._sent -= 1
-        return [self._event({"type": "response.in_progress", "response": self._head})]
+        return self._events([{"type": "response.in_progress", "response": self._head}])
 
     def failure(self, error: BatchEngineError) -> list[SseEvent]:
         chunks = self._items.close("incomplete")
         fields: Chunk = {"status": "failed", "error": error_fields(error)}
         response = self._head | fields | {"output": self._items.done}
         chunks.append({"type": "response.failed", "response": response})
-        return [self._event(chunk) for chunk in chunks]
-
-    def token(self, index: int, event: TokenEvent) -> list[SseEvent]:
-        events = super().token(index, event)
-        self._reasoning_tokens += self._items.in_reasoning
-        return events
+        return self._events(chunks)
 
     def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
         logprobs = [] if event.logprob is None else [msgspec.Raw(_logprob_item(event))]
         chunks = self._items.push(parts, logprobs)
-        return [self._event(chunk) for chunk in chunks]
+        return self._events(chunks)
+
+    def _skip(self, index: int, parts: Sequence[OutputPart]) -> None:
+        self._sent += len(self._items.push(parts, []))
 
     def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
         chunks = self._items.push(parts, [])
-        status = STATUS.get(self.answers[0].finish_reason, "completed")
+        status = self._status()
         chunks += self._items.close("completed" if status == "completed" else "incomplete")
         response = self._ended(status)
-        chunks.append({"type": f"response.{status}", "response": response})
-        return [self._event(chunk) for chunk in chunks]
+        name = "incomplete" if status == "cancelled" else status  # which has no event of its own
+        chunks.append({"type": f"response.{name}", "response": response})
+        return self._events(chunks)
 
     # ---- whole answers ----
 
@@ -163,7 +174,6 @@ class ResponsesFormatter(Formatter):
         super().collect(index, event)
         self._items.push(answer.parts, [])
         answer.parts.clear()
-        self._reasoning_tokens += self._items.in_reasoning and isinstance(event, TokenEvent)
         if self._items.in_message:
             self._items.logprobs[-1].extend(self._early)
             self._early.clear()
@@ -171,7 +181,7 @@ class ResponsesFormatter(Formatter):
             self._early.clear()  # of reasoning or of a call
 
     def whole(self) -> Iterator[bytes]:
-        status = STATUS.get(self.answers[0].finish_reason, "completed")
+        status = self._status()
         self._items.close("completed" if status == "completed" else "incomplete")
         messages = [item for item in self._items.done if item["type"] == "message"]
         for item in messages:
@@ -182,7 +192,22 @@ class ResponsesFormatter(Formatter):
             yield from joined(logprobs)
             yield after
 
+    def stored(self, text: str, finish_reason: str, tokens: int) -> bytes:
+        """The whole object of an answer of the ledger; what nothing recorded is left out of it."""
+        parser = self.answers[0].parser
+        self._items.push([*parser.push(text), *parser.flush()], [])
+        status = STATUS.get(finish_reason, "failed")
+        self._items.close("completed" if status == "completed" else "incomplete")
+        prompt = len(self.job.requests[0].prompt)
+        counts = {"input_tokens": prompt, "output_tokens": tokens, "total_tokens": prompt + tokens}
+        facts: Chunk = {"completed_at": None, "output": self._items.done, "usage": counts}
+        return _encode({**self._head, **ended(status), **facts})
+
     # ---- inner ----
+
+    def _status(self) -> str:
+        answer = self.answers[0]
+        return STATUS.get(answer.cut or answer.finish_reason, "failed")
 
     def _ended(self, status: str) -> Chunk:
         usage = self.answers[0].usage
@@ -191,10 +216,15 @@ class ResponsesFormatter(Formatter):
             **self._head,
             **ended(status),
             "output": self._items.done,
-            "usage": usage_object(*numbers, self._reasoning_tokens),
+            "usage": usage_object(*numbers, self.answers[0].reasoning_tokens),
             "timings": timings_object(self.answers),
             "batchengine": serving_object(self.job, self.answers),
         }
+
+    def _events(self, chunks: list[Chunk]) -> list[SseEvent]:
+        began = self._sent
+        events = [self._event(chunk) for chunk in chunks]
+        return events[max(0, self._first - began) :]
 
     def _event(self, chunk: Chunk) -> SseEvent:
         name = str(chunk["type"])

@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 
 from service.protocols.openai.envelope import Chunk
-from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
+from service.protocols.output import (
+    CallArguments,
+    CallStart,
+    OutputPart,
+    Reasoning,
+    Text,
+    call_id_of,
+)
 from service.protocols.responses.items import encrypted
 from service.protocols.responses.tools import ToolNames, custom_input
 
@@ -115,7 +122,7 @@ class OutputItems:
         return self._begin("reasoning", "rs", fields)
 
     def _begin_call(self, name: str) -> list[Chunk]:
-        fields: Fields = {"call_id": f"call_{self._turn}{self._calls:02x}"}
+        fields: Fields = {"call_id": call_id_of(self._turn, self._calls)}
         self._calls += 1
         if name in self._names.namespaces:
             fields["namespace"], fields["name"] = self._names.namespaces[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import msgspec
 
 from batchengine.core import FORM_RESPONSES
@@ -11,7 +13,7 @@ from service.protocols.openai.envelope import error_object
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
 from service.protocols.responses import items, schema, tools
-from service.protocols.responses.formatter import Echo, ResponsesFormatter
+from service.protocols.responses.formatter import Echo, ResponsesFormatter, turn_id_of
 from service.protocols.responses.schema import ResponsesRequest
 
 _encode = msgspec.json.Encoder().encode
@@ -26,7 +28,8 @@ def _conversation(body: ResponsesRequest) -> Conversation:
     messages, items_unread = items.messages(body.input, body.instructions)
     functions, names, tools_unread = tools.functions(body.tools)
     fields = {name: msgspec.Raw(_encode(one)) for name, one in schema.repeated(body).items()}
-    echo = Echo(fields, names, schema.wants_encrypted(body))
+    echo = Echo(fields, names, schema.wants_encrypted(body), int(time.time()))
+    previous = body.previous_response_id
     effort = schema.effort(body)
     return Conversation(
         messages=messages,
@@ -38,6 +41,10 @@ def _conversation(body: ResponsesRequest) -> Conversation:
         logprobs=schema.logprobs(body),
         param="input",
         echo=_encode(echo),
+        append=previous is not None or body.conversation is not None,
+        append_to="" if previous is None else turn_id_of(previous),
+        heading=len(items.messages(None, body.instructions)[0]),
+        stored=body.store is not False,
         unread=(*schema.unread(body), *items_unread, *tools_unread),
     )
 
@@ -50,5 +57,6 @@ RESPONSES = Protocol(
     read_prompt=read_prompt,
     formatter=ResponsesFormatter,
     error=error_object,
+    common=schema.common,
     count_route="/v1/responses/input_tokens",
 )

@@ -12,17 +12,19 @@ import msgspec
 from msgspec import Meta
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Constraint
-from service.protocols.schema import Common, Name, TokenCount
+from batchengine.core import BatchEngineError, Constraint, SlaClass
+from service.protocols.schema import Common, Extension, Name, TokenCount, common_fields
 
 ITEMS_MAX = 8192
 TOOLS_MAX = 512
 ID_CHARS_MAX = 256
-ECHO_BYTES_MAX = 64 << 10  # of instructions and tools; larger ones are not repeated
+ECHO_BYTES_MAX = 16 << 10  # of instructions and tools; larger ones are not repeated
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TOP_LOGPROBS_MAX = 20
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
+
+WINDOWS = {"soonest": SlaClass.STANDARD, "2h": SlaClass.BATCH, "8h": SlaClass.BATCH}
 
 Fields = dict[str, Any]
 Id = Annotated[str, Meta(max_length=ID_CHARS_MAX)]
@@ -57,14 +59,15 @@ def check(body: ResponsesRequest) -> None:
     """Raises 400 for fields that would change the answer and are not implemented."""
     if body.prompt is not None:
         raise _unsupported("prompt", "stored prompts are not supported", "send input")
-    for name in ("previous_response_id", "conversation", "background"):
-        if getattr(body, name):
-            raise _unsupported(name, f"{name} is not supported", f"leave out {name}")
     if body.n not in (None, 1):
         raise _unsupported("n", "a response has one answer", "leave out n")
     if body.truncation not in (None, "auto", "disabled"):
         what = f"truncation {body.truncation[:40]!r} is unknown"
         raise errors.INVALID_FIELD(param="truncation", what=what, fix='use "disabled"')
+    if body.background and body.stream:
+        what = "a background response is fetched later, it has no stream of its own"
+        fix = "leave out stream, and GET /v1/responses/ID?stream=true"
+        raise errors.INVALID_FIELD(param="stream", what=what, fix=fix)
     if body.background and body.store is False:
         what = "a background response is stored until it is fetched"
         raise errors.INVALID_FIELD(param="store", what=what, fix="leave out store or background")
@@ -72,7 +75,7 @@ def check(body: ResponsesRequest) -> None:
         what = "conversation and previous_response_id both name what the input follows"
         fix = "send one of them"
         raise errors.INVALID_FIELD(param="previous_response_id", what=what, fix=fix)
-    if body.input is None and body.previous_response_id is None and body.conversation is None:
+    if not body.input:
         raise errors.MISSING_FIELD(param="input")
     effort(body)
     response_format(body)
@@ -148,10 +151,25 @@ def conversation_id(body: ResponsesRequest) -> str | None:
     return given
 
 
+def common(body: ResponsesRequest) -> Common:
+    """The fields that all protocols share. A conversation is a session; a response that no client
+    waits for has a class that can wait."""
+    fields = common_fields(body)
+    given = fields.batchengine or Extension()
+    if given.session_id is None and (named := conversation_id(body)) is not None:
+        given = msgspec.structs.replace(given, session_id=named)
+    if body.background and given.sla_class is None and body.service_tier is None:
+        window = (body.background_options or {}).get("completion_window")
+        sla_class = WINDOWS.get(window if isinstance(window, str) else "", SlaClass.BACKGROUND)
+        given = msgspec.structs.replace(given, sla_class=sla_class.value)
+    return msgspec.structs.replace(fields, batchengine=given)
+
+
 def repeated(body: ResponsesRequest) -> Fields:
     """The fields of a request that its response repeats, with the defaults that were used."""
     reasoning, text = body.reasoning or {}, body.text or {}
-    found: Fields = {
+    found: Fields = {} if body.model is None else {"model": body.model}
+    found |= {
         "background": bool(body.background),
         "conversation": None,
         "instructions": body.instructions,

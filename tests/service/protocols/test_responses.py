@@ -22,6 +22,7 @@ from batchengine.core import (
     BatchEngineError,
     DoneEvent,
     GenerationRequest,
+    SkippedEvent,
     TokenEvent,
     TokenLogprob,
     Usage,
@@ -419,7 +420,11 @@ async def test_what_is_ignored_is_counted_and_refused_where_asked() -> None:
         ({"input": "x", "prompt": {"id": "p"}}, "prompt"),
         ({"input": "x", "n": 2}, "n"),
         ({"input": "x", "truncation": "some"}, "truncation"),
-        ({"input": "x", "background": True}, "background"),
+        ({"input": "x", "background": True, "store": False}, "store"),
+        ({"input": "x", "background": True, "stream": True}, "stream"),
+        ({"input": "x", "conversation": {}}, "conversation"),
+        ({"input": "x", "conversation": "c", "previous_response_id": "r"}, "previous_response_id"),
+        ({"previous_response_id": "resp_1"}, "input"),
         ({}, "input"),
         ({"input": "x", "reasoning": {"effort": "lots"}}, "reasoning.effort"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
@@ -443,3 +448,20 @@ def test_fields_that_cannot_be_honoured_are_refused(fields: dict[str, Any], para
     with pytest.raises(BatchEngineError) as caught:
         read()
     assert caught.value.param == param
+
+
+@given(part_lists, st.integers(0, 6))
+def test_a_resumed_stream_goes_on_with_the_same_events(lists: list[list[Any]], known: int) -> None:
+    script = flat(lists)
+    known = min(known, len(script))
+    made = ResponsesFormatter(job_of(Echo(names=NAMES, encrypts=True)))
+    made.answers[0].parser = Scripted(script)
+    made.opening()
+    for _ in range(known):
+        made.skip(0, SkippedEvent("x"))
+    events: list[Any] = []
+    for _ in range(len(script) - known):
+        events += made.token(0, TokenEvent(1, "x"))
+    events += made.finish(0, DoneEvent("stop", Usage(3, 1, len(script))))
+    shown = [json.loads(event.data) for event in events]
+    assert shown == streamed(script)[len(streamed(script)) - len(shown) :]

@@ -1,0 +1,1 @@
+"""Turns that ended, and what goes on behind them."""

@@ -1,0 +1,239 @@
+"""The routes about responses that were made: fetching, cancelling and forgetting them.
+
+A response is a turn of a session, and its id names that turn, so a restart of the daemon changes
+nothing. One that was begun in the background goes on without a reader; after a restart it goes on
+when it is next asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+
+from aiohttp import web
+
+from batchengine import errors
+from batchengine.core import (
+    FORM_RESPONSES,
+    BatchEngineError,
+    PastTurn,
+    QueuedEvent,
+)
+from service.engine_api import EngineApi, GenerationApi, check_serving
+from service.http import relay
+from service.http.access import check_changes
+from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service
+from service.http.answers import json_answer
+from service.http.routes.route import Route
+from service.protocols import requests
+from service.protocols.formatter import Formatter
+from service.protocols.requests import HttpJob, Prompt
+from service.protocols.responses.formatter import (
+    ID_PREFIX,
+    ResponsesFormatter,
+    echo_of,
+    response_id,
+    turn_id_of,
+)
+
+log = logging.getLogger("batchengine.service")
+
+
+async def behind(engine: EngineApi, tenant: str, prompt: Prompt) -> Prompt:
+    """The prompt of a request that follows a response: without instructions that it has already.
+
+    Raises 404 if there is no such response.
+    """
+    try:
+        past = await engine.past_turn(tenant, prompt.append_to)
+    except BatchEngineError as error:
+        if error.code != errors.UNKNOWN_TURN.code:
+            raise
+        given = response_id(prompt.append_to)
+        raise errors.UNKNOWN_PREVIOUS(given=given) from None
+    before, now = echo_of(past.request.echo.encode()), echo_of(prompt.echo)
+    if before.fields.get("instructions") != now.fields.get("instructions"):
+        return prompt
+    return dataclasses.replace(prompt, append=prompt.append_bare)
+
+
+# ---- responses that nothing waits for ----
+
+
+def is_background(job: HttpJob) -> bool:
+    """Whether the client fetches the response later."""
+    return job.asked.form == FORM_RESPONSES and _says(job.echo, "background")
+
+
+def later(service: Service, formatter: Formatter, live: Live) -> web.Response:
+    """The response as it begins; its generation goes on."""
+    _finish_alone(service, live)
+    assert isinstance(formatter, ResponsesFormatter)
+    return web.Response(body=formatter.begun(), content_type="application/json")
+
+
+def _finish_alone(service: Service, live: Live) -> None:
+    """Reads a generation to its end, as its turn waits for a reader."""
+
+    begun = live.begun = asyncio.Event()
+
+    async def read(generation: GenerationApi) -> None:
+        try:
+            while events := await generation.events():
+                if not isinstance(events[-1], QueuedEvent):
+                    begun.set()
+            live.outcome = "finished in the background"
+        except BatchEngineError as error:
+            log.warning("%s: %s", generation.request_id, error)
+        finally:
+            begun.set()
+            generation.cancel()
+            service.leave(live, live.outcome)
+
+    task = asyncio.create_task(read(live.generations[0]), name="background")
+    service.background.add(task)
+    task.add_done_callback(service.background.discard)
+
+
+async def _go_on(service: Service, past: PastTurn) -> None:
+    """Computes the rest of a background response whose daemon or disk stopped it."""
+    asked = past.request
+    assert asked.session_id is not None
+    with service.admit(asked.tenant):
+        generation = await service.engine.resume(
+            asked.tenant, asked.session_id, past.tokens, asked.request_id
+        )
+        live = service.enter(Live(_job(service, past), [generation], time.monotonic()))
+    _finish_alone(service, live)
+
+
+# ---- the routes ----
+
+
+async def _past(request: web.Request) -> tuple[Service, PastTurn]:
+    """The turn of the response in the path; raises 404, also for those of other keys."""
+    service, given = request.app[SERVICE], request.match_info["response_id"]
+    check_serving(service.engine)
+    try:
+        if not given.startswith(ID_PREFIX):
+            raise errors.UNKNOWN_TURN(turn_id=given)
+        past = await service.engine.past_turn(request[CALLER].tenant, turn_id_of(given))
+    except BatchEngineError as error:
+        if error.code != errors.UNKNOWN_TURN.code:
+            raise
+        raise errors.UNKNOWN_RESPONSE(given=given) from None
+    if past.request.form != FORM_RESPONSES or not _says(past.request.echo.encode(), "store"):
+        raise errors.UNKNOWN_RESPONSE(given=given)
+    return service, past
+
+
+async def _get(request: web.Request) -> web.StreamResponse:
+    """The response object, or the events of it from the first one on."""
+    service, past = await _past(request)
+    if request.query.get("stream") == "true":
+        return await _stream(request, service, past)
+    is_cut = not past.is_running and past.finish_reason in ("", "shutdown")
+    if is_cut and past.is_last and _says(past.request.echo.encode(), "background"):
+        await _go_on(service, past)
+        past = dataclasses.replace(past, is_running=True)
+    return _answer(service, past)
+
+
+async def _stream(request: web.Request, service: Service, past: PastTurn) -> web.StreamResponse:
+    check_changes(request.headers)
+    asked, tenant = past.request, request[CALLER].tenant
+    assert asked.session_id is not None
+    after = request.query.get("starting_after", "")
+    skip = int(after) + 1 if after.isascii() and after.isdecimal() and len(after) < 9 else 0
+    for live in service.live.values():  # before its first token it is not in the ledger
+        if live.begun is not None and live.job.requests[0].request_id == asked.request_id:
+            await live.begun.wait()
+            break
+    with service.admit(tenant):
+        generation = await service.engine.resume(tenant, asked.session_id, 0, asked.request_id)
+        live = service.enter(Live(_job(service, past), [generation], time.monotonic()))
+        formatter = ResponsesFormatter(live.job, skip)
+    request[HEADERS]["x-batchengine-session-id"] = asked.session_id
+    try:
+        return await relay.answer_stream(request, formatter, live, first_id=0)
+    finally:
+        service.leave(live, live.outcome)
+        if live.outcome == "disconnected" and _says(live.job.echo, "background"):
+            await _go_on(service, past)
+
+
+async def _cancel(request: web.Request) -> web.Response:
+    """Ends a response that is being made; one that has ended stays as it is."""
+    check_changes(request.headers)
+    service, past = await _past(request)
+    if past.is_running:
+        service.cancel(past.request.request_id)
+        past = dataclasses.replace(past, is_running=False, finish_reason="cancelled")
+    return _answer(service, past)
+
+
+async def _delete(request: web.Request) -> web.Response:
+    """Forgets a response: its session is erased if it has no other turn.
+
+    Otherwise later responses are made of its tokens, and it stays with them.
+    """
+    check_changes(request.headers)
+    service, past = await _past(request)
+    asked = past.request
+    assert asked.session_id is not None
+    if not past.only:
+        raise errors.RESPONSE_IN_USE(given=request.match_info["response_id"])
+    await service.engine.drop(asked.tenant, asked.session_id)
+    given = request.match_info["response_id"]
+    return json_answer({"id": given, "object": "response", "deleted": True})
+
+
+async def _unbuilt(request: web.Request) -> web.Response:
+    why = "a response keeps its tokens, not the items that were sent"
+    if request.path.endswith("/compact"):
+        why = "it makes no summaries by itself"
+    raise errors.NOT_SUPPORTED(path=request.path, why=why, fix="keep the items in the client")
+
+
+def _job(service: Service, past: PastTurn) -> HttpJob:
+    """The job of a turn of the ledger."""
+    asked = past.request
+    return HttpJob(
+        asked=asked,
+        model=service.engine.info.model_id,
+        stream=True,
+        include_usage=True,
+        route=requests.route_name(service.engine),
+        seed=asked.sampling.seed,
+        predict=lambda: service.engine.predicted(asked.request_id),
+        requests=[asked],
+        echo=asked.echo.encode() or requests.NOTHING,
+    )
+
+
+def _answer(service: Service, past: PastTurn) -> web.Response:
+    formatter = ResponsesFormatter(_job(service, past))
+    if past.is_running or not past.finish_reason:
+        body = formatter.begun()
+    else:
+        body = formatter.stored(past.text, past.finish_reason, past.tokens)
+    return web.Response(body=body, content_type="application/json")
+
+
+def _says(echo: bytes, name: str) -> bool:
+    """Whether a response's field is true."""
+    return bytes(echo_of(echo or requests.NOTHING).fields.get(name, b"")) == b"true"
+
+
+_ID = "/v1/responses/{response_id}"
+ROUTES = (
+    Route("GET", _ID, _get, "A response that was stored.", "generation",
+          query=(("stream", "true = its events"), ("starting_after", "number of the last event")),
+          content=("application/json", "text/event-stream"), head=False),
+    Route("DELETE", _ID, _delete, "Forgets a response.", "generation"),
+    Route("POST", _ID + "/cancel", _cancel, "Ends a response that is being made.", "generation"),
+    Route("GET", _ID + "/input_items", _unbuilt, "Not built: items are not kept.", "generation"),
+    Route("POST", "/v1/responses/compact", _unbuilt, "Not built.", "generation"),
+)  # fmt: skip

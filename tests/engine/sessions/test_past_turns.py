@@ -1,0 +1,124 @@
+"""Requests behind the answer of a turn that is named by its id alone."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from batchengine.core import BatchEngineError, GenerationRequest, TimelineUse, TokenEvent
+from batchengine.engine.engine import Engine
+from tests.support.engines import Answer, Reference, Site, read, request, running_engine, words
+
+END = 2045  # <|im_end|> of the pocket model
+
+
+def behind(turn_id: str, added: list[int], session: str | None) -> GenerationRequest:
+    asked = request(words(90, 7), 8, session=session)
+    return dataclasses.replace(asked, append=(END, *added), append_to=turn_id)
+
+
+async def made(engine: Engine, asked: GenerationRequest) -> tuple[GenerationRequest, Answer]:
+    generation = await engine.begin(asked)
+    answer = await read(generation)
+    return generation.request, answer
+
+
+async def test_a_chain_goes_on_and_an_earlier_turn_forks(site: Site, reference: Reference) -> None:
+    """The last turn's session goes on, also in the next engine; an earlier turn has its own."""
+    prompt, added = words(1, 300), words(2, 20)
+    async with running_engine(site) as engine:
+        first, answer = await made(engine, request(prompt, 8, session="s"))
+        second, more = await made(engine, behind(first.request_id, added, "fresh-1"))
+        assert second.session_id == "s"
+        assert list(second.prompt) == [*prompt, *answer.tokens, END, *added]
+        assert more.tokens == reference.tokens(list(second.prompt), 8)
+        past = await engine.past_turn("", first.request_id)
+        assert (past.finish_reason, past.tokens, past.is_last) == ("length", 8, False)
+        assert list(past.request.prompt) == prompt
+        assert past.text == answer.text
+    async with running_engine(site) as engine:
+        forked, other = await made(engine, behind(first.request_id, words(3, 5), "fresh-2"))
+        assert forked.session_id == "fresh-2"
+        assert forked.found is not None
+        assert forked.found.use is TimelineUse.FORKED
+        assert list(forked.prompt) == [*prompt, *answer.tokens, END, *words(3, 5)]
+        assert other.tokens == reference.tokens(list(forked.prompt), 8)
+        assert other.done is not None
+        assert other.done.usage.cached_tokens >= 256  # the sealed page
+        third, last = await made(engine, behind(second.request_id, words(4, 5), "fresh-3"))
+        assert third.session_id == "s"
+        assert list(third.prompt) == [*second.prompt, *more.tokens, END, *words(4, 5)]
+        assert last.done is not None
+        assert last.done.usage.cached_tokens >= len(second.prompt) + len(more.tokens) - 1
+
+
+async def test_two_at_once_behind_one_turn_both_have_its_answer(site: Site) -> None:
+    async with running_engine(site) as engine:
+        first, answer = await made(engine, request(words(1, 40), 8, session="s"))
+        both = await asyncio.gather(
+            *(made(engine, behind(first.request_id, words(i, 5), f"f-{i}")) for i in (2, 3))
+        )
+        names = {asked.session_id for asked, _ in both}
+        assert "s" in names
+        assert len(names) == 2
+        for number, (asked, _) in zip((2, 3), both, strict=True):
+            assert list(asked.prompt) == [*words(1, 40), *answer.tokens, END, *words(number, 5)]
+            assert (await engine.past_turn("", asked.request_id)).request.prompt == asked.prompt
+
+
+async def test_without_a_session_nothing_is_kept(site: Site) -> None:
+    async with running_engine(site) as engine:
+        first, _ = await made(engine, request(words(1, 40), 8, session="s"))
+        asked, _ = await made(engine, behind(first.request_id, words(2, 5), None))
+        assert asked.session_id is None
+        assert (await engine.past_turn("", first.request_id)).is_last
+        with pytest.raises(BatchEngineError) as caught:
+            await engine.past_turn("", asked.request_id)
+        assert caught.value.name == "unknown_turn"
+
+
+async def test_a_turn_of_another_tenant_or_of_edited_history_is_unknown(site: Site) -> None:
+    async with running_engine(site) as engine:
+        first, _ = await made(engine, request(words(1, 40), 8, session="s"))
+        for tenant, turn_id in (("other", first.request_id), ("", "req_none"), ("", "")):
+            with pytest.raises(BatchEngineError):
+                await engine.past_turn(tenant, turn_id)
+        foreign = dataclasses.replace(behind(first.request_id, [5], "x"), tenant="other")
+        with pytest.raises(BatchEngineError) as caught:
+            await engine.begin(foreign)
+        assert caught.value.name == "unknown_turn"
+        await made(engine, request([*words(1, 20), *words(7, 9)], 4, session="s"))
+        with pytest.raises(BatchEngineError):
+            await engine.past_turn("", first.request_id)
+
+
+async def test_an_answer_that_was_cut_by_an_edit_is_unknown(site: Site) -> None:
+    async with running_engine(site) as engine:
+        first, answer = await made(engine, request(words(1, 40), 8, session="s"))
+        await made(engine, request([*words(1, 40), *answer.tokens[:3], 7], 4, session="s"))
+        with pytest.raises(BatchEngineError):
+            await engine.begin(behind(first.request_id, [5], "x"))
+
+
+async def test_behind_a_turn_that_computes_waits_for_its_end(site: Site) -> None:
+    async with running_engine(site) as engine:
+        generation = await engine.begin(request(words(1, 40), 40, session="s"))
+        token = await anext(generation)  # so the turn is in the ledger
+        assert isinstance(token, TokenEvent)
+        waiting = asyncio.create_task(made(engine, behind(generation.request_id, [5], "x")))
+        answer = await read(generation)
+        asked, _ = await waiting
+        assert list(asked.prompt) == [*words(1, 40), token.token, *answer.tokens, END, 5]
+
+
+async def test_a_repetition_is_the_same_turn(site: Site) -> None:
+    async with running_engine(site) as engine:
+        first, _ = await made(engine, request(words(1, 40), 8, session="s"))
+        asked = dataclasses.replace(behind(first.request_id, [5], "x"), idempotency_key="k")
+        one, answer = await made(engine, asked)
+        again = dataclasses.replace(asked, request_id="req_again", session_id="y")
+        other, repeated = await made(engine, again)
+        assert (other.request_id, other.session_id) == (one.request_id, "s")
+        assert repeated.tokens == answer.tokens

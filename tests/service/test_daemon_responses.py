@@ -1,0 +1,136 @@
+"""The OpenAI SDK's Responses against a daemon with the pocket model: chains, restarts, resuming."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.service.test_daemon_sessions import serving
+
+
+@contextmanager
+def client_of(model: Path, folder: Path, cache_dir: Path) -> Iterator[openai.OpenAI]:
+    with (
+        serving(model, folder, cache_dir) as (port, _, _),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client,
+    ):
+        yield client
+
+
+def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
+    pocket_path: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("r")
+    asked: dict[str, Any] = {"model": "", "temperature": 0, "max_output_tokens": 24}
+    story = "Tell me a long story about a small dog that finds a red ball in the garden. " * 12
+    with client_of(pocket_path, folder, cache_dir) as client:
+        asked["model"] = client.models.list().data[0].id
+        first = client.responses.create(input=story, instructions="Be kind.", **asked)
+        assert first.status in ("completed", "incomplete")
+        more = {**asked, "instructions": "Be kind."}
+        second = client.responses.create(input="And then?", previous_response_id=first.id, **more)
+        assert reused(second) >= first.usage.total_tokens - 1
+        with client.responses.stream(
+            input="What else?", previous_response_id=first.id, **more
+        ) as stream:
+            events = list(stream)
+        assert events[-1].type in ("response.completed", "response.incomplete")
+        beside = events[-1].response
+        assert beside.batchengine["timeline"]["use"] == "forked"
+    with client_of(pocket_path, folder, cache_dir) as client:
+        found = client.responses.retrieve(second.id)
+        assert found.output_text == second.output_text
+        assert (found.status, found.instructions) == (second.status, "Be kind.")
+        third = client.responses.create(
+            input="Good. And now?", previous_response_id=second.id, **more
+        )
+        assert third.batchengine["timeline"]["use"] == "appended"
+        assert third.usage.input_tokens > second.usage.total_tokens
+        assert reused(third) >= 256
+        whole = client.responses.create(input="Once", store=False, **asked)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(whole.id)
+        with pytest.raises(openai.NotFoundError, match="Previous response with id"):
+            client.responses.create(input="x", previous_response_id=whole.id, **asked)
+        client.responses.delete(beside.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(beside.id)
+        later = client.responses.create(input="Hi", background=True, **asked)
+        with client.responses.retrieve(later.id, stream=True) as events_again:
+            shown = [event.type for event in events_again]
+        assert shown[0] == "response.created"
+        assert shown[-1] in ("response.completed", "response.incomplete")
+        for body in captured(asked["model"]):
+            with client.responses.stream(**body) as stream:
+                kinds = [event.type for event in stream]
+            assert "response.output_item.done" in kinds
+            assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+def reused(response: Any) -> int:
+    return response.usage.input_tokens_details.cached_tokens
+
+
+def captured(model: str) -> list[dict[str, Any]]:
+    """Bodies of the shape that Codex and pi send after a tool call."""
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {"cmd": {"type": "string"}, "limit": {"maximum": 9007199254740991}},
+        "required": ["cmd"],
+        "additionalProperties": False,
+    }
+    call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "arguments": '{"cmd":"ls"}'}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "a.txt\n"}
+    codex = {
+        "model": model,
+        "max_output_tokens": 12,
+        "input": [
+            message("developer", "You are a coding agent.", id="msg_1"),
+            message("developer", "Sandbox: none.", id="msg_2"),
+            message("user", "List the files.", id="msg_3"),
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+                {"type": "reasoning_text", "text": "I list them."}], "encrypted_content": None},
+            {**call, "status": "completed", "name": "exec_command"},
+            {**output, "id": "fco_1"},
+        ],
+        "tools": [
+            {"type": "function", "name": "exec_command", "strict": False, "parameters": schema},
+            {"type": "namespace", "name": "agents", "description": "d", "tools": [
+                {"type": "function", "name": "spawn", "strict": False, "parameters": schema}]},
+            {"type": "web_search", "external_web_access": True},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "thread-1",
+        "extra_body": {"client_metadata": {"turn_id": "t"}},
+        "extra_headers": {"session-id": "thread-1", "thread-id": "thread-1"},
+    }  # fmt: skip
+    pi = {
+        "model": model,
+        "max_output_tokens": 12,
+        "input": [
+            {"role": "system", "content": "You are an expert coding assistant."},
+            {"role": "user", "content": [{"type": "input_text", "text": "List the files."}]},
+            {**call, "name": "bash"},
+            output,
+        ],
+        "tools": [{"type": "function", "name": "bash", "parameters": schema, "strict": False}],
+        "prompt_cache_key": "01a201a8",
+        "store": False,
+    }
+    return [json.loads(json.dumps(codex)), pi]
+
+
+def message(role: str, text: str, **more: str) -> dict[str, Any]:
+    content = [{"type": "input_text", "text": text}]
+    return {"type": "message", "role": role, "content": content, **more}
