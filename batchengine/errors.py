@@ -134,6 +134,9 @@ SESSION_NOT_CHAT = Problem("BE1139", Kind.CONFLICT, "session_not_chat",
     "see it with `batchengine sessions messages`, or leave --session out for a new one")
 FILE_UNUSABLE = Problem("BE1140", Kind.INVALID, _USAGE,
     "the file {path!s:.200} cannot be sent", "{why}", "name a text file (UTF-8) of at most 8 MiB")
+AGENT_FILE = Problem("BE1141", Kind.INVALID, _USAGE,
+    "the configuration {path!s:.200} is left as it is", "{why}",
+    "name another file with --file, or add what the command shows without --write")
 
 # ------------------------------------------------------------------- 12: admission, engine, lanes
 LOADING = Problem("BE1201", Kind.UNAVAILABLE, "loading_model",

@@ -1,4 +1,4 @@
-"""The command line: serve, check, chat, ps, version; each other command has a module.
+"""The command line: serve, check, chat, version; each other command has a module.
 
 Owns option names, exit codes and how errors read in a terminal: one line with code, cause and
 fix; a traceback only with --debug. Imports heavy modules inside the commands that need them, so
@@ -23,8 +23,11 @@ from cyclopts import Parameter
 import batchengine
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.cli import drain, peers, plan, render, sessions, store
+from service.cli import drain, peers, plan, sessions, status, store
+from service.cli.agents import bench, connect
+from service.cli.agents.connect import URL_DEFAULT
 from service.cli.local import cluster
+from service.cli.machine import doctor
 from service.cli.options import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -35,9 +38,7 @@ from service.cli.options import (
     Debug,
     Json,
     Socket,
-    admin_path,
     show,
-    table_lines,
 )
 
 EXIT_CODES = {
@@ -46,19 +47,16 @@ EXIT_CODES = {
     "store_locked": EXIT_LOCKED,
 }
 LANES_MAX = 16
-REQUEST_COLUMNS = (
-    "request_id", "session_id", "class", "state", "lane", "prompt_tokens", "cached_tokens",
-    "completion_tokens", "age_ms",
-)  # fmt: skip
-URL_DEFAULT = "http://127.0.0.1:7717/v1"
 
 app = cyclopts.App(
     name="batchengine",
     help="Serves an open-weight LLM (GGUF) to fleets of agents through an OpenAI-compatible API.",
     version=batchengine.__version__,
     version_flags=["--version"],
-    help_epilogue="Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 3 store in use,"
-    " 4 no daemon, 75 engine stopped, 130 interrupted.",
+    help_epilogue="Examples: batchengine serve MODEL.gguf · batchengine chat · batchengine connect"
+    " claude · batchengine top · batchengine sessions --sort tokens. Exit codes: 0 done, 1 failed,"
+    " 2 wrong usage or configuration, 3 store in use, 4 no daemon, 75 engine stopped,"
+    " 130 interrupted.",
 )
 
 
@@ -87,7 +85,7 @@ def run(arguments: Sequence[str]) -> int:
     except BatchEngineError as error:
         if debug:
             raise
-        print(f"batchengine: {error}", file=sys.stderr)
+        _print_error(error, "--json" in arguments)
         return exit_code(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -104,6 +102,18 @@ def run(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_FAILED
+
+
+def _print_error(error: BatchEngineError, as_json: bool) -> None:
+    """The error on stderr: a line, or the object that HTTP clients get, on one line."""
+    if not as_json:
+        print(f"batchengine: {error}", file=sys.stderr)
+        return
+    import json
+
+    from service.protocols.openai.envelope import error_object
+
+    print(json.dumps(error_object(error), ensure_ascii=False), file=sys.stderr)
 
 
 def exit_code(error: BatchEngineError) -> int:
@@ -318,57 +328,6 @@ def chat(
 
 
 @app.command
-def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
-    """Show what the daemon is computing now."""
-    from service.admin.client import admin
-
-    path = admin_path(admin_socket)
-    status = admin(path, "status")["status"]
-    requests = admin(path, "requests")["requests"]
-    show({"status": status, "requests": requests}, json, lambda: _status_lines(status, requests))
-    return 0
-
-
-def _status_lines(status: dict[str, Any], requests: list[dict[str, Any]]) -> list[str]:
-    """The daemon, its lanes, its store and its requests, as `ps` shows them."""
-    lines = [
-        f"{status['model'] or '(loading)'}  {status['state']}  {status['address']}"
-        f"  pid {status['pid']}  batchengine {status['version']}"
-    ]
-    for lane in status["lanes"]:
-        shown = {name: value for name, value in lane.items() if value != ""}
-        lines.append("lane  " + "  ".join(f"{name}={value}" for name, value in shown.items()))
-    stats = status["stats"]
-    if "kv_tier" in stats:
-        kv, ledger, durability = stats["kv_tier"], stats["ledger"], stats["durability"]
-        lines.append(f"store  kv={kv}  ledger={ledger}  durability={durability}")
-    if stats.get("peers"):
-        lines.append(
-            f"peers  {stats['peers_up']} of {stats['peers']} up"
-            f"  data links={stats['data_links_up']}  pages with them={stats['pages_taken']}"
-            f"  pages for them={stats['pages_given']}  moves={stats['page_moves']}"
-            f"  pipelines={stats['pipelines']}"
-        )
-    lines += [f"warning  {trouble}" for trouble in stats.get("troubles", ())]
-    lines += table_lines([_request_row(row) for row in requests], "nothing is running")
-    return lines
-
-
-def _request_row(row: dict[str, Any]) -> dict[str, Any]:
-    """One request as `ps` shows it: times as actual/predicted; where its session's pages are, and
-    what it waits for, if peers have any."""
-    shown = {name: row.get(name) for name in REQUEST_COLUMNS}
-    for name in ("ttft_ms", "tpot_ms"):
-        actual, predicted = row.get(name), row.get(f"predicted_{name}")
-        shown[f"{name}/predicted"] = f"{_ms(actual)}/{_ms(predicted)}"
-    return shown | render.held_lines(row)
-
-
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
-
-
-@app.command
 def version(*, json: Json = False, debug: Debug = False) -> int:
     """Show the version of this installation."""
     import platform
@@ -383,12 +342,21 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
     return 0
 
 
-sessions.add(app)
-store.add(app)
-peers.add(app)
-drain.add(app)
-plan.add(app)
-cluster.add(app)
+@app.command(name="help")
+def show_help(*command: str) -> int:
+    """Show the commands, or the options of one."""
+    app([*command, "--help"], result_action="return_value")
+    return 0
+
+
+for _module in (plan, connect, status, sessions, store, drain, peers, doctor, bench, cluster):
+    _module.add(app)
+# in the order in which a day needs them, not of the alphabet
+for _number, _name in enumerate(
+    ("serve", "chat", "connect", "plan", "check", "doctor", "ps", "top", "sessions", "promote",
+     "demote", "explain", "drain", "store", "peers", "cluster", "bench", "version", "help")
+):  # fmt: skip
+    app[_name].sort_key = _number
 
 
 if __name__ == "__main__":

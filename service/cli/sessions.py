@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import cyclopts
 from cyclopts import Parameter
@@ -29,15 +29,18 @@ from service.cli.options import (
     show,
     table_lines,
 )
+from service.cli.tables import Column, fitted, width
+from service.cli.tables import watch as repeat
 from service.operations import OPERATIONS, Operation
 
 DONE = ("moved", "already there")  # results of a move
 LISTS = ("tool_calls",)
 # shown below, or in other words
 UNSHOWN = (
-    "turns", "why", "parked_since", "tool_call_id", "route", "waits_for", "pages_lost", "page_move",
+    "turns", "why", "used_s", "parked_since", "tool_call_id", "route", "waits_for", "pages_lost",
+    "page_move",
 )  # fmt: skip
-LISTED = ("state", "class", "lane", "tokens", "reused", "reason")
+WIDE = 120  # columns of a terminal that shows whole ids
 
 sessions = cyclopts.App(name="sessions", help="Sessions: list them; show, why, park, fork, rm.")
 
@@ -111,34 +114,90 @@ def list_sessions(
     all: Annotated[
         bool, Parameter(name="--all", negative=(), help="Also those that are on disk only.")
     ] = False,
+    sort: Annotated[
+        Literal["used", "tokens", "name", "state", "key"], Parameter(help="Order of the rows.")
+    ] = "used",
+    state: Annotated[str | None, Parameter(help="Only sessions in this state.")] = None,
+    lane: Annotated[str | None, Parameter(help="Only sessions of this lane.")] = None,
+    key_name: KeyName = None,
+    match: Annotated[
+        str | None, Parameter(help="Only sessions with this text in their name or id.")
+    ] = None,
+    limit: Annotated[int, Parameter(help="Rows at most; 0 = all.")] = 100,
+    watch: Annotated[
+        float, Parameter(help="Look again every so many seconds, until Ctrl-C; 0 = once.")
+    ] = 0.0,
     admin_socket: Socket = None,
     json: Json = False,
     debug: Debug = False,
 ) -> int:
-    """List sessions: where they are, how long, what their last turn reused."""
-    rows: list[Answer] = admin(admin_path(admin_socket), "sessions", stored=all)["sessions"]
-    has_keys = any(row.get("tenant") for row in rows)
-    show(
-        {"sessions": rows},
-        json,
-        lambda: table_lines([_listed(row, has_keys) for row in rows], "no sessions yet"),
-    )
+    """List sessions, the last used first: names, where they are, how long, what was reused."""
+    path = admin_path(admin_socket)
+
+    def rows() -> list[Answer]:
+        found: list[Answer] = admin(path, "sessions", stored=all)["sessions"]
+        return [row for row in found if _is_wanted(row, state, lane, key_name, match)]
+
+    def lines() -> list[str]:
+        found = sorted(rows(), key=SORTS[sort])
+        shown = found[:limit] if limit > 0 else found
+        table = fitted(COLUMNS, [_listed(row) for row in shown], "no sessions yet")
+        more = len(found) - len(shown)
+        return [*table, f"and {more:,} more: --limit 0 shows all"] if more else table
+
+    if watch > 0 and not json:
+        repeat(lines, watch)
+    else:
+        show({"sessions": sorted(rows(), key=SORTS[sort])} if json else None, json, lines)
     return 0
 
 
-def _listed(row: dict[str, Any], has_keys: bool) -> dict[str, Any]:
-    """One row of the table, with the columns that it needs; `has_keys`: some session has a key."""
-    shown = {"session": row["session_id"]}
-    if has_keys:
-        shown["key"] = row.get("tenant")
-    prompt = row.get("tokens_prompt")
-    reused = f"{row['tokens_reused']}/{prompt}" if prompt else None
-    shown |= {name: row.get(name) for name in LISTED} | {"reused": reused}
-    if (places := render.held_lines(row).get("pages with")) is not None:
-        shown["pages with"] = places
-    if (waits := render.parked(row, time.time())) is not None:
-        shown["parked"] = waits
-    return shown
+def _is_wanted(
+    row: Answer, state: str | None, lane: str | None, key: str | None, match: str | None
+) -> bool:
+    pairs = (("state", state), ("lane", lane), ("tenant", key))
+    if any(wanted is not None and row.get(name) != wanted for name, wanted in pairs):
+        return False
+    return match is None or match in (row.get("name") or "") or match in row["session_id"]
+
+
+SORTS: dict[str, Callable[[Answer], Any]] = {
+    "used": lambda row: -(row.get("used_s") or 0),
+    "tokens": lambda row: -row["tokens"],
+    "name": lambda row: (row.get("name") is None, row.get("name")),
+    "state": lambda row: row["state"],
+    "key": lambda row: row.get("tenant") or "",
+}
+ID_CHARS = 15  # of an id in a narrow table: enough for every command
+COLUMNS = (
+    Column("session", flexible=True),
+    Column("name", 1, flexible=True),
+    Column("key", 4),
+    Column("state"),
+    Column("class", 5),
+    Column("lane", 3),
+    Column("tokens", right=True),
+    Column("reused", 6, right=True),
+    Column("used", 2, right=True),
+    Column("parked", 7, flexible=True),
+    Column("pages with", 8, flexible=True),
+    Column("reason", 9, flexible=True),
+)
+
+
+def _listed(row: dict[str, Any]) -> dict[str, Any]:
+    """One row of the table."""
+    prompt, used = row.get("tokens_prompt"), row.get("used_s")
+    session = row["session_id"]
+    return {
+        **row,
+        "session": session[:ID_CHARS] if 0 < width() < WIDE else session,
+        "key": row.get("tenant"),
+        "reused": f"{row['tokens_reused']}/{prompt}" if prompt else None,
+        "used": render.age(max(0.0, time.time() - used)) if used else None,
+        "parked": render.parked(row, time.time()),
+        "pages with": render.held_lines(row).get("pages with"),
+    }
 
 
 @sessions.command
@@ -177,6 +236,8 @@ def _show_lines(found: Answer, _: Given) -> list[str]:
     plain = {name: value for name, value in found.items() if name not in UNSHOWN}
     if (waits := render.parked(found, time.time())) is not None:
         plain["parked"] = waits
+    if used := found.get("used_s"):
+        plain["used"] = f"{render.age(max(0.0, time.time() - used))} ago"
     plain |= render.held_lines(found)
     lines: list[str] = []
     for name, value in plain.items():

@@ -1,1 +1,1 @@
-"""Commands that look at this machine and start no daemon: check."""
+"""Commands that look at this machine and start no daemon: check, doctor."""

@@ -125,10 +125,8 @@ def test_sessions_are_listed_shown_parked_forked_and_dropped(
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
         _, out, _ = await ask("sessions")
         head, *rows = out.splitlines()
-        assert head.split() == [
-            "session", "key", "state", "class", "lane", "tokens", "reused", "reason",
-        ]  # fmt: skip
-        assert rows[0].split() == [TALE, "-", "idle", "standard", "cpu", "3", "1/3", "-"]
+        assert head.split() == ["session", "key", "state", "class", "lane", "tokens", "reused"]
+        assert rows[0].split() == [TALE, "-", "idle", "standard", "cpu", "3", "1/3"]
         assert len(rows) == 4
         engine.asleep = [("", OTHER)]
         assert OTHER not in (await ask("sessions"))[1]

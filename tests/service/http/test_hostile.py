@@ -523,8 +523,7 @@ async def test_every_route_needs_the_key() -> None:
                 async with client.request(method, path, headers=headers) as reply:
                     assert reply.status == 401, (method, path, headers)
                     if method != "HEAD":
-                        error = (await reply.json())["error"]
-                        assert error["type"] == "authentication_error"
+                        assert (await reply.json())["error"]["type"] == "authentication_error"
 
             keyless = served.service.config.server.keyless_routes
             await asyncio.gather(

@@ -1,0 +1,108 @@
+"""`doctor`: what is wrong with this machine, the configuration, the daemon and its peers, each with
+its fix."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cyclopts
+
+from batchengine.core import BatchEngineError
+from service.admin.client import admin
+from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, show
+
+FILES_WANTED = 4096
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+
+class Diagnosis(NamedTuple):
+    """One thing that was looked at. `fix` is empty where nothing has to be done."""
+
+    state: str
+    about: str
+    text: str
+    fix: str = ""
+
+
+def add(app: cyclopts.App) -> None:
+    """Adds the command of this module to `app`."""
+    app.command(doctor)
+
+
+def doctor(
+    *,
+    config: ConfigFile = None,
+    admin_socket: Socket = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """Look for what is wrong with machine, configuration, daemon and peers, and say the fix."""
+    found = [*_machine(), *_configuration(None if config is None else str(config))]
+    found += _daemon(admin_path(admin_socket))
+    answer = {"ok": all(one.state != PROBLEM for one in found)}
+    rows = [one._asdict() for one in found]
+    show({**answer, "findings": rows}, json, lambda: map(_line, found))
+    return 0 if answer["ok"] else 1
+
+
+def _line(one: Diagnosis) -> str:
+    return f"{one.state:<8} {one.about:<7} {one.text}" + (f". Fix: {one.fix}" if one.fix else "")
+
+
+def _of(about: str, error: BatchEngineError) -> Diagnosis:
+    why = f"{error.what}: {error.why}" if error.why else error.what
+    return Diagnosis(PROBLEM, about, f"{error.code} {why}", error.fix)
+
+
+def _machine() -> Iterator[Diagnosis]:
+    """The kernels of this processor, and the limits of this user."""
+    try:
+        import kernels
+
+        yield Diagnosis(OK, "machine", f"kernels for {kernels.isa()}")
+    except ImportError as error:
+        yield Diagnosis(PROBLEM, "machine", f"no kernels: {error}", "build them: make native")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= hard < FILES_WANTED:
+        fix = f"LimitNOFILE=65536 in the unit, or ulimit -Hn {FILES_WANTED}"
+        yield Diagnosis(WARNING, "machine", f"{hard} open files at most: few streams", fix)
+
+
+def _configuration(path: str | None) -> Iterator[Diagnosis]:
+    from batchengine import config as configuration
+    from batchengine import errors
+    from service.cli.machine.check import check
+
+    try:
+        found = check(configuration.load(path))
+    except BatchEngineError as error:
+        yield _of("config", error)
+        return
+    problems = [e for e in found.problems if path or e.code != errors.NO_MODEL.code]
+    for error in problems:
+        yield _of("config", error)
+    for text in found.warnings:
+        yield Diagnosis(WARNING, "config", text)
+    if not problems:
+        yield Diagnosis(OK, "config", path or "built-in defaults")
+
+
+def _daemon(path: str) -> Iterator[Diagnosis]:
+    """The running daemon: its state, its lanes, its troubles, its peers."""
+    try:
+        status: dict[str, Any] = admin(path, "status")["status"]
+    except BatchEngineError as error:
+        yield Diagnosis(WARNING, "daemon", f"{error.what}: {error.why}", error.fix)
+        return
+    facts = f"{status['state']}, {status['model'] or 'loading'} at {status['address']}"
+    yield Diagnosis(OK if status["state"] == "ready" else WARNING, "daemon", facts)
+    for trouble in status["stats"].get("troubles", ()):
+        yield Diagnosis(PROBLEM, "daemon", str(trouble), "see the daemon's log")
+    if status["stats"].get("peers"):
+        for row in admin(path, "peers")["peers"]["peers"]:
+            is_up = row["state"] == "up"
+            why = f"{row['name']} is {row['state']}" + (f": {row['why']}" if row["why"] else "")
+            fix = "" if is_up else "see `batchengine peers status` on both sides"
+            yield Diagnosis(OK if is_up else WARNING, "peers", why, fix)

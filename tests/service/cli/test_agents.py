@@ -1,0 +1,71 @@
+"""`connect`, `doctor` and `bench` against a daemon around the fake engine."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from service.cli import main
+from service.cli.agents.recipes import Endpoint, recipes, with_block
+from tests.service.cli.test_cli import daemon
+
+TO = Endpoint("http://127.0.0.1:7717", "qwen", 65_536)
+
+
+def test_every_recipe_keeps_what_stands_in_the_file_and_is_written_once() -> None:
+    for name, recipe in recipes().items():
+        made = recipe.merge("", TO)
+        assert recipe.merge(made, TO) == made, name
+        for words in ("127.0.0.1:7717", "qwen"):
+            assert words in made, (name, words)
+    found = recipes()["claude"].merge('{"env": {"A": "1"}, "theme": "dark"}', TO)
+    claude = json.loads(found)
+    assert (claude["theme"], claude["env"]["A"]) == ("dark", "1")
+    assert claude["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:7717"
+    assert claude["env"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
+    codex = tomllib.loads(recipes()["codex"].merge('model = "mine"\n[features]\nx = 1\n', TO))
+    assert (codex["model"], codex["features"], codex["profiles"]["batchengine"]["model"]) == (
+        "mine",
+        {"x": 1},
+        "qwen",
+    )
+    provider = codex["model_providers"]["batchengine"]
+    assert (provider["wire_api"], provider["stream_idle_timeout_ms"]) == ("responses", 1_800_000)
+    assert codex["profiles"]["batchengine"]["model_context_window"] == 65_536
+    openclaw = json.loads(recipes()["openclaw"].merge("", TO))
+    rows = openclaw["models"]["providers"]["batchengine"]["models"]
+    assert [row["id"] for row in rows] == ["qwen", "qwen:background"]
+    assert with_block(with_block("a: 1\n", "b: 2"), "c: 3").count("batchengine: begin") == 1
+
+
+def test_connect_shows_writes_and_leaves_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.json"
+    with daemon(tmp_path) as running:
+        given = ["connect", "claude", "--file", str(file), "--url", running.url]
+        assert main.run(given) == 0
+        assert "would be" in capsys.readouterr().out
+        assert not file.exists()
+        file.write_text('{"theme": "dark"}')
+        assert main.run([*given, "--write", "--yes"]) == 0
+        assert '+    "ANTHROPIC_BASE_URL"' in capsys.readouterr().out
+        assert json.loads(file.read_text())["theme"] == "dark"
+        assert file.stat().st_mode & 0o777 == 0o600
+        kept = tmp_path / "settings.json.before-batchengine"
+        assert kept.read_text() == '{"theme": "dark"}'
+        assert main.run([*given, "--write", "--yes"]) == 0
+        assert "already" in capsys.readouterr().out
+        file.write_text("{ // a comment\n}")
+        assert main.run([*given, "--write", "--yes"]) == 2
+        assert "BE1141" in capsys.readouterr().err
+        assert file.read_text() == "{ // a comment\n}"
+        assert main.run(["doctor", "--admin-socket", running.admin, "--json"]) in (0, 1)
+        found = json.loads(capsys.readouterr().out)["findings"]
+        assert any(one["about"] == "daemon" and one["state"] == "ok" for one in found)
+        assert main.run(["bench", "--url", running.url, "--streams", "2", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)["rows"]
+        assert [row["streams"] for row in rows] == [1, 2]
