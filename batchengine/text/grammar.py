@@ -90,10 +90,13 @@ class GrammarMatcher:
         self._words = words
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Add tokens of the answer. Raises GRAMMAR_REFUSED."""
-        if tokens:
-            self._made.consume_tokens(list(tokens))
-            self.check()
+        """Add tokens of the answer; those behind the end of the grammar change nothing. Raises
+        GRAMMAR_REFUSED."""
+        for token in tokens:
+            if self._made.is_stopped():
+                break
+            self._made.consume_token(token)
+        self.check()
 
     def mask(self) -> bytes:
         """A bit per token, the lowest first, in words of 32: whether it may come next; after the

@@ -120,6 +120,15 @@ def test_a_token_that_is_not_allowed_is_refused(tokenizer: Tokenizer) -> None:
     assert caught.value.code == errors.GRAMMAR_REFUSED.code
 
 
+def test_tokens_behind_the_end_change_nothing(tokenizer: Tokenizer) -> None:
+    matcher = GrammarCompiler(tokenizer).matcher(Constraint("regex", "ab"))
+    end = next(iter(tokenizer.eog))
+    matcher.accept(tokenizer.encode("ab"))
+    mask = matcher.mask()
+    matcher.accept([end])
+    assert matcher.mask() == mask
+
+
 def test_after_the_end_only_end_tokens_are_allowed(tokenizer: Tokenizer) -> None:
     matcher = GrammarCompiler(tokenizer).matcher(Constraint("lark", 'start: "ab"'))
     assert not tokenizer.eog & allowed(matcher.mask())

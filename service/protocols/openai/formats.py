@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from service.protocols.schema import OpenAIBody
-
-try:  # now: a text process opens no file later
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-except ImportError:  # an environment of before
-    gbnf_to_lark = None
 
 CHOICES_MAX = 1024
 _NAMES = (
@@ -104,8 +100,6 @@ def _grammar(text: str, param: str) -> Constraint | None:
         return None
     if "::=" not in text:
         return Constraint("lark", text)
-    if gbnf_to_lark is None:
-        raise _wrong(param, "is GBNF, and llguidance is not installed")
     try:
         return Constraint("lark", gbnf_to_lark(text))
     except Exception as error:  # the converter raises what its parser meets

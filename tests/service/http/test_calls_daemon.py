@@ -1,0 +1,154 @@
+"""End to end: the OpenAI SDK with tools and formats against a daemon with the pocket model."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from service.cli.local.child import ChildDaemon
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "enum": ["Paris", "Rome"]},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW: Any = {
+    "type": "function",
+    "function": {
+        "name": "now",
+        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+    },
+}
+USER: Any = {"role": "user", "content": "What is the weather in Paris?"}
+
+
+class Light(BaseModel):
+    color: Literal["red", "green"]
+    on: bool
+
+
+@pytest.fixture(scope="module")
+def daemon(pocket_path: Path) -> Iterator[ChildDaemon]:
+    with ChildDaemon(pocket_path, lambda _: None) as running:
+        running.wait_ready(60)
+        yield running
+        assert running.stop() == 0
+
+
+@pytest.fixture
+def sdk(daemon: ChildDaemon) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=daemon.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+def asked(**more: Any) -> dict[str, Any]:
+    return {"model": "pocket-q4_0", "max_tokens": 96, "temperature": 1.0, "seed": 3, **more}
+
+
+def resumed(daemon: ChildDaemon, position: str) -> list[tuple[str, dict[str, Any]]]:
+    """(id, delta) of the events of the last turn from a position on."""
+    url = f"{daemon.url}/stream?session_id=calls-1&{position}"
+    with urllib.request.urlopen(url, timeout=30) as reply:
+        events = reply.read().decode().split("\n\n")
+    found: list[tuple[str, dict[str, Any]]] = []
+    for event in events:
+        fields = dict(line.split(": ", 1) for line in event.splitlines() if ": " in line)
+        if fields.get("data", "").startswith("{"):
+            chunk = json.loads(fields["data"])
+            found += [(fields.get("id", ""), choice["delta"]) for choice in chunk["choices"]]
+    return found
+
+
+def test_a_forced_call_is_valid_whole_streamed_and_resumed(
+    daemon: ChildDaemon, sdk: openai.OpenAI
+) -> None:
+    choice: Any = {"type": "function", "function": {"name": "weather"}}
+    fields = asked(messages=[USER], tools=[WEATHER, NOW], tool_choice=choice)
+    whole = sdk.chat.completions.create(**fields).choices[0]
+    assert whole.finish_reason == "tool_calls"
+    assert whole.message.content is None
+    call: Any = (whole.message.tool_calls or [])[0]
+    assert call.function.name == "weather"
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in ("Paris", "Rome")
+    assert 1 <= arguments["days"] <= 9
+
+    headers = {"x-batchengine-session-id": "calls-1"}
+    with sdk.chat.completions.stream(**fields, extra_headers=headers) as stream:
+        for _ in stream:
+            pass
+        last = stream.get_final_completion().choices[0]
+    made: Any = (last.message.tool_calls or [])[0]
+    assert (last.finish_reason, made.function.arguments) == (
+        "tool_calls", call.function.arguments,
+    )  # fmt: skip
+
+    events = resumed(daemon, "from=0")
+    calls = [one for _, delta in events for one in delta.get("tool_calls", ())]
+    assert calls[0]["id"] == made.id
+    assert "".join(one["function"]["arguments"] for one in calls) == made.function.arguments
+    middle = len(events) // 2  # inside the arguments
+    turn, _, sent = events[middle][0].rpartition(":")
+    assert events[middle + 1 :] == resumed(daemon, f"turn={turn}&from={sent}")[1:]
+
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    said: Any = whole.message.model_dump(exclude_none=True)
+    messages = [USER, said, result]
+    after = sdk.chat.completions.create(
+        **fields | {"messages": messages, "tool_choice": "auto"}, extra_headers=headers
+    )
+    assert after.choices[0].finish_reason in ("stop", "length")
+    details: Any = after.usage and after.usage.prompt_tokens_details
+    assert details.cached_tokens > 100
+
+
+def test_several_calls_and_one(sdk: openai.OpenAI) -> None:
+    fields = asked(messages=[USER], tools=[NOW], tool_choice="required", max_tokens=160)
+    one = sdk.chat.completions.create(**fields, parallel_tool_calls=False).choices[0]
+    assert [call.function.name for call in one.message.tool_calls or []] == ["now"]  # type: ignore
+    many = sdk.chat.completions.create(**fields).choices[0]
+    assert {call.function.name for call in many.message.tool_calls or []} == {"now"}  # type: ignore
+
+
+def test_parse(sdk: openai.OpenAI) -> None:
+    found = sdk.chat.completions.parse(**asked(messages=[USER], response_format=Light))
+    assert isinstance(found.choices[0].message.parsed, Light)
+    assert found.choices[0].finish_reason == "stop"
+
+
+def test_a_grammar_of_llama_cpp(sdk: openai.OpenAI) -> None:
+    grammar = 'root ::= ("yes" | "no") "!"\n'
+    found = sdk.chat.completions.create(**asked(messages=[USER]), extra_body={"grammar": grammar})
+    assert found.choices[0].message.content in ("yes!", "no!")
+
+
+def test_a_bomb_is_refused(sdk: openai.OpenAI) -> None:
+    bomb = 'root ::= x\nx ::= x x | "a" x | x "b"\n' + "".join(
+        f"y{i} ::= (x{{1,900}}){{1,900}}\n" for i in range(20)
+    )
+    with pytest.raises(openai.BadRequestError):
+        sdk.chat.completions.create(**asked(messages=[USER]), extra_body={"grammar": bomb})
+
+
+def test_an_answer_goes_on(sdk: openai.OpenAI) -> None:
+    begun: Any = {"role": "assistant", "content": "The weather in Paris is"}
+    found = sdk.chat.completions.create(**asked(messages=[USER, begun], max_tokens=4))
+    assert found.choices[0].message.content
+    assert not found.choices[0].message.content.startswith("The weather")
