@@ -103,6 +103,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         _constraint(conversation, called, tokens, text),
         echo=conversation.echo,
         unread=conversation.unread,
+        constraint_param="tools" if conversation.response is None else "response_format",
         append=added,
         append_bare=bare,
         append_to=conversation.append_to,

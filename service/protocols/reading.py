@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from batchengine import errors
-from batchengine.core import Constraint, OutputForm
+from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
 from service.protocols.llama import texts
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
@@ -96,7 +96,11 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     if ignored and asked.strict:
         raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
     if prompt.constraint is not None:
-        text.check_constraint(prompt.constraint)
+        try:
+            text.check_constraint(prompt.constraint)
+        except BatchEngineError as error:
+            error.param = prompt.constraint_param
+            raise
     return encode(
         Reading(
             common,

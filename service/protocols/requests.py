@@ -63,6 +63,7 @@ class Prompt:
     names of what was accepted and changes nothing. `append`: the tokens that go behind the
     session's timeline instead, if it has one; `append_bare`: without the instructions, which the
     turn `append_to` may have. `stored`: the answer is found by its id later, so it has a session.
+    `constraint_param` is the field that an error about the constraint names.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -78,6 +79,7 @@ class Prompt:
     append_bare: list[int] = field(default_factory=list[int])
     append_to: str = ""
     stored: bool = False
+    constraint_param: str = "response_format"
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ of its family write it, so that the next turn's prompt begins with the tokens of
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,6 +25,9 @@ EXACT = {
     "lenient": True,
 }
 COMPACT = EXACT | {"item_separator": ", ?", "key_separator": ": ?"}
+
+
+_LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,9 @@ def constraint_of(
     `calls` None = no call has to be forced or checked; `response` is the form of text.
     """
     reasons = in_reasoning or may_reason
+    if response is not None and response.kind == "json_schema":
+        schema = json.dumps(enforceable(json.loads(response.text)), separators=(",", ":"))
+        response = Constraint("json_schema", schema)
     if calls is None and (response is None or not reasons):
         return response
     rules = _Rules(family, control_id)
@@ -196,7 +203,28 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+def enforceable(schema: object) -> object:
+    """A JSON Schema without patterns that no automaton can follow: those that look around or back.
+
+    Schemas made from JavaScript's validators have them; the rest of the schema still holds.
+    """
+    if isinstance(schema, list):
+        return [enforceable(one) for one in cast("list[object]", schema)]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, object] = {}
+    for key, value in cast("dict[str, object]", schema).items():
+        if key == "pattern" and isinstance(value, str) and _LOOKS_AROUND.search(value):
+            continue
+        if key == "patternProperties" and isinstance(value, dict):
+            found = cast("dict[str, object]", value)
+            value = {name: one for name, one in found.items() if not _LOOKS_AROUND.search(name)}
+        made[key] = enforceable(value)
+    return made
+
+
 def _json(schema: object, options: dict[str, Any]) -> str:
+    schema = enforceable(schema)
     if isinstance(schema, dict):
         schema = cast("dict[str, Any]", schema) | {"x-guidance": options}
     return "%json " + json.dumps(schema)

@@ -171,7 +171,7 @@ def test_reasoning_is_free_in_front() -> None:
     ],
 )
 def test_formats(response: Constraint, good: str, bad: str) -> None:
-    assert grammar("hermes", tools=False, response=response) is response
+    assert grammar("hermes", tools=False, response=response) == response
     inside = grammar("hermes", tools=False, response=response, inside=True)
     assert allows(inside, f"So.</think>\n\n{good}")
     assert not allows(inside, f"So.</think>\n\n{bad}")
@@ -179,6 +179,25 @@ def test_formats(response: Constraint, good: str, bad: str) -> None:
     assert allows(either, good)
     assert allows(either, HERMES)
     assert not allows(either, "Hello.")
+
+
+def test_patterns_that_look_around_are_left_out() -> None:
+    mail = {"type": "string", "pattern": "^(?!a)b", "maxLength": 2}
+    schema = {"type": "object", "properties": {"a": mail}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    forced = constraint_of(
+        FAMILIES["hermes"],
+        no_control,
+        in_reasoning=False,
+        may_reason=False,
+        calls=Calls([tool], True, False),
+        response=None,
+    )
+    head = '<tool_call>\n{"name": "f", "arguments": {"a": '
+    assert allows(forced, head + '"xy"}}\n</tool_call>')
+    assert not allows(forced, head + '"xyz"}}\n</tool_call>')
+    response = Constraint("json_schema", json.dumps(schema))
+    assert allows(grammar("hermes", tools=False, response=response), '{"a":"xy"}')
 
 
 def test_nothing_is_constrained_without_need() -> None:

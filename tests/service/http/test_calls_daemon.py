@@ -152,3 +152,12 @@ def test_an_answer_goes_on(sdk: openai.OpenAI) -> None:
     found = sdk.chat.completions.create(**asked(messages=[USER, begun], max_tokens=4))
     assert found.choices[0].message.content
     assert not found.choices[0].message.content.startswith("The weather")
+
+
+def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:
+    broken: Any = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    tool: Any = {"type": "function", "function": {"name": "f", "parameters": broken}}
+    fields = asked(messages=[USER], tools=[tool], tool_choice="required")
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.chat.completions.create(**fields)
+    assert caught.value.param == "tools"
