@@ -249,7 +249,7 @@ def _result(block: Object, param: str, tools: _Tools) -> Object:
         what = f"{param}.tool_use_id is missing"
         raise errors.INVALID_FIELD(param=f"{param}.tool_use_id", what=what)
     texts: list[str] = []
-    for part, at in _blocks(block.get("content", ""), f"{param}.content"):
+    for part, at in _blocks(block.get("content") or "", f"{param}.content"):
         if part.get("type") == "tool_reference" and isinstance(part.get("tool_name"), str):
             texts.append(tools.define(part["tool_name"]))
         else:

@@ -9,9 +9,11 @@ import aiohttp
 import anthropic
 import pytest
 from anthropic.types import Message
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Constraint
+from batchengine.core import BatchEngineError, Constraint, Kind
 from service.protocols import strict_json
 from service.protocols.messages.blocks import conversation_of
 from service.protocols.messages.body import MessagesRequest, common
@@ -405,3 +407,40 @@ async def test_pings_keep_a_waiting_stream_and_five_stops_are_not_too_many() -> 
     assert names[:2] == ["event: message_start", "event: ping"]
     assert names[-1] == "event: message_stop"
     assert len(engine.generations[-1].request.stop) == 5
+
+
+words = st.sampled_from([
+    "user", "assistant", "system", "text", "thinking", "tool_use", "tool_result", "tool_reference",
+    "tool_addition", "document", "search_result", "next_user_message", "Bash", "Fetch",
+])  # fmt: skip
+names = st.sampled_from([
+    "type", "text", "content", "role", "source", "data", "title", "name", "id", "input", "tool",
+    "tool_use_id", "tool_name", "definition", "is_error", "thinking", "signature", "clear_at",
+    "defer_loading", "input_schema",
+])  # fmt: skip
+leaves = st.none() | st.booleans() | st.integers(-9, 9) | words | st.text(max_size=3)
+anything = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=5),
+    max_leaves=12,
+)
+messages_of = st.lists(
+    st.fixed_dictionaries({"role": words, "content": anything})
+    | st.dictionaries(names, anything, max_size=4),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
+@given(
+    messages=messages_of,
+    system=st.text() | st.lists(st.dictionaries(names, anything, max_size=3), max_size=3),
+    tools=st.lists(st.dictionaries(names, anything, max_size=4) | st.just(LATER), max_size=3),
+)
+def test_any_body_is_read_or_refused(messages: Any, system: Any, tools: Any) -> None:
+    refused: BatchEngineError | None = None
+    try:
+        made = conversation_of(body_of(messages=messages, system=system, tools=tools))
+        assert all(isinstance(message["content"], str) for message in made.messages)
+    except BatchEngineError as error:
+        refused = error
+    assert refused is None or (refused.kind is Kind.INVALID and refused.param)
