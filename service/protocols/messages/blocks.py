@@ -15,7 +15,8 @@ from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from service.protocols.conversation import Conversation, ToolChoice
 from service.protocols.messages import signatures
-from service.protocols.messages.body import Choice, Format, MessagesRequest, Object
+from service.protocols.messages.body import Choice, MessagesRequest, Object
+from service.protocols.openai import formats
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between sessions, for no model
 UNTIL_NEXT = "next_user_message"
@@ -62,7 +63,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
         tools=tools.header,
         inline_tools=tools.inline,
         tool_choice=_choice(body.tool_choice, tools),
-        response=_response(body.output_format or (config.format if config else None)),
+        response=_response(body),
         continues=body.messages[-1].get("role") == "assistant",
         template=template,
         unread=tuple(tools.unread),
@@ -163,9 +164,10 @@ def _choice(choice: Choice | None, tools: _Tools) -> ToolChoice:
     return ToolChoice(mode, parallel=is_parallel)
 
 
-def _response(form: Format | None) -> Constraint | None:
+def _response(body: MessagesRequest) -> Constraint | None:
+    form = body.output_format or (body.output_config.format if body.output_config else None)
     if form is None:
-        return None
+        return formats.structured_outputs(body.structured_outputs or {})
     if form.type != "json_schema" or form.schema is None:
         raise errors.INVALID_FIELD(
             param="output_config.format",

@@ -61,6 +61,7 @@ class MessagesRequest(Common, kw_only=True):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None  # an older name of `output_config.format`
+    structured_outputs: Object | None = None  # vLLM's, for forms that are no JSON schema
     context_management: Object | None = None
     diagnostics: Diagnostics | None = None
     cache_control: Object | None = None

@@ -37,7 +37,7 @@ def _read(name: str, value: object) -> Constraint | None:
         case "response_format":
             return _response_format(cast("dict[str, Any]", value))
         case "structured_outputs":
-            return _structured_outputs(cast("dict[str, Any]", value))
+            return structured_outputs(cast("dict[str, Any]", value))
         case "guided_json" | "json_schema" | "structured_outputs.json":
             return _schema(value, name)
         case "guided_choice" | "structured_outputs.choice":
@@ -65,7 +65,8 @@ def _response_format(given: dict[str, Any]) -> Constraint | None:
             raise _wrong("response_format.type", "must be text, json_object or json_schema")
 
 
-def _structured_outputs(given: dict[str, Any]) -> Constraint | None:
+def structured_outputs(given: dict[str, Any]) -> Constraint | None:
+    """The form that vLLM's field of this name asks for; None = any text. Raises 400."""
     known = ("json", "regex", "choice", "grammar", "json_object")
     for name, value in given.items():
         if name in known and value is not None and value is not False:

@@ -153,6 +153,8 @@ def test_a_format_becomes_a_constraint() -> None:
     for fields in ({"output_config": {"format": form}}, {"output_format": form}):
         made = conversation_of(body_of(**fields)).response
         assert made == Constraint("json_schema", '{"type": "object"}')
+    other = conversation_of(body_of(structured_outputs={"choice": ["a", "b"]})).response
+    assert other == Constraint("lark", 'start: "a" | "b"\n')
 
 
 def test_readable_documents_are_text() -> None:
