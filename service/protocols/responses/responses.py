@@ -30,13 +30,17 @@ def _conversation(body: ResponsesRequest) -> Conversation:
     fields = {name: msgspec.Raw(_encode(one)) for name, one in schema.repeated(body).items()}
     echo = Echo(fields, names, schema.wants_encrypted(body), int(time.time()))
     previous = body.previous_response_id
-    effort = schema.effort(body)
+    template: dict[str, object] = {}
+    if (effort := schema.effort(body)) is not None:
+        template = {"reasoning_effort": effort}
+        if effort == "none":
+            template["enable_thinking"] = False
     return Conversation(
         messages=messages,
         tools=functions,
         tool_choice=tools.tool_choice(body.tool_choice, functions, body.parallel_tool_calls),
         response=schema.response_format(body),
-        template={} if effort is None else {"reasoning_effort": effort},
+        template=template,
         tokens_max=body.max_output_tokens,
         logprobs=schema.logprobs(body),
         param="input",

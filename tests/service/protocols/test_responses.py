@@ -412,6 +412,9 @@ async def test_what_is_ignored_is_counted_and_refused_where_asked() -> None:
         kwargs = served.engine.text.chats[0][2]
         assert kwargs == {"reasoning_effort": "low"}
         assert served.engine.text.chats[0][1] is None
+        await post(served, "/v1/responses", {"input": "x", "reasoning": {"effort": "none"}})
+        kwargs = served.engine.text.chats[-1][2]
+        assert kwargs == {"reasoning_effort": "none", "enable_thinking": False}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 
 from batchengine.config import ApiKey
-from batchengine.core import SlaClass
+from batchengine.core import PastTurn, SlaClass
 from tests.support.fake_engine import FakeEngine, Served, fake_config, post, serving
 
 
@@ -115,6 +115,26 @@ async def test_a_background_response_goes_on_without_a_reader_and_can_be_cancell
         assert isinstance(body, dict)
         assert (status, body["status"]) == (200, "cancelled")
         assert engine.generations[-1].cancelled.is_set()
+
+
+async def test_a_background_response_that_a_kill_cut_goes_on_when_it_is_asked_for() -> None:
+    engine = FakeEngine()
+    async with serving(engine) as served:
+        _, made, _ = await post(served, "/v1/responses", {"input": "hi", "background": True})
+        await asyncio.gather(*served.service.background)
+        past = await engine.past_turn("", "req_" + made["id"].removeprefix("resp_"))
+        known = engine.past_turn
+
+        async def cut(tenant: str, turn_id: str) -> PastTurn:
+            return dataclasses.replace(past, finish_reason="", is_running=False, tokens=1)
+
+        engine.past_turn = cut  # as the next daemon finds it in the ledger
+        _, found = await get(served, "/v1/responses/" + made["id"])
+        assert found["status"] == "in_progress"
+        assert engine.generations[-1].skip == 1
+        await asyncio.gather(*served.service.background)
+        engine.past_turn = known
+        assert (await get(served, "/v1/responses/" + made["id"]))[1]["status"] == "completed"
 
 
 async def test_a_response_is_deleted_with_its_session() -> None:
