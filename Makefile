@@ -4,30 +4,37 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
-# llama.cpp is compiled for its tokenizer and as the peer of tests and benches; its tools are not needed.
+# llama.cpp is the peer of tests and benches; its tools are not needed.
 LLAMA_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
 SANITIZE_ENV = PYTHONPATH=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
-LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; d = p["dependencies"] + x["cuda"] + x["dev"]; print("\n".join(x for x in d if x.startswith("llama") == (sys.argv[1] == "llama")))'
+# Packages by what wants them: `run` to serve, with the tools that compile the kernels; `dev` for tests; `llama`.
+LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; x = p["optional-dependencies"]; dev = x["dev"] + x["cuda"]; kind = lambda d: "run" if d.startswith(("nanobind", "cmake", "ninja")) else "llama" if d.startswith("llama") else "dev"; print("\n".join(d for d, k in [(d, "run") for d in p["dependencies"]] + [(d, kind(d)) for d in dev] if k == sys.argv[1]))'
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
 .PHONY: env native free-order sanitize check-arm demo test browser check bench soak clients clean
 
-env: .venv/.env-stamp
-.venv/.env-stamp: pyproject.toml
+# What serving needs: prebuilt packages, and the kernels compiled in place.
+.venv/.run-stamp: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv .venv
-	@echo "[env 1/3] Python packages"
-	$(LIST) rest > .venv/rest.txt && $(PIP) install -q --upgrade pip && $(PIP) install -q -r .venv/rest.txt
-	@echo "[env 2/3] llama.cpp, compiled from source: about four minutes on 2 cores"
+	@echo "[1/2] Python packages"
+	$(LIST) run > .venv/run.txt && $(PIP) install -q --upgrade pip && $(PIP) install -q -r .venv/run.txt
+	touch $@
+
+# What tests, benches and checks need besides.
+env: .venv/.env-stamp
+.venv/.env-stamp: .venv/.run-stamp
+	@echo "[env 1/2] Python packages of tests"
+	$(LIST) dev > .venv/dev.txt && $(PIP) install -q -r .venv/dev.txt
+	@echo "[env 2/2] llama.cpp, compiled from source: about four minutes on 2 cores"
 	$(LIST) llama > .venv/llama.txt && CMAKE_ARGS="$(LLAMA_ARGS)" $(PIP) install -v -r .venv/llama.txt 2>&1 \
 	  | awk '/Successfully installed|ERROR|: error:|already satisfied: llama/ {print; fflush()} match($$0, /\[[0-9]+\/[0-9]+\]/) {n++; if (n % 14 == 0) {print "  llama.cpp " substr($$0, RSTART, RLENGTH); fflush()}}'
-	@echo "[env 3/3] packages ready"
 	touch $@
 
 # In place: kernels/_native*.so lands beside its Python door, and the repository root is on the path.
 native: .venv/.native-stamp
-.venv/.native-stamp: .venv/.env-stamp pyproject.toml $(NATIVE)
-	@echo "[native] compiling the kernels"
+.venv/.native-stamp: .venv/.run-stamp pyproject.toml $(NATIVE)
+	@echo "[2/2] compiling the kernels"
 	mkdir -p build
 	$(CMAKE) -B build/native -DBATCHENGINE_IN_PLACE=ON > build/native.log || { cat build/native.log; exit 1; }
 	.venv/bin/cmake --build build/native
@@ -57,22 +64,22 @@ sanitize: .venv/.env-stamp build/sanitize/.stamp
 
 # Optional: the kernels for aarch64 give the bits of this machine, under emulation. Needs the Debian
 # packages g++-aarch64-linux-gnu and qemu-user.
-check-arm: native
+check-arm: env native
 	$(PY) -m tools.check_arm
 
 demo: native
 	$(PY) -m service.cli.local.demo
 
 # Tests that measure time run alone, after the others. Plain `pytest` runs all, one by one.
-test: native
+test: env native
 	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest -q -m "alone and not slow"
 
 # The dashboard in headless Chromium (Debian package chromium).
-browser: native
+browser: env native
 	$(PY) -m pytest -q -rs -m slow tests/service/http/dashboard/test_browser.py
 
-check: native
+check: env native
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m pyright
@@ -82,7 +89,7 @@ check: native
 # --every and --seeds make them shorter. The benches end with a RESULT line, the simulation with the
 # number of failed seeds; anything lost, wrong or owned twice ends each with an error.
 RANDOM_TESTS := tests/policy tests/kv tests/wire tests/engine/linked tests/lanes/ring
-soak: native
+soak: env native
 	$(PY) -m bench crash --kills 10000 --jobs 4
 	$(PY) -m bench crash --model pocket --kills 200
 	$(PY) -m bench.kill_points --target engine
@@ -94,7 +101,7 @@ soak: native
 	$(PY) -m bench attack
 	$(PY) -m bench rolling --rounds 10
 
-bench: native
+bench: env native
 	$(PY) -m bench engine
 	$(PY) -m bench kernels
 	$(PY) -m bench quality

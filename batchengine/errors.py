@@ -322,7 +322,8 @@ PRIVATE_CHARACTERS = Problem("BE1504", Kind.INVALID, "invalid_unicode",
     "the request uses every private-use character",
     fix="remove characters of the Unicode private use planes")
 TOKENIZER_LIBRARY = Problem("BE1505", Kind.INTERNAL, _DEFECT,
-    "the tokenizer library llama_cpp cannot be loaded", "{why}", "run `make env` again")
+    "the tokenizer library llama_cpp cannot be loaded", "{why}",
+    "install the package llama-cpp-python again")
 TEXT_UNUSABLE = Problem("BE1506", Kind.INVALID, "text_unusable",
     "the text cannot be tokenised by this model's tokenizer",
     "{why}",
@@ -331,6 +332,10 @@ TEXT_UNAVAILABLE = Problem("BE1507", Kind.UNAVAILABLE, "text_unavailable",
     "no process for the tokenizer could be started", "{why}",
     "send the request again; if it stays so, look for memory limits in the daemon's log",
     retry_ms=1000)
+TOKENIZER_EXTRA = Problem("BE1508", Kind.INVALID, "tokenizer_unknown",
+    "the vocabulary of {file} needs llama.cpp, which is not installed",
+    "{why}: no other tokenizer here is proven to give its ids",
+    "pip install 'batchengine[llama]' (llama.cpp is compiled, which takes minutes)")
 TEMPLATE_BROKEN = Problem("BE1511", Kind.INTERNAL, "chat_template_invalid",
     "the model's chat template does not compile",
     "{why}",

@@ -13,6 +13,7 @@ BENCHES = {
     "invariance": "sequences compared bit for bit across every way of computing them",
     "canonical": "what the fixed order of float sums costs, against a build without it",
     "store": "what calls on a store of a million pages cost, and how long they hold its lock",
+    "tokenizer": "ids of this package's encoders against llama.cpp's, by way of splitting text",
     "router": "microseconds of one routing decision, by number of lanes",
     "promote": "moving a running session between lanes, against prefill and llama.cpp's files",
     "pipeline": "prefill by two daemons of one core, each with some layers, against one core",

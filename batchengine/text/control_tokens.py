@@ -35,7 +35,7 @@ from typing import cast
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.text.messages import ROLES
-from batchengine.text.vocab import ATTR_LSTRIP, ATTR_RSTRIP, Tokenizer
+from batchengine.text.vocab import Tokenizer
 
 # First choice first: characters that templates look for in messages come late, letters last.
 _PREFERRED = "|｜[]{}()<>#$%&*+=~^▁"
@@ -158,17 +158,12 @@ class ControlGuard:
         return tokens
 
     def _split(self, rendered: str) -> Iterable[tuple[str, int | None]]:
-        """(text, the control token after it) pieces, spaces eaten as the token's attributes ask."""
-        start, eat = 0, False
+        """(text, the control token after it) pieces."""
+        start = 0
         for match in self._control.finditer(rendered) if self._control else ():
-            token = self._ids[match.group()]
-            attr = self._tokenizer.attr(token)
-            text = rendered[start : match.start()]
-            text = text.lstrip() if eat else text
-            yield (text.rstrip() if attr & ATTR_LSTRIP else text), token
-            start, eat = match.end(), bool(attr & ATTR_RSTRIP)
-        rest = rendered[start:]
-        yield (rest.lstrip() if eat else rest), None
+            yield rendered[start : match.start()], self._ids[match.group()]
+            start = match.end()
+        yield rendered[start:], None
 
 
 def _alternatives(texts: Iterable[str]) -> str:

@@ -85,6 +85,7 @@ class TextProcess:
 
     def _open(self, opening: Open) -> TextEncoder:
         tokenizer = Tokenizer(opening.vocabulary)
+        tokenizer.prepare()  # before files are forbidden
         source = tokenizer.chat_template if opening.template is None else opening.template
         today = datetime.date.fromisoformat(opening.today)
         return TextEncoder(

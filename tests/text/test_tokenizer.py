@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 
 import gguf
 import pytest
@@ -25,9 +26,12 @@ from hypothesis import strategies as st
 from batchengine.core import BatchEngineError, Kind
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
+from batchengine.text.encoders import llama
+from batchengine.text.encoders.llama import LlamaEncoder
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer
+from batchengine.text.vocab_facts import read_facts
 
 NORMAL, UNKNOWN, CONTROL, USER, _UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -200,15 +204,97 @@ def test_pieces_can_be_read_while_another_thread_encodes(pocket_path: Path) -> N
     tokenizer.close()
 
 
-def test_the_import_is_lazy_and_prints_nothing(pocket_path: Path) -> None:
+def test_encoders_are_made_when_needed_and_print_nothing(pocket_path: Path) -> None:
+    """The engine reads pieces only; llama.cpp is not needed where the ids are proven without it."""
     code = (
-        "import sys, batchengine.text.vocab as t; assert 'llama_cpp' not in sys.modules;"
-        f"k = t.Tokenizer({str(pocket_path)!r}); assert 'llama_cpp' in sys.modules; k.encode('a')"
+        "import sys, batchengine.text.vocab as t;"
+        f"k = t.Tokenizer({str(pocket_path)!r}); k.piece(300);"
+        "assert 'tokenizers' not in sys.modules;"
+        "k.encode('a'); assert 'tokenizers' in sys.modules; assert 'llama_cpp' not in sys.modules;"
+        "assert not any('hub' in name for name in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# --- the ids of llama.cpp --------------------------------------------------------------------
+
+WORDS = (
+    *(
+        "the",
+        "The",
+        "CAMELcase",
+        "é",
+        "Ж",
+        "中文",
+        "한",
+        "ǅ",
+        "ʰa",
+        "ƻ",
+        "e\u0301",
+        "\u093f",
+        "ſ",
+        "İ",
+    ),
+    *(
+        "1",
+        "2026",
+        "²",
+        "Ⅷ",
+        "٣",
+        "!",
+        "...",
+        "//\n",
+        "-",
+        "$",
+        "😀",
+        "\u200d",
+        "\0",
+        "\x1f",
+        "'",
+        "''",
+    ),
+    *("'s", "'LL", "'Re", "'ſ", " ", "  ", "    ", "\t", "\n", "\r\n", "\n\n ", "\u00a0", "\u3000"),
+    *("\u2028", "\x85", "</s>", "[INST]", "<call>", "<cal", "▁", "\ufffd", "\U000e0001"),
+)
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "tekken"])
+def test_ids_are_those_of_llama_cpp(pre: str, bpe_path: Path, tmp_path: Path) -> None:
+    """Every pair of a list of hostile words, and random texts; `bench tokenizer` has the rest."""
+    path = relabelled(bpe_path, tmp_path / "other.gguf", pre)
+    ours, theirs = Tokenizer(path), LlamaEncoder(read_facts(path), "compared")
+    random = Random(pre)
+    texts = ["".join(first + second for second in WORDS) for first in WORDS]
+    texts += ["".join(random.choices(WORDS, k=100)) for _ in range(50)]
+    for text in texts:
+        for special in (False, True):
+            wanted = theirs.encode(text, control=special)
+            assert ours.encode(text, special=special, add_bos=False) == wanted
+    theirs.close()
+    ours.close()
+
+
+def test_a_text_in_parts_has_the_ids_of_the_whole(bpe_path: Path, bpe: Tokenizer) -> None:
+    text = "".join(Random(3).choices((*WORDS, " the", " a"), k=60_000))
+    theirs = LlamaEncoder(read_facts(bpe_path), "compared")
+    assert bpe.encode(text) == theirs.encode(text, control=False)
+    theirs.close()
+
+
+def test_a_vocabulary_that_is_not_proven_needs_llama_cpp(
+    bpe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = relabelled(bpe_path, tmp_path / "other.gguf", "gpt-4o")
+    with_it = Tokenizer(path)
+    assert with_it.encode("the the") == [257, 258]
+    monkeypatch.setattr(llama, "_library", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BatchEngineError, match=r"'gpt-4o'.*batchengine\[llama\]") as caught:
+        Tokenizer(path)
+    assert caught.value.name == "tokenizer_unknown"
 
 
 # --- malformed files -------------------------------------------------------------------------
@@ -253,7 +339,7 @@ def test_errors_of_unusable_vocabularies_name_the_cause(name: str, tmp_path: Pat
     code = (
         "from batchengine.core import BatchEngineError\n"
         "from batchengine.text.vocab import Tokenizer\n"
-        f"try: print(Tokenizer({str(path)!r}))\n"
+        f"try: print(Tokenizer({str(path)!r}).encode('a'))\n"
         "except BatchEngineError as error: print(error)\n"
     )
     done = subprocess.run(
@@ -587,9 +673,9 @@ def relabelled(path: Path, to: Path, pre: str) -> Path:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("pre", ["tekken", "default", "gpt-4o", "falcon"])
+@pytest.mark.parametrize("pre", ["tekken", "qwen2", "default", "gpt-4o"])
 def test_long_runs_of_one_class_are_tokenised(pre: str, bpe_path: Path, tmp_path: Path) -> None:
-    """llama.cpp splits these by a recursive regex, which ended the engine at 30 KB."""
+    """llama.cpp splits some by a recursive regex, which ended the engine at 30 KB."""
     path = relabelled(bpe_path, tmp_path / "other.gguf", pre)
 
     async def main() -> None:
@@ -604,7 +690,7 @@ def test_long_runs_of_one_class_are_tokenised(pre: str, bpe_path: Path, tmp_path
 
 @pytest.mark.alone
 def test_a_text_that_ends_its_process_twice_is_refused(bpe_path: Path, tmp_path: Path) -> None:
-    path = relabelled(bpe_path, tmp_path / "other.gguf", "tekken")
+    path = relabelled(bpe_path, tmp_path / "other.gguf", "gpt-4o")
 
     async def main() -> None:
         text = await TextFrontend.open(path)

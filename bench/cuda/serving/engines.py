@@ -21,7 +21,6 @@ from batchengine.lanes.cuda import CUBINS_DIR
 from batchengine.lanes.worker_process import WORKER
 from bench import report
 from bench.cuda.gpus import CUBINS
-from bench.cuda.serving import vocabulary
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from bench.simt.emulator import ROOT, compile_kernels
 
@@ -66,7 +65,6 @@ async def running(
     site: Site, model: Path, folder: Path, lanes: Sequence[str], router: RouterConfig
 ) -> AsyncIterator[Engine]:
     """A started engine whose lanes are all ready."""
-    vocabulary.install()
     cores = len(os.sched_getaffinity(0))
     made = {
         CPU: LaneConfig(name=CPU, threads=max(1, cores - SPARE_CORES), tier="bulk"),

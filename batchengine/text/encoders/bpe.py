@@ -1,0 +1,159 @@
+"""Byte-level BPE with the `tokenizers` library: vocabulary and merges of the file, and the way in
+which its model splits text into words.
+
+Only splits whose ids were compared with llama.cpp's are here (`bench tokenizer`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from batchengine.gguf import GgufFile, StringArray
+from batchengine.text.encoders.special import SpecialTokens
+from batchengine.text.vocab_facts import TOKENS, VocabFacts, unusable
+
+_ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN2 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+)
+_QWEN35 = (
+    rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACE}"
+)
+_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# llama.cpp takes letters beyond ASCII as both upper and lower case
+_UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
+)
+
+# The words of a text by tokenizer.ggml.pre: each pattern splits what the one before it left.
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    "qwen35": (_QWEN35,),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
+    "tekken": (_TEKKEN,),
+}
+# Words that are tokens stay whole, whatever the merges say.
+_WHOLE_WORDS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"))
+
+_PART_CHARS = 1 << 16
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte in a token of a byte-level vocabulary."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(spare)) for byte in range(256)]
+
+
+class _Encoding(Protocol):
+    ids: list[int]
+
+
+class _Library(Protocol):
+    """The part of the library used here, with types."""
+
+    def encode_batch_fast(
+        self, texts: list[str], *, add_special_tokens: bool
+    ) -> Sequence[_Encoding]: ...
+
+
+class BpeEncoder:
+    """Text to ids; the library gets the text between special tokens, in parts."""
+
+    def __init__(self, facts: VocabFacts) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a text process may start no thread
+        self._special = SpecialTokens(facts)
+        self._library = _build(facts)
+
+    def encode(self, text: str, *, control: bool) -> list[int]:
+        """Ids of a text; `control` lets control tokens written in it count."""
+        ids: list[int] = []
+        for piece in self._special.cut(text, control=control):
+            if isinstance(piece, int):
+                ids.append(piece)
+                continue
+            for part in _parts(piece):
+                ids += self._library.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        return ids
+
+    def close(self) -> None:
+        """Nothing is held that the interpreter does not free."""
+
+
+def why_unknown(facts: VocabFacts) -> str:
+    """Why ids of this vocabulary may not be those of llama.cpp, "" if they are."""
+    if facts.pre not in SPLITS:
+        return f"tokenizer.ggml.pre is {facts.pre!r}"
+    if importlib.util.find_spec("tokenizers") is None:
+        return "the package tokenizers is not installed"
+    known = set(facts.tokens)
+    missing = [byte for byte, char in enumerate(byte_characters()) if char.encode() not in known]
+    return f"it has no token for byte {missing[0]}" if missing else ""
+
+
+def _build(facts: VocabFacts) -> _Library:
+    # by name, so that neither the engine nor a machine with llama.cpp alone needs the package
+    package: Any = importlib.import_module("tokenizers")
+    with GgufFile(facts.path) as file:
+        listed = file.values.get("tokenizer.ggml.merges")
+        if not isinstance(listed, StringArray):
+            raise unusable(facts.path, "there are no tokenizer.ggml.merges")
+        pairs = [_pair(merge) for merge in listed]
+    vocab: dict[str, int] = {}
+    for index, token in enumerate(facts.tokens):
+        with contextlib.suppress(UnicodeDecodeError):  # no word of a text is such a token
+            vocab[token.decode()] = index
+    merges = [
+        (left, right)
+        for left, right in dict.fromkeys(pairs)  # of a pair that is listed twice, the first counts
+        if left in vocab and right in vocab and left + right in vocab
+    ]
+    try:
+        model = package.models.BPE(vocab, merges, ignore_merges=facts.pre in _WHOLE_WORDS)
+    except Exception as error:  # the library has no class of its own
+        raise unusable(facts.path, f"{TOKENS}: {error}") from error
+    library = package.Tokenizer(model)
+    words = package.pre_tokenizers
+    splits = [words.Split(package.Regex(split), "isolated") for split in SPLITS[facts.pre]]
+    as_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = words.Sequence([*splits, as_bytes])
+    return cast(_Library, library)
+
+
+def _pair(merge: bytes) -> tuple[str, str]:
+    text = merge.decode("utf-8", "replace")
+    space = text.find(" ", 1)
+    return (text[:space], text[space + 1 :]) if space > 0 else ("", "")
+
+
+def _parts(text: str) -> list[str]:
+    """The text in parts whose ids are those of the whole: no word of any split goes on after
+    something that is not white space when a space and a letter follow."""
+    parts: list[str] = []
+    start = 0
+    while (cut := _find_cut(text, start + _PART_CHARS)) > 0:
+        parts.append(text[start:cut])
+        start = cut
+    return [*parts, text[start:]]
+
+
+def _find_cut(text: str, start: int) -> int:
+    """The first place from `start` on where a part may begin, 0 if there is none."""
+    at = text.find(" ", start)
+    while at > 0:
+        if text[at + 1 : at + 2].isalpha() and not text[at - 1].isspace():
+            return at
+        at = text.find(" ", at + 1)
+    return 0

@@ -1,0 +1,46 @@
+"""Special tokens that are written in a text: where it is cut, and which of them count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from batchengine.text.vocab_facts import SPECIAL, USER_DEFINED, VocabFacts
+
+
+class SpecialTokens:
+    """Control, unknown and user-defined tokens of one vocabulary, longest first.
+
+    The order is llama.cpp's: each token is looked for in all of the text that longer ones left.
+    """
+
+    def __init__(self, facts: VocabFacts) -> None:
+        marked = [token for token, kind in facts.kinds.items() if kind in SPECIAL]
+        # bytes that are no text become half surrogates, which no text of a request has
+        texts = [
+            (facts.tokens[token].decode("utf-8", "surrogateescape"), token) for token in marked
+        ]
+        ordered = sorted(((t, i) for t, i in texts if t), key=lambda item: (-len(item[0]), item[1]))
+        self._all = ordered
+        self._plain = [item for item in ordered if facts.kinds[item[1]] == USER_DEFINED]
+
+    def cut(self, text: str, *, control: bool) -> list[str | int]:
+        """Pieces of text, and the tokens between them; user-defined tokens always count."""
+        pieces: list[str | int] = [text]
+        for mark, token in self._all if control else self._plain:
+            if mark in text:
+                pieces = list(_split(pieces, mark, token))
+        return pieces
+
+
+def _split(pieces: Iterable[str | int], mark: str, token: int) -> Iterator[str | int]:
+    for piece in pieces:
+        if isinstance(piece, int):
+            yield piece
+            continue
+        first, *rest = piece.split(mark)
+        if first:
+            yield first
+        for text in rest:
+            yield token
+            if text:
+                yield text

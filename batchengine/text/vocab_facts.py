@@ -1,0 +1,186 @@
+"""What a GGUF file says of its vocabulary: tokens, their kinds, special ids, ends of a turn.
+
+Owns nothing but values read once. Files that leave a choice are read as llama.cpp reads them:
+texts that are known to end a turn do so whatever the file says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile, StringArray, Value
+
+TOKENS = "tokenizer.ggml.tokens"
+SPM = "llama"  # values of tokenizer.ggml.model
+BPE = "gpt2"
+
+# Values of tokenizer.ggml.token_type.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPECIAL = frozenset((UNKNOWN, CONTROL, USER_DEFINED))
+
+# Ids that a SentencePiece file need not declare.
+_SPM_DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
+# Pre-tokenizers whose models begin a text with `bos` unless the file says otherwise.
+_ADD_BOS = frozenset(
+    (
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0"),
+        *("lfm2", "jina-v5-nano", "tekken", "chameleon"),
+    )
+)
+# Texts that end a turn wherever they occur.
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
+    *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+    *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
+    *("<｜end▁of▁sentence｜>", "[e~["),
+)
+# Marks of fill-in-the-middle: by role, the texts that stand for it. The last three end a turn.
+_FILL = {
+    "fim_pre": (
+        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
+        *("<|code_prefix|>", "<|prefix|>"),
+    ),
+    "fim_suf": (
+        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
+        *("<|code_suffix|>", "<|suffix|>"),
+    ),
+    "fim_mid": (
+        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+        *("<|code_middle|>", "<|middle|>"),
+    ),
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
+_FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabFacts:
+    """One vocabulary. `kinds` has the tokens that are not plain text, `special_ids` by name."""
+
+    path: Path
+    model: str
+    pre: str
+    tokens: list[bytes]
+    kinds: dict[int, int]
+    special_ids: dict[str, int]
+    ends: frozenset[int]
+    add_bos: bool
+    add_space_prefix: bool
+    template: str | None
+
+    def text(self, token: int) -> str:
+        """A token as the file has it."""
+        return self.tokens[token].decode("utf-8", "replace")
+
+
+def read_facts(path: Path) -> VocabFacts:
+    """Raises VOCABULARY_UNUSABLE; errors of the GGUF reader pass."""
+    if not path.is_file():
+        raise unusable(path, "no such file")
+    with GgufFile(path) as file:
+        values = file.values
+        listed = values.get(TOKENS)
+        if not isinstance(listed, StringArray) or not len(listed):
+            model = values.get("tokenizer.ggml.model")
+            raise unusable(path, f"there is no vocabulary (tokenizer.ggml.model is {model})")
+        tokens = list(listed)
+        model = file.text("tokenizer.ggml.model", "")
+        ids = {token: index for index, token in enumerate(tokens)}
+        if len(ids) < len(tokens):
+            raise unusable(path, _find_twice(tokens))
+        if model == SPM:
+            missing = [byte for byte in range(256) if not _spells(ids, byte)]
+            if missing:
+                why = f"{TOKENS} has no token <0x{missing[0]:02X}>, nor {len(missing) - 1} others"
+                raise unusable(path, why)
+        kinds = _read_kinds(path, values.get("tokenizer.ggml.token_type"), len(tokens))
+        pre = file.text("tokenizer.ggml.pre", "default") if model == BPE else ""
+        special = _special_ids(values, len(tokens), _SPM_DEFAULTS if model == SPM else {})
+        ends = _ends(special, ids, kinds)
+        asked = values.get("tokenizer.ggml.add_bos_token", model == SPM or pre in _ADD_BOS)
+        template = values.get("tokenizer.chat_template")
+        return VocabFacts(
+            path=path,
+            model=model,
+            pre=pre,
+            tokens=tokens,
+            kinds=kinds,
+            special_ids=special,
+            ends=ends,
+            add_bos=bool(asked) and "bos" in special,
+            add_space_prefix=bool(values.get("tokenizer.ggml.add_space_prefix", model == SPM)),
+            template=template if isinstance(template, str) and template else None,
+        )
+
+
+def unusable(path: Path, why: str) -> BatchEngineError:
+    """The file's vocabulary cannot be used."""
+    return errors.VOCABULARY_UNUSABLE(file=path.name, why=why)
+
+
+def _read_kinds(path: Path, types: Value | None, count: int) -> dict[int, int]:
+    if types is None:
+        return {}
+    if not isinstance(types, np.ndarray) or len(types) < count:
+        raise unusable(path, "tokenizer.ggml.token_type does not have one number for each token")
+    return {
+        int(token): int(types[token]) for token in np.flatnonzero(types != NORMAL) if token < count
+    }
+
+
+def _special_ids(
+    values: Mapping[str, Value], count: int, defaults: Mapping[str, int]
+) -> dict[str, int]:
+    found = {name: token for name, token in defaults.items() if token < count}
+    for name in ("bos", "eos", "eot", "eom", "unknown", *_FILL):
+        token = values.get(f"tokenizer.ggml.{name}_token_id")
+        if isinstance(token, int) and not isinstance(token, bool) and 0 <= token < count:
+            found[name] = token
+    return found
+
+
+def _ends(special: dict[str, int], ids: dict[bytes, int], kinds: dict[int, int]) -> frozenset[int]:
+    """Tokens after which no more are sampled; known texts become control tokens in `kinds`."""
+    ends: set[int] = set()
+    for role, texts in _FILL.items():
+        named = [ids[text.encode()] for text in texts if text.encode() in ids]
+        if role not in special and named:
+            special[role] = named[0]
+            kinds[named[0]] = CONTROL
+        if role in _FILL_ENDS and role in special:
+            ends.add(special[role])
+    for text in _ENDS:
+        token = ids.get(text.encode())
+        if token is not None:
+            ends.add(token)
+            kinds[token] = CONTROL
+    ends.update(special[name] for name in ("eos", "eot", "eom") if name in special)
+    if _named(ids, "<|return|>", "<|call|>") or _named(ids, "<|calls|>", "<|flush|>"):
+        ends.discard(ids.get(b"<|end|>", -1))
+    return frozenset(ends)
+
+
+def _named(ids: dict[bytes, int], *texts: str) -> bool:
+    return all(text.encode() in ids for text in texts)
+
+
+def _spells(known: Mapping[bytes, int], byte: int) -> bool:
+    return f"<0x{byte:02X}>".encode() in known or bytes([byte]) in known
+
+
+def _find_twice(tokens: list[bytes]) -> str:
+    first: dict[bytes, int] = {}
+    for index, token in enumerate(tokens):
+        if token in first:
+            text = token[:40].decode("utf-8", "replace")
+            return f"{TOKENS} holds {text!r} twice, at {first[token]} and {index}"
+        first[token] = index
+    return f"{TOKENS} holds a token twice"
