@@ -12,7 +12,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env native free-order sanitize check-arm demo test browser check bench soak clients clean
+.PHONY: env wheel native free-order sanitize check-arm demo test browser check bench soak clients clean
 
 # What serving needs: prebuilt packages, and the kernels compiled in place.
 .venv/.run-stamp: pyproject.toml
@@ -70,6 +70,11 @@ check-arm: env native
 demo: native
 	$(PY) -m service.cli.local.demo
 
+# dist/*.whl, installed into a fresh environment and used there.
+wheel: env
+	$(PIP) wheel -q . --no-build-isolation --no-deps -w dist
+	$(PY) tools/check_wheel.py dist
+
 # Tests that measure time run alone, after the others. Plain `pytest` runs all, one by one.
 test: env native
 	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow and not alone"
@@ -125,4 +130,4 @@ clients: native
 	$(PY) -m bench clients
 
 clean:
-	rm -rf build .venv kernels/_native*.so
+	rm -rf build dist .venv kernels/_native*.so

@@ -137,6 +137,8 @@ FILE_UNUSABLE = Problem("BE1140", Kind.INVALID, _USAGE,
 AGENT_FILE = Problem("BE1141", Kind.INVALID, _USAGE,
     "the configuration {path!s:.200} is left as it is", "{why}",
     "name another file with --file, or add what the command shows without --write")
+SERVICE_FILE = Problem("BE1149", Kind.INTERNAL, "service_file",
+    "cannot install {path}", "{why}", "run it with sudo, or name another folder with --root")
 
 # ------------------------------------------------------------------- 12: admission, engine, lanes
 LOADING = Problem("BE1201", Kind.UNAVAILABLE, "loading_model",

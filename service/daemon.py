@@ -26,10 +26,11 @@ from batchengine import config as configuration
 from batchengine.child import guard
 from batchengine.config import Config, LaneConfig
 from batchengine.core import Stage
+from service import notify
 from service.admin.socket import AdminSocket
 from service.engine_api import EngineApi
 from service.http import app
-from service.http.listener import Listener, bind
+from service.http.listener import Listener, bind, take
 from service.log import start_logging
 from service.notify import Notifier
 from service.protocols.reading import READER
@@ -56,7 +57,8 @@ def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None
     start_logging(config)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    sock = bind(config.server.host, config.server.port)
+    sock = take(notify.passed_sockets(os.environ), config.server.host, config.server.port)
+    sock = sock or bind(config.server.host, config.server.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
             return runner.run(Daemon(config, make_engine or _real_engine).serve(sock))
@@ -120,9 +122,7 @@ class Daemon:
             await admin.open()
             for line in banner(config):
                 say(line)
-            watchdog = asyncio.create_task(
-                self._notifier.feed_watchdog(lambda: engine.fatal is None)
-            )
+            watchdog = asyncio.create_task(self._notifier.feed_watchdog(lambda: progresses(engine)))
             if not await self._start_engine(engine):
                 return EXIT_OK
             gc.collect()
@@ -230,6 +230,11 @@ class Daemon:
         say(f"  forced  {name} again: leaving at once")
         admin.unlink()
         os._exit(EXIT_FORCED)
+
+
+def progresses(engine: EngineApi) -> bool:
+    """False once engine or lane cannot go on by themselves: systemd then starts a new daemon."""
+    return engine.fatal is None and all(lane["state"] != "stuck" for lane in engine.lanes())
 
 
 def banner(config: Config) -> list[str]:

@@ -1,4 +1,5 @@
-"""Messages to the service manager (sd_notify): readiness, status, watchdog, stopping.
+"""The service manager: messages to it (sd_notify: readiness, status, watchdog, stopping), and
+listening sockets from it.
 
 Does nothing outside systemd. One datagram per message; a lost one is no error.
 """
@@ -9,11 +10,25 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 EXTEND_SECONDS = 120  # progress extends the start-up time by so much (TimeoutStartSec)
 EXTEND_EVERY_S = 1.0
 _EXTEND = f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}"
+
+
+def passed_sockets(env: MutableMapping[str, str], first: int = 3) -> list[socket.socket]:
+    """The sockets on which the manager listens for this process, which are taken out of `env`;
+    `first` is the number of the first descriptor."""
+    count, pid = env.pop("LISTEN_FDS", ""), env.pop("LISTEN_PID", "")
+    env.pop("LISTEN_FDNAMES", None)
+    if not count.isdecimal() or pid != str(os.getpid()):
+        return []
+    found: list[socket.socket] = []
+    for number in range(first, first + int(count)):
+        os.set_inheritable(number, False)
+        found.append(socket.socket(fileno=number))
+    return found
 
 
 class Notifier:

@@ -56,7 +56,9 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
 
 
 def _lane_state(loop: LaneLoop) -> str:
-    """Return ready, restarting, drained or down."""
+    """Return ready, restarting, drained, down or stuck."""
+    if loop.is_stuck:
+        return "stuck"
     if loop.draining:
         return "drained"
     if loop.lane.alive and loop.kv.slots.is_attached:

@@ -26,7 +26,7 @@ from batchengine.core import BatchEngineError
 from service.cli import drain, peers, plan, sessions, status, store
 from service.cli.agents import bench, connect
 from service.cli.agents.connect import URL_DEFAULT
-from service.cli.local import cluster
+from service.cli.local import cluster, install
 from service.cli.machine import doctor
 from service.cli.options import (
     EXIT_FAILED,
@@ -38,6 +38,7 @@ from service.cli.options import (
     Debug,
     Json,
     Socket,
+    model_file,
     show,
 )
 
@@ -123,7 +124,10 @@ def exit_code(error: BatchEngineError) -> int:
 
 @app.command
 def serve(
-    model: Annotated[Path | None, Parameter(help="The GGUF file to serve.")] = None,
+    model: Annotated[
+        Path | None,
+        Parameter(help="The GGUF file to serve; `pocket` = the toy model of the installation."),
+    ] = None,
     /,
     *,
     config: ConfigFile = None,
@@ -173,8 +177,9 @@ def serve(
     """Serve a model until SIGTERM or Ctrl-C (the second one does not wait)."""
     from service import daemon
 
+    path = model_file(model)
     overrides: dict[str, object] = {
-        "model.path": None if model is None else str(model),
+        "model.path": None if path is None else str(path),
         "model.id": model_id,
         "server.host": host,
         "server.port": port,
@@ -324,7 +329,7 @@ def chat(
         temperature=temperature,
         max_tokens=max_tokens,
     )
-    return chat.run(url, key, options, model)
+    return chat.run(url, key, options, model_file(model))
 
 
 @app.command
@@ -349,12 +354,25 @@ def show_help(*command: str) -> int:
     return 0
 
 
-for _module in (plan, connect, status, sessions, store, drain, peers, doctor, bench, cluster):
+for _module in (
+    plan,
+    connect,
+    status,
+    sessions,
+    store,
+    drain,
+    peers,
+    doctor,
+    bench,
+    cluster,
+    install,
+):
     _module.add(app)
 # in the order in which a day needs them, not of the alphabet
 for _number, _name in enumerate(
     ("serve", "chat", "connect", "plan", "check", "doctor", "ps", "top", "sessions", "promote",
-     "demote", "explain", "drain", "store", "peers", "cluster", "bench", "version", "help")
+     "demote", "explain", "drain", "store", "peers", "cluster", "bench",
+     "install-service", "version", "help")
 ):  # fmt: skip
     app[_name].sort_key = _number
 

@@ -41,6 +41,15 @@ KeyName = Annotated[
 ]
 
 
+SHARED = Path(__file__).resolve().parents[2]  # beside `service`: in a checkout, and in a wheel
+POCKET = SHARED / "pocket" / "pocket-q4_0.gguf"
+
+
+def model_file(given: Path | None) -> Path | None:
+    """A model's file; `pocket` is the one of this installation, unless there is such a file."""
+    return POCKET if given is not None and str(given) == "pocket" and not given.is_file() else given
+
+
 def admin_path(given: str | None) -> str:
     """The admin socket to talk to."""
     if given:

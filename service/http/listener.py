@@ -11,6 +11,7 @@ import asyncio
 import errno
 import logging
 import socket
+from collections.abc import Sequence
 from typing import Any, cast
 
 import msgspec
@@ -64,6 +65,29 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise _bind_error(host, port, error) from None
     return sock
+
+
+def take(passed: Sequence[socket.socket], host: str, port: int) -> socket.socket | None:
+    """The listening socket that a service manager passed, if any; it must be at the configured
+    address, of which the checks of keys and hosts know. Raises CANNOT_LISTEN."""
+    if not passed:
+        return None
+    sock = passed[0]
+    try:
+        wanted = [row[4][:2] for row in socket.getaddrinfo(host.strip("[]"), port)]
+        is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if len(passed) == 1 and is_tcp and sock.getsockname()[:2] in wanted:
+            for option, value in KEEPALIVE:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            sock.setblocking(False)
+            return sock
+        names = ", ".join(str(each.getsockname()) for each in passed)
+    except OSError as error:
+        raise _bind_error(host, port, error) from None
+    fix = "make ListenStream of batchengine.socket that address, or disable the socket unit"
+    why = f"the service manager passed {names}"
+    raise errors.CANNOT_LISTEN(host=host, port=port, why=why, fix=fix)
 
 
 def _bind_error(host: str, port: int, error: OSError) -> BatchEngineError:

@@ -14,15 +14,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
 
 from batchengine.config import Config, load
+from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
+from batchengine.engine.lane.inflight import InFlightStep, InFlightSteps
+from batchengine.lanes.worker_process import Lane
+from batchengine.wire.lane import Step
 from service import notify
-from service.daemon import Daemon
-from service.http.listener import bind
+from service.daemon import Daemon, progresses
+from service.http.listener import bind, take
+from tests.support.fake_engine import FakeEngine
 from tests.support.stopping_worker import SLOWLY
 
 UNIT = Path(__file__).resolve().parents[2] / "systemd" / "batchengine.service"
@@ -105,6 +111,78 @@ async def test_a_load_extends_its_start_while_it_progresses(
         gc.unfreeze()
         sock.close()
         manager.close()
+
+
+async def test_the_watchdog_gets_no_ping_while_a_lane_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = Manager(tmp_path / "notify")
+    environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "60000"}
+    engine = FakeEngine()
+    states = ["ready"]
+    monkeypatch.setattr(engine, "lanes", lambda: [{"name": "a", "state": s} for s in states])
+    notifier = notify.Notifier(environment)
+    feeding = asyncio.create_task(notifier.feed_watchdog(lambda: progresses(engine)))
+    try:
+        async with asyncio.timeout(20):
+            while "WATCHDOG=1" not in await manager.messages(0.05):
+                pass
+            states[0] = "stuck"
+            await manager.messages(0.05)
+            assert await manager.messages(0.2) == []
+            states[0] = "restarting"
+            while "WATCHDOG=1" not in await manager.messages(0.05):
+                pass
+    finally:
+        feeding.cancel()
+        notifier.close()
+        manager.close()
+
+
+def test_a_lane_is_stuck_once_a_step_outlives_its_deadline_twice() -> None:
+    steps = InFlightSteps(cast(Lane, None), lambda ms: None)
+    assert not steps.is_stuck(1e9)
+    step = InFlightStep(cast(Step, None), b"", [], [], [], None, predicted_ms=10_000.0)
+    steps.add(step, 1000.0)
+    assert not steps.is_stuck(1000.0 + 2 * 200_000)
+    assert steps.is_stuck(1001.0 + 2 * 200_000)
+    steps.died()
+    assert not steps.is_stuck(1e9)
+
+
+def passed(sock: socket.socket, pid: int) -> tuple[list[socket.socket], dict[str, str]]:
+    """What a process with this id takes of a socket of the service manager."""
+    environment = {"LISTEN_FDS": "1", "LISTEN_PID": str(pid), "LISTEN_FDNAMES": "http", "A": "b"}
+    number = os.dup(sock.fileno())
+    found = notify.passed_sockets(environment, number)
+    if not found:
+        os.close(number)
+    return found, environment
+
+
+def test_a_listening_socket_of_the_service_manager_is_taken() -> None:
+    with bind("127.0.0.1", 0) as sock:
+        host, port = sock.getsockname()
+        assert passed(sock, os.getpid() + 1) == ([], {"A": "b"})
+        found, environment = passed(sock, os.getpid())
+        assert environment == {"A": "b"}  # no child takes it for its own
+        taken = take(found, "localhost", port)
+        assert taken is found[0]
+        assert not taken.get_inheritable()
+        sock.close()
+        with taken, socket.create_connection((host, port)):  # waits until the daemon accepts
+            taken.setblocking(True)
+            taken.accept()[0].close()
+    assert take([], "127.0.0.1", 7717) is None
+
+
+def test_a_passed_socket_at_another_address_is_refused() -> None:
+    """Keys and hosts are checked for the configured address, not for that of the socket unit."""
+    with bind("127.0.0.1", 0) as sock:
+        found, _ = passed(sock, os.getpid())
+        with pytest.raises(BatchEngineError, match=r"passed .*127\.0\.0\.1.*ListenStream"):
+            take(found, "127.0.0.1", sock.getsockname()[1] + 1)
+        found[0].close()
 
 
 def test_the_unit_gives_the_daemon_the_time_it_asks_for() -> None:

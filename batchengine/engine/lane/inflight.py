@@ -29,6 +29,7 @@ from kv_store.arenas.arena import ArenaSlot
 
 STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
+STUCK_FACTOR = 2.0  # of the deadline, which ends a step in any case
 
 
 class StepEntry(NamedTuple):
@@ -49,6 +50,11 @@ class InFlightStep(NamedTuple):
     verify: list[Seal]
     chores: Chores | None  # None: of a step ahead, which has none
     predicted_ms: float
+
+    @property
+    def deadline_s(self) -> float:
+        """After so long the worker is ended."""
+        return max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * self.predicted_ms / 1000)
 
     def holds(self, session: Session) -> bool:
         """Whether the session computes in this step."""
@@ -134,6 +140,12 @@ class InFlightSteps:
         """Whether the session computes in one of these steps."""
         return any(step.holds(session) for step in self._steps)
 
+    def is_stuck(self, now_ms: float) -> bool:
+        """Whether the oldest step outlived its deadline, at which it should have ended."""
+        if not self._steps:
+            return False
+        return now_ms - self._since_ms > STUCK_FACTOR * self._steps[0].deadline_s * 1000
+
     def add(self, step: InFlightStep, began_ms: float) -> None:
         """Add a step that is sent next; `began_ms`: when its preparation began."""
         if not self._steps:
@@ -143,8 +155,7 @@ class InFlightSteps:
     def send(self) -> None:
         """Send the step that was added last."""
         step = self._steps[-1]
-        deadline_s = max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * step.predicted_ms / 1000)
-        self._requests.append(self._lane.post(step.step, step.payload, deadline_s=deadline_s))
+        self._requests.append(self._lane.post(step.step, step.payload, deadline_s=step.deadline_s))
 
     def send_masks(self) -> None:
         """Send the masks of the step that was sent last, those that are not known yet later."""

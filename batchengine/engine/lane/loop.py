@@ -109,6 +109,11 @@ class LaneLoop:
         return self.lane.alive and self.kv.slots.is_attached and not self.draining
 
     @property
+    def is_stuck(self) -> bool:
+        """Whether a step outlived its deadline: this process, not the worker, is at fault."""
+        return self._in_flight.is_stuck(self.seats.now_ms())
+
+    @property
     def context_max(self) -> int:
         """Tokens whose KV the store can hold for one session of this lane."""
         return page_start(self.seats.pages_budget)

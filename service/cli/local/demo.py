@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from batchengine import errors
-from batchengine.child.command import ROOT
 from batchengine.core import BatchEngineError
 from service.admin.client import Client
 from service.cli import chat
 from service.cli.local.child import ChildDaemon, stop_on_signals
+from service.cli.options import POCKET
 
-MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 FIRST = "Hello! Who are you?"
 SECOND = "Thank you. What can you do?"
 
@@ -30,7 +29,7 @@ def main() -> int:
     """Returns the exit code; every failure is one readable line."""
     stop_on_signals()
     try:
-        return demo(MODEL)
+        return demo(POCKET)
     except BatchEngineError as error:
         print(f"demo: {error}", file=sys.stderr)
     except KeyboardInterrupt:

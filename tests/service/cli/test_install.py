@@ -1,0 +1,114 @@
+"""`install-service`: what it writes, what it keeps; and the wheel, whose samples it installs."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from batchengine.config import load
+from service.cli.local import install
+from service.cli.main import app, run
+from service.cli.options import SHARED, model_file
+
+ROOT = Path(__file__).resolve().parents[3]
+UNIT = "etc/systemd/system/batchengine.service"
+
+
+def states(text: str) -> dict[str, str]:
+    lines = [line.split() for line in text.splitlines()]
+    return {Path(words[1]).name: words[0] for words in lines if len(words) == 2}
+
+
+def test_the_service_is_installed_once_and_a_second_time_nothing_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["install-service", "--root", str(tmp_path)]
+    assert run([*command, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "+Type=notify" in shown
+    assert list(tmp_path.iterdir()) == []
+    assert run(command) == 0
+    assert set(states(capsys.readouterr().out).values()) == {"new"}
+    unit = (tmp_path / UNIT).read_text()
+    assert f"ExecStart={install.find_program()} serve" in unit
+    assert "complete" in (tmp_path / install.COMPLETIONS["bash"]).read_text()
+    config = tmp_path / "etc/batchengine/batchengine.toml"
+    assert load(str(config), {}).model.path == "/var/lib/batchengine/model.gguf"
+    config.write_text(f"# mine\n{config.read_text()}")
+    (tmp_path / UNIT).write_text("[Unit]\n")
+    assert run([*command, "--dry-run"]) == 0
+    assert (tmp_path / UNIT).read_text() == "[Unit]\n"
+    capsys.readouterr()
+    assert run(command) == 0
+    found = states(capsys.readouterr().out)
+    assert (found["batchengine.toml"], found["batchengine.service"]) == ("kept", "changed")
+    assert set(found.values()) == {"kept", "changed", "same"}
+    assert config.read_text().startswith("# mine")
+    assert (tmp_path / UNIT).read_text() == unit
+
+
+def test_the_unit_allows_the_networks_that_the_configuration_needs() -> None:
+    sample = (SHARED / "systemd" / "batchengine.service").read_text()
+    alone = load(None, {"model.path": "m.gguf"})
+    assert "IPAddressAllow=localhost\n\n" in install.unit_text(sample, "/opt/b/bin/b", alone)
+    keys = {"auth.keys.a.key": "k" * 32, "server.tls_terminated": True}
+    open_to_all = load(None, {"model.path": "m.gguf", "server.host": "0.0.0.0", **keys})
+    assert "localhost\nIPAddressAllow=any\n" in install.unit_text(sample, "/b", open_to_all)
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "etc").write_text("a file")
+    assert run(["install-service", "--root", str(tmp_path)]) == 1
+    assert "cannot install" in capsys.readouterr().err
+
+
+def test_a_program_in_a_home_folder_gets_a_hint() -> None:
+    assert any("ProtectHome" in hint for hint in install.hints("/home/a/.local/bin/batchengine"))
+
+
+@pytest.mark.skipif(shutil.which("man") is None, reason="needs man")
+def test_the_manual_is_understood(tmp_path: Path) -> None:
+    page = tmp_path / "batchengine.1"
+    page.write_text(install.manual(app))
+    done = subprocess.run(["man", "--warnings", "-l", str(page)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "install-service" in done.stdout
+
+
+def test_the_manual_names_every_command() -> None:
+    page = install.manual(app)
+    assert all(f'.SS "batchengine {name}"' in page for name in ("serve", "chat", "ps", "plan"))
+
+
+def test_pocket_names_the_model_of_the_installation() -> None:
+    assert model_file(Path("pocket")) == ROOT / "pocket" / "pocket-q4_0.gguf"
+    assert model_file(Path("other.gguf")) == Path("other.gguf")
+
+
+def test_the_wheel_has_one_package_at_the_top_and_all_that_is_installed(tmp_path: Path) -> None:
+    """Without the native module, which takes minutes; `make wheel` makes and tries a whole one."""
+    words = "pip wheel -q . --no-build-isolation --no-deps --config-settings=wheel.cmake=false -w"
+    done = subprocess.run(
+        [sys.executable, "-m", *words.split(), str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 4 << 20
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"batchengine"}
+    assert not [name for name in names if "csrc" in name or name.endswith(".cpp")]
+    assert len([name for name in names if "/pocket/" in name]) == 1
+    packages = "batchengine/packages"
+    wanted = {f"{packages}/systemd/{name}" for name in install.NAMES}
+    wanted |= {f"{packages}/pocket/pocket-q4_0.gguf", f"{packages}/service/cli/main.py"}
+    wanted |= {f"{packages}/kernels/cuda/src/gpu.h", "batchengine/__main__.py"}
+    assert not wanted - set(names)
+    assert [name for name in names if name.endswith("licenses/LICENSE")]
