@@ -16,6 +16,7 @@ from batchengine import errors
 from batchengine.text.encoders import bpe
 from batchengine.text.encoders.bpe import BpeEncoder
 from batchengine.text.encoders.llama import LlamaEncoder
+from batchengine.text.encoders.spm import SpmEncoder
 from batchengine.text.vocab_facts import (
     BPE,
     BYTE,
@@ -137,13 +138,15 @@ def _why_unknown(facts: VocabFacts) -> str:
     """Why no encoder of this package is used, "" if one is."""
     if facts.model == BPE:
         return bpe.why_unknown(facts)
+    if facts.model == SPM:
+        return ""
     return f"tokenizer.ggml.model is {facts.model!r}"
 
 
 def _make_encoder(facts: VocabFacts) -> Encoder:
     if why := _why_unknown(facts):
         return LlamaEncoder(facts, why)
-    return BpeEncoder(facts)
+    return SpmEncoder(facts) if facts.model == SPM else BpeEncoder(facts)
 
 
 def _spelt(text: bytes) -> bytes:

@@ -277,6 +277,33 @@ def test_ids_are_those_of_llama_cpp(pre: str, bpe_path: Path, tmp_path: Path) ->
     ours.close()
 
 
+@pytest.mark.parametrize("has_words", [True, False])
+def test_ids_of_sentencepiece_are_those_of_llama_cpp(has_words: bool, tmp_path: Path) -> None:
+    """Random tokens with equal scores; with and without ones that go over the end of a word."""
+    random = Random(7)
+    text = "the small fox  ran to the lake; thea's aaaa bbb! " * 3 + "".join(WORDS)
+    escaped = text.replace(" ", "▁")
+    tokens = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL), ("<call>", USER)]
+    tokens += [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
+    parts = {escaped[at : at + n] for n in (1, 2, 3, 4) for at in range(len(escaped) - n)}
+    parts -= {text for text, _ in tokens}
+    parts = {part for part in parts if "\0" not in part}  # llama.cpp ends a token there
+    joined = sorted(part for part in parts if not has_words or "▁" not in part.lstrip("▁"))
+    tokens += [(part, NORMAL) for part in joined if random.random() < 0.8]
+    scores = [-float(random.randrange(40)) for _ in tokens]
+    path = write_vocab(
+        tmp_path / "spm.gguf", "llama", tokens, token_scores=scores, bos_token_id=1, eos_token_id=2
+    )
+    ours, theirs = Tokenizer(path), LlamaEncoder(read_facts(path), "compared")
+    texts = [text, "", " ", "▁", "a" * 300, "".join(first + "the " for first in WORDS)]
+    texts += ["".join(random.choices((*WORDS, " ", "the", "a"), k=200)) for _ in range(30)]
+    for each in texts:
+        for special in (False, True):
+            wanted = theirs.encode(each, control=special)
+            assert ours.encode(each, special=special, add_bos=False) == wanted
+    theirs.close()
+
+
 def test_a_text_in_parts_has_the_ids_of_the_whole(bpe_path: Path, bpe: Tokenizer) -> None:
     text = "".join(Random(3).choices((*WORDS, " the", " a"), k=60_000))
     theirs = LlamaEncoder(read_facts(bpe_path), "compared")

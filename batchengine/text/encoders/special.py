@@ -25,7 +25,7 @@ class SpecialTokens:
 
     def cut(self, text: str, *, control: bool) -> list[str | int]:
         """Pieces of text, and the tokens between them; user-defined tokens always count."""
-        pieces: list[str | int] = [text]
+        pieces: list[str | int] = [text] if text else []
         for mark, token in self._all if control else self._plain:
             if mark in text:
                 pieces = list(_split(pieces, mark, token))
