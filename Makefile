@@ -18,14 +18,14 @@ NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists
 .venv/.run-stamp: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv .venv
 	@echo "[1/2] Python packages"
-	$(LIST) run > .venv/run.txt && $(PIP) install -q --upgrade pip && $(PIP) install -q -r .venv/run.txt
+	$(LIST) run > .venv/run.txt && $(PIP) install -qq --upgrade pip && $(PIP) install -qq -r .venv/run.txt
 	touch $@
 
 # What tests, benches and checks need besides.
 env: .venv/.env-stamp
 .venv/.env-stamp: .venv/.run-stamp
 	@echo "[env 1/2] Python packages of tests"
-	$(LIST) dev > .venv/dev.txt && $(PIP) install -q -r .venv/dev.txt
+	$(LIST) dev > .venv/dev.txt && $(PIP) install -qq -r .venv/dev.txt
 	@echo "[env 2/2] llama.cpp, compiled from source: about four minutes on 2 cores"
 	$(LIST) llama > .venv/llama.txt && CMAKE_ARGS="$(LLAMA_ARGS)" $(PIP) install -v -r .venv/llama.txt 2>&1 \
 	  | awk '/Successfully installed|ERROR|: error:|already satisfied: llama/ {print; fflush()} match($$0, /\[[0-9]+\/[0-9]+\]/) {n++; if (n % 14 == 0) {print "  llama.cpp " substr($$0, RSTART, RLENGTH); fflush()}}'
@@ -37,7 +37,7 @@ native: .venv/.native-stamp
 	@echo "[2/2] compiling the kernels"
 	mkdir -p build
 	$(CMAKE) -B build/native -DBATCHENGINE_IN_PLACE=ON > build/native.log || { cat build/native.log; exit 1; }
-	.venv/bin/cmake --build build/native
+	.venv/bin/cmake --build build/native | awk '/^\[[0-9]+\/[0-9]+\] Building/ && ++n % 8 {next} {print; fflush()}'
 	rm -f build/native.log
 	$(PY) tools/link_env.py
 	touch $@
