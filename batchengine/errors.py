@@ -82,7 +82,8 @@ API_KEY_FILE = Problem("BE1112", Kind.INVALID, _USAGE,
 ADMIN_SOCKET = Problem("BE1113", Kind.INTERNAL, _DEFECT,
     "cannot open the admin socket {path}",
     "{why}",
-    "stop the other daemon, or choose another path with --admin-socket")
+    "stop the other daemon, or choose another path with --admin-socket (a second daemon also needs"
+    " --port and --store of its own)")
 NO_C_PARSER = Problem("BE1114", Kind.INTERNAL, _DEFECT,
     "aiohttp runs without its C parser",
     fix="reinstall aiohttp from a wheel, and unset AIOHTTP_NO_EXTENSIONS")
@@ -111,7 +112,8 @@ CONNECTION_LOST = Problem("BE1131", Kind.INTERNAL, "connection_lost",
 NO_DAEMON = Problem("BE1132", Kind.INTERNAL, "no_daemon",
     "no daemon answers at {where}",
     "{why}",
-    "start one with `batchengine serve MODEL.gguf`, or name the right address")
+    "start one with `batchengine serve MODEL.gguf`, or name the right address (--url,"
+    " --admin-socket; each user's daemon has a socket of its own)")
 START_FAILED = Problem("BE1133", Kind.INTERNAL, "start_failed",
     "the daemon did not start", "{why}", "read its output above")
 DEMO_ENDED_BADLY = Problem("BE1134", Kind.INTERNAL, _DEFECT,
@@ -632,6 +634,10 @@ RESPONSE_IN_USE = Problem("BE2424", Kind.CONFLICT, "response_in_use",
     "response {given:.80} is not deleted",
     "other responses of its session are made of its tokens, or it is made of theirs",
     "DELETE /v1/sessions/ID erases all of them")
+SHORT_ID = Problem("BE2425", Kind.INVALID, "invalid_value",
+    "{given!r:.82} is too short for a beginning of an id",
+    "{least} characters after be_ are needed, or more if several begin so",
+    "give more characters, or the whole name that the client uses")
 
 # -------------------------------------------------------------------------------------- 25: peers
 PEER_IDENTITY = Problem("BE2501", Kind.INVALID, _USAGE,

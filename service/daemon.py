@@ -48,6 +48,7 @@ FILES_KEPT = 192  # extents, ledger, worker sockets, logs
 SWITCH_INTERVAL_S = 0.0001  # a thread waits so long for the interpreter, e.g. at each SQL statement
 MIB = 1 << 20
 GIB = 1 << 30
+PROGRESS_S = 5.0  # between two lines about a load that takes longer
 
 
 def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None) -> int:
@@ -142,7 +143,14 @@ class Daemon:
         stop = asyncio.create_task(self._stop.wait())
         extending = asyncio.create_task(self._notifier.extend_start(lambda: engine.progress))
         try:
-            await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+            said = 0.0
+            while not (start.done() or self._stop.is_set()):
+                await asyncio.wait(
+                    {start, stop}, timeout=PROGRESS_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not start.done() and engine.progress > said:
+                    said = engine.progress
+                    say(f"  ...     weights are loaded and packed, {said:.0%} done")
             if start.done():
                 start.result()
                 return True

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Kind, Presence
+from batchengine.core import ID_PREFIX_CHARS_MIN, BatchEngineError, Kind, Presence
 from service import session_ids
 from service.engine_api import EngineApi, Facts
 from service.session_ids import CALL_CHARS_MAX, printable
@@ -321,6 +321,8 @@ async def find(
         session_id = session_ids.session_key(name, given)
         if await engine.presence(name, session_id) is not Presence.UNKNOWN:
             return name, session_id
+    if given.startswith("be_") and len(given) < len("be_") + ID_PREFIX_CHARS_MIN:
+        raise errors.SHORT_ID(given=given, least=ID_PREFIX_CHARS_MIN)
     if tenant and tenant not in key_names:
         names = ", ".join(key_names)
         fix = f"name one of: {names}" if names else "leave --key-name out: none is set"

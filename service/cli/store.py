@@ -6,6 +6,7 @@ or one of a newer program · 3 a daemon holds it.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,9 +39,21 @@ def stat(*, admin_socket: Socket = None, json: Json = False, debug: Debug = Fals
     show(
         found,
         json,
-        lambda: (f"{name:<26} {_number(name, found[name])}" for name in sorted(found)),
+        lambda: [
+            _headline(found),
+            "",
+            *(f"{name:<26} {_number(name, found[name])}" for name in sorted(found)),
+        ],
     )
     return 0
+
+
+def _headline(found: dict[str, Any]) -> str:
+    """The store in one line: what it uses of its budget, and whether it caches."""
+    used, budget = found.get("used_bytes", 0), found.get("budget_bytes", 0)
+    share = f" ({used / budget:.0%})" if budget else ""
+    tier = found.get("page_tier", found.get("tier", "ok"))
+    return f"{render.size(used)} of {render.size(budget)} used{share}, pages {tier}"
 
 
 def _number(name: str, value: Any) -> str:
@@ -143,6 +156,9 @@ def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
         what = error.what if isinstance(error, StoreError) else f"cannot check {path}"
         why = error.why if isinstance(error, StoreError) else error.strerror or str(error)
         fix = error.fix if isinstance(error, StoreError) else ""
+        if _is_denied(path):
+            row, what, fix = errors.STORE_UNUSABLE, f"cannot read the store {path}", ""
+            why = "permission denied"
         if isinstance(error, StoreLocked):
             fix = "stop that daemon first, or have it check itself: `batchengine store verify`"
         fix = fix or "name the folder given to serve --store, as the user who runs the daemon"
@@ -150,6 +166,17 @@ def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
     if not quiet and sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return report
+
+
+def _is_denied(path: Path) -> bool:
+    """Whether this user may not look into the folder."""
+    try:
+        os.listdir(path)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _print_report(report: FsckReport) -> None:

@@ -225,7 +225,7 @@ class Migrator:
         await asyncio.wait([touched], timeout=ANSWER_S)
         if not touched.done():
             touched.cancel()
-            raise Abort(f"lane {loop.lane.name} does not answer")
+            raise Abort(f"lane {loop.lane.name} is busy with a long step, or does not answer")
 
     async def _copy_ahead(self, move: Migration, row_import: RowImport) -> None:
         """Copy the open rows of a session that decodes, until at most the row is missing that the

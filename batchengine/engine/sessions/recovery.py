@@ -62,7 +62,7 @@ log = logging.getLogger("batchengine.reopen")
 ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
 TIDY_S = 5.0  # between two sweeps of the arenas of earlier runs
 # Evicted in an earlier run, in a damaged extent, or never sealed: this run has no `Loss` of them.
-PAGES_GONE = "pages are no longer in the store"
+PAGES_GONE = "pages were not computed before, or are no longer in the store"
 
 
 class SessionRecovery:

@@ -402,7 +402,7 @@ async def test_lost_pages_are_not_reported_as_evicted(site: Site) -> None:
         assert two.tokens == hashlm_tokens(longer, 20)
         assert two.done is not None
         assert two.done.usage.cached_tokens == 0
-        assert two.done.usage.reuse_reason == "pages are no longer in the store"
+        assert two.done.usage.reuse_reason.endswith("are no longer in the store")
 
 
 async def test_a_damaged_history_is_refused_with_one_fix(

@@ -259,7 +259,9 @@ def test_arguments_that_name_no_session_are_refused_with_a_fix(
             for name in ("", "x" * 5000, "x" * 50_000, "\udcff", "nothing", "größe-日本", "be_a"):
                 code, out, err = await ask(*command, name)
                 assert (code, out) == (1, ""), command
-                assert err.startswith(("batchengine: BE1", "batchengine: BE2403")), err
+                assert err.startswith(
+                    ("batchengine: BE1", "batchengine: BE2403", "batchengine: BE2425")
+                ), err
                 assert "Fix: " in err, err
                 assert not any(word in err for word in ("$.", "str of", "Expected", "JSON")), err
         assert engine.calls == []
