@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from batchengine.config import ApiKey
-from batchengine.core import TokenEvent, TokenLogprob
+from batchengine.core import SkippedEvent, TokenEvent, TokenLogprob
 from batchengine.engine.turns.stream import Generation
 from batchengine.text.detokeniser import Detokeniser
 from tests.service.least import least
@@ -152,7 +152,11 @@ async def test_a_resume_of_a_long_turn_leaves_the_loop_free() -> None:
             late, early = resumed(len(tokens) - 1), resumed(0)
             assert await late.replay(tokens, frozenset()) == ""
             assert await early.replay(tokens, frozenset()) == ""
-            assert [event.token for event in await late.events()] == tokens[-1:]
+            batch = await late.events()
+            while isinstance(batch[-1], SkippedEvent):  # its reader has that text
+                batch = await late.events()
+            last = [event.token for event in batch if isinstance(event, TokenEvent)]
+            assert last == tokens[-1:]
             seen: list[Any] = []
             while len(seen) < len(tokens):
                 batch = await early.events()
