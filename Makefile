@@ -114,6 +114,7 @@ bench: env native
 	$(PY) -m bench canonical
 	$(PY) -m bench store
 	$(PY) -m bench router
+	$(PY) -m bench grammar
 	$(PY) -m bench hop
 	$(PY) -m bench promote
 	$(PY) -m bench pipeline

@@ -20,6 +20,7 @@ BENCHES = {
     "agents": "a served trace of agents, against llama-server when it is on the PATH",
     "clients": "unmodified agents and client libraries, each with a tool call and a second turn",
     "serve": "1,000 streams beside 10,000 idle connections, on a lane without arithmetic",
+    "grammar": "microseconds of a mask, and constrained steps against free ones",
     "hop": "microseconds between two workers, one way, over TCP and TLS",
     "restart": "first token of a long session after a stop or a kill, against prefill",
     "rolling": "linked daemons under load, each drained and started again: sessions lost",

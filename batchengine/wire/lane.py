@@ -468,7 +468,7 @@ class GatherChanged(Message, tag=25, frozen=True):
 
 class Mask(Message, tag=26, frozen=True):
     """Engine -> worker: the tokens that a session may have at a position: a bit each, the lowest
-    first, in words of 32. It is sent after a Step with such an entry, or just before it.
+    first, in words of 32. It is sent after a Step with such an entry; empty: there is none.
 
     The mask is no payload, so that the payload of a step that runs stays.
     """

@@ -15,6 +15,7 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
+from tests.engine.test_constrained import LONG, constrained, expected
 from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, WRONG, plan_failure
 from tests.support.engines import (
     Reference,
@@ -253,3 +254,15 @@ async def test_without_a_gpu_the_cpu_serves_and_health_says_why(
         assert answer.tokens == reference.tokens(prompt, 5)
         await eventually(lambda: "GPU" in str(engine.stats()["troubles"]))
         assert engine.phase == "degraded"
+
+
+async def test_a_constrained_answer_moves_from_the_gpu_to_the_cpu(
+    site: Site, reference: Reference
+) -> None:
+    async with gpu_engine(site) as engine:
+        (prompt,) = await prepared(engine, [words(5, 60)])
+        asked = constrained(prompt, LONG, session="s0")
+        _, reader = await started(engine, asked, 5)
+        assert engine.state.lanes[1].meter.steps >= 5
+        await moved(engine, "s0", "cpu")
+        assert (await reader).tokens == expected(reference, asked)

@@ -22,7 +22,7 @@ from batchengine.kv.lane_kv import Chores
 from batchengine.lanes.worker_process import Lane, LaneRequest
 from batchengine.policy import scheduler
 from batchengine.policy.rows import TurnRow
-from batchengine.session import Session
+from batchengine.session import Session, State
 from batchengine.session_kv import pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
@@ -77,7 +77,8 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep) -> InFlightStep 
         turn, session = part.turn, part.turn.session
         kv, start = session.kv, session.frontier + part.n_tokens
         is_plain = start == len(session.tokens) and not (kv.held or turn.shared_with)
-        if session.suspect or turn.matcher or not is_plain or start >= kv.reach():
+        is_plain = is_plain and not (session.suspect or turn.masks_are_slow)
+        if not is_plain or start >= kv.reach():
             return None
         n_pages, n_history = pages_for(start + 1), min(turn.history_tokens, start + 1)
         codes.extend(kv.codes[:n_pages])
@@ -86,7 +87,7 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep) -> InFlightStep 
         entries.append(
             wire.Entry(
                 session.key, session.epoch, start, 1, n_pages, turn.sampling, n_history,
-                takes_sample=True,
+                takes_sample=True, masked=turn.matcher is not None,
             )
         )  # fmt: skip
         fills += [(turn, page, slot) for page, slot in kv.filled(start, start + 1)]
@@ -158,12 +159,18 @@ class InFlightSteps:
         self._requests.append(self._lane.post(step.step, step.payload, deadline_s=step.deadline_s))
 
     def send_masks(self) -> None:
-        """Send the masks of the step that was sent last, those that are not known yet later."""
-        step = self._steps[-1]
+        """Send the masks of the oldest step, which is no longer ahead; those that are not known yet
+        later. An entry whose turn is not where the step assumed gets an empty one."""
+        step = self._steps[0]
         for part, entry in zip(step.parts, step.step.entries, strict=True):
-            if entry.masked and part.turn.matcher is not None:
-                position = entry.start + entry.n_tokens
+            session, position = part.turn.session, entry.start + entry.n_tokens
+            if not entry.masked:
+                continue
+            is_current = session.state is State.RUNNING and len(session.tokens) == position
+            if part.turn.matcher is not None and is_current:
                 part.turn.matcher.give(functools.partial(self._send_mask, entry.session, position))
+            else:
+                self._send_mask(entry.session, position, b"")
 
     def _send_mask(self, session: int, position: int, bits: bytes) -> None:
         self._lane.note(wire.Mask(session, position, bits))

@@ -352,6 +352,8 @@ class LaneLoop:
         if self.is_rechecking:
             self._steps.forget_samples()
         self._in_flight.committed(in_flight, done, self.seats.now_ms())
+        if self._in_flight:
+            self._in_flight.send_masks()
 
     async def _run_between(self) -> None:
         """Compute what belongs to no turn: recomputes, stages of pipelines."""

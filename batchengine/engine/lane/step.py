@@ -323,9 +323,6 @@ class StepWriter:
         its last token."""
         session, generation = turn.session, turn.generation
         session.tokens.append(row.token)
-        if turn.matcher is not None:
-            turn.matcher.accept(row.token)
-            turn.is_late = False
         generation.completion_tokens += 1
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms
@@ -340,7 +337,11 @@ class StepWriter:
             self._emissions.add(turn, row_seen, finish)
         if finish:
             self._seats.leave(turn)
-        elif generation.full:
+            return
+        if turn.matcher is not None:
+            turn.matcher.accept(row.token)
+            turn.is_late = False
+        if generation.full:
             turn.paused = True
             generation.paused_since_ms = now_ms
 

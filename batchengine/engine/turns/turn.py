@@ -134,8 +134,12 @@ class Turn:
     def awaits_mask(self) -> bool:
         """Whether the turn computes nothing before the mask of its next token is known: one that
         is late makes all entries of a step wait."""
-        matcher = self.matcher
-        return matcher is not None and matcher.mask is None and (self.is_late or matcher.is_slow)
+        return self.masks_are_slow and self.matcher is not None and self.matcher.mask is None
+
+    @property
+    def masks_are_slow(self) -> bool:
+        """Whether the last mask was late, or took so long that the next one may be."""
+        return self.matcher is not None and (self.is_late or self.matcher.is_slow)
 
     def row(self, *, running: bool, evictable: int = 0) -> TurnRow:
         """Return the turn as a row for the scheduler; cached while the turn waits for a seat.

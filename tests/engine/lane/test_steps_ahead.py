@@ -12,6 +12,7 @@ from batchengine.core import GREEDY, Sampling
 from batchengine.lanes.step_input import BadStep, StepLimits, take_samples, unpack
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
+from tests.engine.test_constrained import LONG, constrained, expected
 from tests.support.engines import Reference, Site, read, request, running_engine, words
 
 SAMPLINGS = (
@@ -59,6 +60,21 @@ async def test_the_entry_after_an_early_end_is_void(site: Site, reference: Refer
             if meter.void:
                 break
     assert meter.void
+
+
+async def test_constrained_answers_are_sent_ahead(site: Site, reference: Reference) -> None:
+    """Their masks follow the commit of the step before; the entry after the end has none."""
+    asked = [constrained(words(i, 40 + i), LONG) for i in range(3)]
+    free = request(words(9, 50), 90)
+    async with running_engine(site, lane__steps_in_flight=2) as engine:
+        generations = [engine.submit(one) for one in (*asked, free)]
+        answers = await asyncio.gather(*map(read, generations))
+        meter = engine.state.lanes[0].meter
+        assert meter.ahead > meter.steps // 3
+    for one, answer in zip(asked, answers, strict=False):
+        assert answer.tokens == expected(reference, one)
+        assert answer.reason == "stop"
+    assert answers[3].tokens == reference.tokens(words(9, 50), 90)
 
 
 def test_a_sample_is_the_token_and_the_end_of_the_history() -> None:
