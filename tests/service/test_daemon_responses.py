@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from tests.service.test_daemon_sessions import serving
@@ -71,6 +72,50 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
                 kinds = [event.type for event in stream]
             assert "response.output_item.done" in kinds
             assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+class Dog(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def test_a_forced_call_and_a_schema_are_valid_from_any_model(
+    pocket_path: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("t")
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 8}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    tool: Any = {"type": "function", "name": "weather", "parameters": parameters, "strict": True}
+    with client_of(pocket_path, folder, cache_dir) as client:
+        asked: dict[str, Any] = {
+            "model": client.models.list().data[0].id, "input": "Weather in Paris?", "tools": [tool],
+            "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200,
+        }  # fmt: skip
+        made = client.responses.create(**asked)
+        (call,) = made.output
+        assert (made.status, call.type, call.name) == ("completed", "function_call", "weather")
+        assert isinstance(json.loads(call.arguments)["city"], str)
+        with client.responses.stream(
+            **{
+                **asked,
+                "input": [{"type": "function_call_output", "call_id": call.call_id, "output": "x"}],
+                "previous_response_id": made.id,
+            }
+        ) as stream:
+            kinds = [event.type for event in stream]
+            final = stream.get_final_response()
+        assert "response.function_call_arguments.delta" in kinds
+        assert final.output[0].type == "function_call"
+        assert reused(final) >= made.usage.total_tokens - 1
+        dog = client.responses.parse(
+            model=asked["model"], input="Invent a dog.", text_format=Dog, max_output_tokens=400,
+            temperature=0,
+        )  # fmt: skip
+        assert dog.status == "incomplete" or isinstance(dog.output_parsed, Dog)
 
 
 def reused(response: Any) -> int:
