@@ -22,7 +22,7 @@ from batchengine.text.vocab import Tokenizer
 from batchengine.text.vocab_facts import read_facts
 from bench import report
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KEY = b"tokenizer.ggml.pre"
 FRAMES = ("a{0}a ", "!{0}!{0}{0} ", "A{0}b1{0}2\n", "it'{0}e x'{0} ", "{0}\n{0}  {0}x", "{0} ")
 WORDS = (
