@@ -7,6 +7,7 @@ is short, since the pocket model's vocabulary needs many tokens for prose.
 from __future__ import annotations
 
 import json
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,3 +129,66 @@ def test_counted_tokens_are_those_of_the_prompt(sdk: anthropic.Anthropic, model:
     counted = sdk.messages.count_tokens(model=model, messages=messages)
     usage = sdk.messages.create(**greedy(model=model, messages=messages)).usage
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_forced_calls_and_formats_are_valid(sdk: anthropic.Anthropic, model: str) -> None:
+    schema = {
+        "type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"], "additionalProperties": False,
+    }  # fmt: skip
+    tool: Any = {"name": "get_weather", "description": "The weather.", "input_schema": schema}
+    asked: dict[str, Any] = {
+        "model": model, "max_tokens": 64, "tools": [tool, {**TOOL, "name": "other"}],
+        "messages": [user(text("What is the weather?"))],
+        "tool_choice": {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    whole = sdk.messages.create(**asked)
+    with sdk.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        [block] = message.content
+        assert (block.type, getattr(block, "name", "")) == ("tool_use", "get_weather")
+        assert getattr(block, "input", {})["city"] in ("Paris", "Rome")
+    form = {"type": "json_schema", "schema": schema}
+    messages: Any = [user(text("Which city?"))]
+    made = sdk.messages.create(**greedy(
+        model=model, messages=messages, output_config={"format": form}, max_tokens=32
+    ))  # fmt: skip
+    assert made.content[0].type == "text"
+    assert json.loads(made.content[0].text)["city"] in ("Paris", "Rome")
+
+
+def test_a_prefilled_answer_goes_on(sdk: anthropic.Anthropic, model: str) -> None:
+    messages: Any = [user(text("Hello! Who are you?"))]
+    full = sdk.messages.create(**greedy(model=model, messages=messages))
+    assert full.content[0].type == "text"
+    begun, _, rest = full.content[0].text.partition(" ")
+    prefilled = [*messages, {"role": "assistant", "content": begun}]
+    made = sdk.messages.create(**greedy(model=model, messages=prefilled))
+    assert made.content[0].type == "text"
+    assert made.content[0].text.split() == rest.split()
+
+
+def pages_sealed(daemon: ChildDaemon) -> float:
+    with urllib.request.urlopen(daemon.url.removesuffix("/v1") + "/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    found = [
+        line for line in lines if line.startswith('batchengine_kv_pages_total{event="sealed"}')
+    ]
+    return sum(float(line.split()[-1]) for line in found)
+
+
+def test_warming_leaves_the_prompts_kv(
+    daemon: ChildDaemon, sdk: anthropic.Anthropic, model: str
+) -> None:
+    before = pages_sealed(daemon)
+    messages: Any = [user(text("A long text about nothing. " * 150))]
+    warmed = sdk.messages.create(model=model, max_tokens=0, messages=messages)
+    assert (warmed.content, warmed.usage.output_tokens) == ([], 0)
+    deadline = time.monotonic() + 20
+    while pages_sealed(daemon) < before + 2:  # a moment after the answer
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    usage = sdk.messages.create(**greedy(model=model, messages=messages, max_tokens=1)).usage
+    assert (usage.cache_read_input_tokens or 0) >= 256
