@@ -196,7 +196,7 @@ class GenerationRequest:
     none): tokens of new messages, the end of the message before them first, which go behind the
     session's timeline, and replace `prompt`, if it has one; `append_to`: the turn behind whose
     answer they go, "" = the last one. `is_retry`: the client has sent the same request before.
-    `found` is what `prepare` decided.
+    `parent_id`: the session that started this one. `found` is what `prepare` decided.
     """
 
     request_id: str
@@ -223,6 +223,7 @@ class GenerationRequest:
     append: tuple[int, ...] = ()
     append_to: str = ""
     is_retry: bool = False
+    parent_id: str | None = None
     found: Found | None = None
 
     @property
@@ -246,12 +247,13 @@ class TimelineUse(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class Found:
     """The timeline that the engine chose for a request, and why. `shared` leading tokens of the
-    prompt are those of session `of`; `is_history_missing`: the messages look like the newest ones
-    alone."""
+    prompt are those of session `of`; `cut` tokens of the chosen timeline go; `is_history_missing`:
+    the messages look like the newest ones alone."""
 
     use: TimelineUse
     of: str = ""
     shared: int = 0
+    cut: int = 0
     is_history_missing: bool = False
 
 

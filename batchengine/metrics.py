@@ -57,6 +57,12 @@ class Metrics:
             "tpot_seconds", "Mean time per later token of a request", TPOT_BUCKETS, c, rt
         )
         self.e2e_seconds = histogram("e2e_seconds", "Arrival to last token", E2E_BUCKETS, c, rt)
+        self.timelines_total = counter(
+            "timelines_total", "Requests with a session id, by how they went on with it", "use"
+        )
+        self.history_missing_total = counter(
+            "history_missing_total", "Requests of a session that held none of its earlier messages"
+        )
         self.slo_requests_total = counter(
             "slo_requests_total", "Finished requests by what became of their targets", c, "outcome"
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from batchengine import errors
@@ -113,7 +113,10 @@ async def _move(
 
 
 async def show(engine: EngineApi, subject: Subject) -> Facts:
-    return await engine.session_detail(*subject.session)
+    """One timeline in detail; the others of its family by their ids."""
+    detail = await engine.session_detail(*subject.session)
+    timelines = engine.timelines(subject.session[0], session_ids.family_of(subject.id))
+    return {**detail, "timelines": timelines} if len(timelines) > 1 else detail
 
 
 async def why(engine: EngineApi, subject: Subject) -> Facts:
@@ -150,7 +153,20 @@ async def fork(engine: EngineApi, subject: Subject, new_id: str | None = None) -
 
 
 async def drop(engine: EngineApi, subject: Subject) -> Facts:
-    return await engine.drop(*subject.session)
+    """Drops every timeline that the name means; raises 404 if there is none."""
+    tenant, found = subject.session[0], list[Facts]()
+    missing: BatchEngineError | None = None
+    for one in engine.timelines(*subject.session):
+        try:
+            found.append(await engine.drop(tenant, one))
+        except BatchEngineError as error:
+            if error.code != errors.UNKNOWN_SESSION.code:
+                raise
+            missing = error
+    if missing is not None and not found:
+        raise missing
+    tokens = sum(row["tokens"] for row in found)
+    return {**found[0], "session_id": subject.id, "tokens": tokens, "timelines": len(found)}
 
 
 async def explain(engine: EngineApi, subject: Subject) -> Facts:
@@ -242,7 +258,12 @@ OPERATIONS = (PROMOTE, DEMOTE, EXPLAIN, SHOW, WHY, MESSAGES, FORK, PARK, DROP)
 async def perform(
     operation: Operation, engine: EngineApi, subject: Subject, arguments: Mapping[str, str | None]
 ) -> Facts:
-    """Runs one operation; errors name the subject as the caller did."""
+    """Runs one operation; errors name the subject as the caller did.
+
+    The name of a family stands for all of its timelines in `drop`, else for the main one.
+    """
+    if subject.is_session and operation is not DROP:
+        subject = replace(subject, id=engine.timelines(*subject.session)[-1])
     try:
         return await operation.run(engine, subject, **arguments)
     except BatchEngineError as error:

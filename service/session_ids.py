@@ -1,6 +1,7 @@
 """Session ids: turns a client's names for sessions into ids that cannot cross tenants.
 
-A session id that this daemon hands out is `be_` + 16 letters of body + 16 letters of tag; the tag
+A session id that this daemon hands out is `be_` + 16 letters of body + 16 letters of tag, and for
+one of several timelines of a session a dot and its number; the tag
 ties it to one tenant, so an id is used unchanged only for the tenant that owns it. Anything
 else is a client's own name for a session, hashed together with the tenant. The engine makes
 `idem_` ids out of idempotency keys; these are used unchanged, as the engine looks sessions up by
@@ -18,7 +19,7 @@ from batchengine import errors
 ID_CHARS_MAX = 4096  # of a client's name for a session
 NAME_CHARS_MAX = 64  # of it, as listings show it
 CALL_CHARS_MAX = 256  # of a tool call's id
-_OURS = re.compile(r"be_[a-z2-7]{32}")
+_OURS = re.compile(r"(be_[a-z2-7]{16}([a-z2-7]{16}))(\.[1-9][0-9]{0,8})?")
 _OF_KEY = re.compile(r"idem_[0-9a-f]{32}")
 
 
@@ -49,12 +50,19 @@ def session_key(tenant: str, client_id: str, param: str = "session_id") -> str:
             why=f"it must be printable and at most {ID_CHARS_MAX} characters",
             fix="send a short identifier, such as a UUID",
         )
-    if _OURS.fullmatch(client_id) and client_id[19:] == _tag(tenant, client_id[3:19]):
+    ours = _OURS.fullmatch(client_id)
+    if ours is not None and ours[2] == _tag(tenant, client_id[3:19]):
         return client_id
     if _OF_KEY.fullmatch(client_id):
         return client_id
     body = _letters(b"session", tenant, client_id)
     return f"be_{body}{_tag(tenant, body)}"
+
+
+def family_of(session_id: str) -> str:
+    """The session of a timeline's id: without the number of the timeline."""
+    ours = _OURS.fullmatch(session_id)
+    return session_id if ours is None else ours[1]
 
 
 def _tag(tenant: str, body: str) -> str:

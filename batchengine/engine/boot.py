@@ -45,7 +45,6 @@ from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PeerPlans
 from batchengine.engine.remote.turns import RemoteTurns
-from batchengine.engine.sessions.appending import Appending
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.operations import SessionOperations
@@ -53,6 +52,9 @@ from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.past.turns import PastTurns
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
+from batchengine.engine.sessions.timelines.appending import Appending
+from batchengine.engine.sessions.timelines.families import Families
+from batchengine.engine.sessions.timelines.outline import Outlines
 from batchengine.engine.state import EngineState
 from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
@@ -194,6 +196,10 @@ class Running:
             self.past_turns,
             made.text.tokenizer.eog,
             made.info.context_tokens,
+        )
+        outlines = Outlines(made.text.tokenizer)
+        self.families = Families(
+            state, self.recovery, self.requests, self.appending, self.parking, outlines
         )
         self.peers = Peers(
             launch.config.peers,

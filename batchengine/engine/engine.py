@@ -198,10 +198,8 @@ class Engine:
         return self.running.requests.submit(request)
 
     async def begin(self, request: GenerationRequest) -> Generation:
-        """Admit the request behind a timeline (`Appending`), or raise BatchEngineError."""
-        if request.append:
-            request = await self.running.appending.prompted(request)
-        return self.submit(request)
+        """Choose the timeline that the request goes on with, and admit it; see `Families`."""
+        return await self.running.families.begin(request)
 
     async def past_turn(self, tenant: str, turn_id: str) -> PastTurn:
         """Return a turn of the ledger with its answer. Raises BatchEngineError (404)."""
@@ -210,8 +208,8 @@ class Engine:
     async def resume(
         self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
     ) -> Generation:
-        """Stream the session's last turn again; see `Requests.resume`."""
-        return await self.running.requests.resume(tenant, session_id, from_token, turn_id)
+        """Stream the session's last turn again; see `Families.resume`."""
+        return await self.running.families.resume(tenant, session_id, from_token, turn_id)
 
     def requests(
         self, tenant: str | None = None, count_max: int | None = None
@@ -237,11 +235,8 @@ class Engine:
     def sessions(
         self, tenant: str | None = None, count_max: int | None = None
     ) -> list[dict[str, Any]]:
-        """One row per named session in memory, computing anonymous session, or interrupted one.
-
-        With `tenant` only those of that tenant; with `count_max` only those in memory that were
-        used last.
-        """
+        """One row per session in memory or interrupted one, with `tenant` of that only; with
+        `count_max` only those in memory that were used last."""
         rows = report.session_rows(self.state, tenant, count_max)
         if self._running is not None and count_max is None:
             rows += report.interrupted_rows(self._running.recovery.interrupted, tenant)
@@ -261,6 +256,10 @@ class Engine:
             (tenant, session_id) in self._running.recovery.interrupted
         )
         return is_interrupted or self.state.find(tenant, session_id) is not None
+
+    def timelines(self, tenant: str, session_id: str) -> list[str]:
+        """Ids of the timelines that a session's name means, the main one last."""
+        return self.running.families.of_name(tenant, session_id)
 
     async def presence(self, tenant: str, session_id: str) -> Presence:
         """Whether this session is in memory, in the ledger only, or nowhere."""

@@ -27,6 +27,7 @@ from kv_store.pages.transfer import PageTransfer
 __all__ = ["PagePool", "PageProof", "Ticket"]
 
 
+FOLLOWERS_MAX = 64  # pages after one parent that `find_rows` compares: the newest
 MATCH_SLICE = 64  # pages looked up under one hold of the lock
 
 
@@ -146,6 +147,37 @@ class PagePool:
                     self.core.counters["tails_found"] += 1
                     return page.ref
         return None
+
+    def find_rows(
+        self,
+        parent: bytes,
+        tokens: keys.Tokens | bytes,
+        salt: bytes,
+        *,
+        rows_min: int = 1,
+        pin: bool = False,
+        priority: int | None = None,
+    ) -> tuple[PageRef, int] | None:
+        """The page after `parent` with the most leading tokens that `tokens` starts with, and how
+        many: a parked tail that `tokens` starts with, or a page that shares `rows_min` or more with
+        them, whose other rows are of another timeline. Of those FOLLOWERS_MAX are compared.
+        """
+        ids = keys.token_bytes(tokens)[: (PAGE_TOKENS - 1) * 4]
+        with self.core.lock:
+            tail = self.find_tail(parent, ids, salt)
+            found = None if tail is None else self.index.get(tail)
+            most = 0 if found is None else found.n_tokens
+            for page in itertools.islice(self.index.children(parent), FOLLOWERS_MAX):
+                common = _common_tokens(page.tokens, ids)
+                is_more = common > most and common >= rows_min
+                if is_more and page.key == self.key_of(parent, page.tokens, salt):
+                    found, most = page, common
+            if found is None:
+                return None
+            self.index.touch(found, priority)
+            if pin:
+                self.index.pin(found)
+            return found.ref, most
 
     def page_tokens(self, ref: PageRef) -> int:
         """How many tokens the page holds: 256, or fewer for a parked tail. Raises StaleRef."""
@@ -339,3 +371,15 @@ class PagePool:
         self.index.apply(page, PageEvent.LIST)
         self.index.restore_age(page, row.priority, row.lru_seq)
         return ""
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two lists of ids have in common."""
+    low, high = 0, min(len(a), len(b)) // 4
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low * 4 : middle * 4] == b[low * 4 : middle * 4]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -259,6 +259,8 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         headers["x-batchengine-session-id"] = session_id
     if (found := job.requests[0].found) is not None:
         headers["x-batchengine-timeline"] = found.use.value
+        if found.is_history_missing:
+            headers["x-batchengine-warning"] = "history-missing"
     if responses.is_background(job):
         return responses.later(service, formatter, live)
     try:

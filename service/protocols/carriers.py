@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 from multidict import CIMultiDictProxy
 
 from batchengine import errors
@@ -71,16 +72,25 @@ HEADERS_EXACT = (
     "x-claude-code-agent-id",
     "x-claude-code-session-id",
     "x-session-id",
+    "thread-id",  # Codex: the child's own, while its session-id is that of its root
     "session-id",
     "session_id",
-    "thread-id",
     "conversation_id",
     "x-session-affinity",
 )
 HEADER_LAST = "x-conversation-id"
 HEADER_APPEND = "x-batchengine-append"
-# These match the generic rule but do not name the session of the request.
-NOT_SESSIONS = {"x-parent-session-id", "x-dynamo-parent-session-id"}
+HEADER_AGENT = "x-claude-code-agent-id"  # a child, whose parent has the session id beside it
+HEADERS_PARENT = (
+    "x-batchengine-parent-session-id",
+    "x-dynamo-parent-session-id",
+    "x-claude-code-parent-agent-id",
+    "x-parent-session-id",
+    "x-codex-parent-thread-id",
+)
+HEADER_RETRY = "x-stainless-retry-count"
+USER_ID_CHARS_MAX = 4096
+_read_user_id = msgspec.json.Decoder(dict[str, object]).decode
 
 
 def session_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> str | None:
@@ -107,7 +117,8 @@ def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[t
             yield name, headers[name]
     for name in headers:
         lower = name.lower()
-        if lower not in NOT_SESSIONS and lower not in HEADERS_EXACT and _GENERIC.fullmatch(lower):
+        is_known = lower in HEADERS_EXACT or "parent" in lower
+        if not is_known and _GENERIC.fullmatch(lower):
             yield lower, headers[name]
     if HEADER_LAST in headers:
         yield HEADER_LAST, headers[HEADER_LAST]
@@ -117,6 +128,38 @@ def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[t
         yield "prompt_cache_key", body.prompt_cache_key
     if body.metadata is not None and isinstance(body.metadata.get("session_id"), str):
         yield "metadata.session_id", body.metadata["session_id"]
+    if body.metadata is not None:
+        yield from _of_user_id(body.metadata.get("user_id"))
+
+
+def _of_user_id(user_id: object) -> Iterator[tuple[str, str]]:
+    """The session in Claude Code's `metadata.user_id`, which is JSON; others name a person."""
+    if not isinstance(user_id, str) or len(user_id) > USER_ID_CHARS_MAX or user_id[:1] != "{":
+        return
+    with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        session_id = _read_user_id(user_id).get("session_id")
+        if isinstance(session_id, str):
+            yield "metadata.user_id", session_id
+
+
+def parent_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> str | None:
+    """The id of the session that started this one, None if no carrier names a usable one."""
+    given = [] if body.batchengine is None else [body.batchengine.parent_session_id]
+    given += [headers.get(name) for name in HEADERS_PARENT]
+    if HEADER_AGENT in headers:
+        given.append(headers.get("x-claude-code-session-id"))
+    if "thread-id" in headers:
+        given.append(headers.get("session-id"))
+    for value in given:
+        if value is not None and value.strip():
+            return session_key(tenant, value.strip(), "parent_session_id")
+    return None
+
+
+def is_retry(headers: CIMultiDictProxy[str]) -> bool:
+    """Whether the client's library has sent the same request before."""
+    given = headers.get(HEADER_RETRY, "")
+    return given.isascii() and given.isdecimal() and len(given) <= 9 and int(given) > 0
 
 
 def appends(headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> bool:

@@ -159,6 +159,9 @@ def open_job(
         form=protocol,
         patience_ms=None if body.stream else carriers.patience_ms(headers),
         client_name=carriers.client_name(body, headers) if session_id is not None else "",
+        in_family=session_id is not None,
+        parent_id=carriers.parent_of(body, headers, caller.tenant),
+        is_retry=carriers.is_retry(headers),
     )
     options = body.stream_options
     return HttpJob(

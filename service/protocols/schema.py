@@ -173,7 +173,7 @@ Body = TypeVar("Body", bound=Common)
 Kind = TypeVar("Kind", bound=Struct)
 
 # Fields of the `batchengine` object that are accepted and have no effect.
-EXTENSION_UNREAD = ("max_context_tokens", "parent_session_id")
+EXTENSION_UNREAD = ("max_context_tokens",)
 
 _PATH = re.compile(r" - at `(key in )?\$\.?(?P<path>[^`]*)`$")
 _EXPECTED = re.compile(r"Expected `(?P<kinds>[^`]*)`(?: (?P<bound>[^,]*))?(?:, got `(?P<got>.*)`)?")

@@ -409,6 +409,9 @@ class FakeEngine:
             {"name": name, "kind": "cpu", "state": "ready", "pid": 4242} for name in self.lane_names
         ]
 
+    def timelines(self, tenant: str, session_id: str) -> list[str]:
+        return [session_id]
+
     async def presence(self, tenant: str, session_id: str) -> Presence:
         if self.has_session(tenant, session_id):
             return Presence.IN_MEMORY

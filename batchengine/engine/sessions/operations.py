@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from batchengine.engine.sessions.erasing import LedgerCleaning, erase
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
+from batchengine.engine.sessions.timelines.outline import Outlines
 from batchengine.engine.sessions.transcript import messages_of, text_of
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal
@@ -45,8 +45,6 @@ log = logging.getLogger("batchengine.engine")
 
 BEFORE_TOKENS = 12  # shown before a difference: enough to find its position in the text
 ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is searched
-ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>")  # ChatML, Llama 3, Harmony
-ROLE = re.compile(r"\s*(system|developer|user|assistant|tool|ipython)\b")
 DROP_WAIT_S = 30.0  # far longer than a step
 
 
@@ -71,9 +69,7 @@ class SessionOperations:
         self._parking = parking
         self._text = text
         self._cleaning = LedgerCleaning(store.ledger)
-        self._role_marks = frozenset(
-            token for token in text.tokenizer.control if ROLE_MARK.match(text.piece(token))
-        )
+        self._outlines = Outlines(text.tokenizer)
 
     # -------------------------------------------------------------------------- operations
 
@@ -279,7 +275,7 @@ class SessionOperations:
             tokens = list(session.tokens)
         piece, tokenizer = self._text.piece, self._text.tokenizer
         ends = tokenizer.control | frozenset(tokenizer.eog)
-        found = await messages_of(tokens, self._role_marks, ends, piece)
+        found = await messages_of(tokens, self._outlines.marks, ends, piece)
         answer = {"session_id": session_id, "tokens": len(tokens), "messages": found}
         return answer if found else answer | {"text": await text_of(tokens, piece)}
 
@@ -312,10 +308,10 @@ class SessionOperations:
         """Return the text before the difference, and the role of the message that it is in."""
         slot: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
         for index in range(len(before) - 1, max(-1, len(before) - 1 - ROLE_TOKENS_MAX), -1):
-            if before[index] in self._role_marks:
-                role = ROLE.match(self._text_of(tuple(before[index + 1 : index + 4])))
-                if role is not None:
-                    return slot | {"inside": f"{role[1]} message"}
+            if before[index] in self._outlines.marks:
+                role = self._outlines.role(before, index)
+                if role:
+                    return slot | {"inside": f"{role} message"}
         return slot
 
     def _text_of(self, tokens: tuple[int, ...]) -> str:

@@ -24,7 +24,7 @@ from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.suspects import STRIKES_MAX, Suspects
 from batchengine.engine.sessions.crash_marker import CrashMarker
-from batchengine.engine.sessions.directory import durable_name, name_of
+from batchengine.engine.sessions.directory import FamilyTable, durable_name, name_of
 from batchengine.engine.sessions.tool_calls import CALLS_ALL, ToolCalls
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns import records
@@ -60,6 +60,7 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.reopen")
 
 ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
+ROWS_MIN = 2  # of a page, that are copied rather than computed again
 TIDY_S = 5.0  # between two sweeps of the arenas of earlier runs
 # Evicted in an earlier run, in a damaged extent, or never sealed: this run has no `Loss` of them.
 PAGES_GONE = "pages were not computed before, or are no longer in the store"
@@ -76,6 +77,7 @@ class SessionRecovery:
         self._store = store
         self._journal = journal
         self.calls = ToolCalls()
+        self.families = FamilyTable()
         self.interrupted: dict[tuple[str, str], SessionInfo] = {}  # exited during a turn
 
     def meta(self, session: Session) -> SessionMeta:
@@ -113,6 +115,7 @@ class SessionRecovery:
         crash_marker.listen()
         self._store.orphaned.retain(info.id.encode() for info in infos[:ORPHANED_SESSIONS])
         self.interrupted = {name_of(i.id): i for i in infos if i.state == RUNNING}
+        self.families.load([name_of(info.id) for info in reversed(infos)])
         recent = [info for info in infos[:CALLS_ALL] if CALLS_FIELD in info.meta]
         for info in reversed(recent):  # oldest first: `add` drops the oldest
             meta = session_meta(info.meta)
@@ -138,6 +141,7 @@ class SessionRecovery:
         self.interrupted.pop((tenant, session_id), None)
         self._store.orphaned.forget(name.encode())
         self.calls.forget(tenant, session_id)
+        self.families.forget(tenant, session_id)
 
     # ------------------------------------------------------------------------------- look
 
@@ -270,7 +274,10 @@ class SessionRecovery:
         if len(ids) < 2:
             return  # the last token is computed in any case
         left = self._left_open(session, first)
-        tail = self._tail(session, first, ids, turn.priority)
+        request = turn.generation.request
+        shares = request.found is not None and (request.found.shared or request.parent_id)
+        rows_min = ROWS_MIN if shares else PAGE_TOKENS
+        tail = self._tail(session, first, ids, turn.priority, rows_min)
         if tail is not None and (not left or left[0].rows <= tail.rows):
             slots.claim_pending(session, [tail])
         elif left:
@@ -304,19 +311,23 @@ class SessionRecovery:
         return found
 
     def _tail(
-        self, session: Session, first: int, ids: Sequence[int], priority: int
+        self, session: Session, first: int, ids: Sequence[int], priority: int, rows_min: int
     ) -> PendingRows | None:
-        """Find and pin the longest parked tail that begins `ids`, the tokens from page `first`."""
+        """Find and pin the page whose rows most of `ids` are, the tokens from page `first` on: a
+        parked tail, or a page of another timeline that begins with `rows_min` of them."""
         store, salt, parent = self._store, session.salt, keys.ROOT_KEY
         if first and len(session.kv.keys) >= first:
             parent = session.kv.keys[first - 1]
         elif first:
             before = session.tokens[: page_start(first)]
             parent = keys.chain_keys(before, store.pages.repr_id, salt)[-1]
-        ref = store.pages.find_tail(parent, ids, salt, pin=True, priority=priority)
-        if ref is None:
+        found = store.pages.find_rows(
+            parent, ids, salt, rows_min=rows_min, pin=True, priority=priority
+        )
+        if found is None:
             return None
-        return PendingRows(first, store.pages.page_tokens(ref), ref, lambda: store.pages.unpin(ref))
+        ref, rows = found
+        return PendingRows(first, rows, ref, lambda: store.pages.unpin(ref))
 
     def count_reuse(self, turn: Turn) -> None:
         """Record how much KV the turn reused, and why that is less than its prompt."""

@@ -171,6 +171,11 @@ def rebase(timeline: Sequence[int], prompt: Sequence[int], shared: int) -> Rebas
     )
 
 
+def last_prompt(meta: SessionMeta, length: int) -> int:
+    """Return the tokens of the session's last prompt; all of its `length` tokens if unknown."""
+    return length if meta.rebase is None else min(meta.rebase.prompt, length)
+
+
 def encode(record: TurnRecord | SessionMeta) -> str:
     """Return the record as JSON."""
     return msgspec.json.encode(record).decode()

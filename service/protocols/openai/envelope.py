@@ -294,7 +294,11 @@ def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
 
 def timeline_object(found: Found) -> Chunk:
     """How the request went on with its session."""
-    row: Chunk = {"use": found.use.value, "tokens_shared": found.shared}
+    row: Chunk = {
+        "use": found.use.value,
+        "tokens_shared": found.shared,
+        "tokens_cut": found.cut,
+    }
     if found.of:
         row["of"] = found.of
     if found.is_history_missing:

@@ -181,7 +181,7 @@ async def test_the_role_of_an_edit_is_found_at_once_in_a_long_message(site: Site
     """The search runs on the event loop: 32,768 tokens in milliseconds of processor time."""
     async with running_engine(site) as engine:
         operations = engine.running.operations
-        (mark,) = operations._role_marks
+        (mark,) = operations._outlines.marks
         user = await engine.text.encode("user\n")
         near = operations._position_of([*words(3, 200), mark, *user, *words(4, 30_000)])
         assert near["inside"] == "user message"

@@ -277,7 +277,7 @@ async def test_any_failure_of_a_submission_cancels_its_other_choices() -> None:
 
 async def test_fields_that_nothing_reads_count_as_ignored() -> None:
     async with serving() as served:
-        for name, value in (("parent_session_id", "p"), ("max_context_tokens", 100)):
+        for name, value in (("max_context_tokens", 100),):
             body = chat(batchengine={name: value, "class": "batch"})
             assert (await post(served, CHAT, body))[0] == 200
             text = served.engine.metrics.render()[0].decode()

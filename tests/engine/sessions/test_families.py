@@ -1,0 +1,181 @@
+"""Families of timelines on a real engine: forks, edits, retries, and the next run."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+
+from batchengine.core import BatchEngineError, GenerationRequest, TimelineUse
+from batchengine.engine import Engine
+from batchengine.policy.timelines.choice import MEMBERS_MAX
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    until,
+    words,
+)
+
+
+def of_family(prompt: list[int], tokens_max: int = 8, **more: Any) -> GenerationRequest:
+    asked = request(prompt, tokens_max, session="s")
+    return dataclasses.replace(asked, in_family=True, **more)
+
+
+async def asks(engine: Engine, prompt: list[int], **more: Any) -> tuple[Any, Any]:
+    """The generation and its answer."""
+    generation = await engine.begin(of_family(prompt, **more))
+    return generation, await read(generation)
+
+
+def use_of(generation: Any) -> TimelineUse:
+    assert generation.request.found is not None
+    return generation.request.found.use
+
+
+async def test_another_prompt_forks_and_each_timeline_goes_on(
+    site: Site, reference: Reference
+) -> None:
+    """Also in the next run of the engine; nothing that was said is lost."""
+    first, title = words(1, 600), words(2, 80)
+    async with running_engine(site) as engine:
+        main, answer = await asks(engine, first)
+        assert (main.session_id, use_of(main)) == ("s", TimelineUse.NEW)
+        other, named = await asks(engine, title)
+        assert (other.session_id, use_of(other)) == ("s.2", TimelineUse.FORKED)
+        assert named.tokens == reference.tokens(title, 8)
+        again = [*first, *answer.tokens, *words(3, 9)]
+        more, answer = await asks(engine, again)
+        assert (more.session_id, use_of(more)) == ("s", TimelineUse.CONTINUED)
+        assert answer.tokens == reference.tokens(again, 8)
+        assert more.cached_tokens >= len(first) + 7
+        assert engine.timelines("", "s") == ["s.2", "s"]
+        assert engine.timelines("", "s.2") == ["s.2"]
+        assert engine.timelines("", "s.1") == ["s"]
+    async with running_engine(site) as engine:
+        once_more = [*again, *answer.tokens, *words(4, 9)]
+        more, answer = await asks(engine, once_more)
+        assert (more.session_id, use_of(more)) == ("s", TimelineUse.CONTINUED)
+        assert answer.tokens == reference.tokens(once_more, 8)
+        follows = [*title, *named.tokens, *words(5, 9)]
+        other, _ = await asks(engine, follows)
+        assert (other.session_id, use_of(other)) == ("s.2", TimelineUse.CONTINUED)
+        assert other.cached_tokens >= len(title) + 7
+
+
+async def test_a_request_beside_a_running_turn_neither_waits_nor_rewrites(
+    site: Site, reference: Reference
+) -> None:
+    first, title = words(1, 300), words(2, 80)
+    async with running_engine(site) as engine:
+        generation = await engine.begin(of_family(first, 90))
+        await until(lambda: generation.completion_tokens > 3)
+        other, named = await asks(engine, title)
+        assert other.session_id == "s.2"
+        assert named.tokens == reference.tokens(title, 8)
+        beside, parallel = await asks(engine, first)
+        assert (beside.session_id, use_of(beside)) == ("s.3", TimelineUse.FORKED)
+        assert parallel.tokens == reference.tokens(first, 8)
+        assert beside.cached_tokens >= 256
+        assert not generation.finished
+        answer = await read(generation)
+        assert answer.tokens == reference.tokens(first, 90)
+
+
+async def test_an_edit_of_the_last_part_stays_in_its_timeline(site: Site) -> None:
+    first = words(1, 600)
+    async with running_engine(site) as engine:
+        _, answer = await asks(engine, first)
+        edited, _ = await asks(engine, [*first[:580], *words(6, 20)])
+        assert (edited.session_id, use_of(edited)) == ("s", TimelineUse.EDITED)
+        assert edited.request.found.cut == 20 + len(answer.tokens)
+        back, _ = await asks(engine, [*first[:100], *words(7, 20)])
+        assert (back.session_id, use_of(back)) == ("s.2", TimelineUse.FORKED)
+
+
+async def test_a_retry_takes_the_running_turn_over(site: Site, reference: Reference) -> None:
+    """What was computed is not computed again, and the answer is the same."""
+    first = words(1, 300)
+    async with running_engine(site) as engine:
+        generation = await engine.begin(of_family(first, 60))
+        await until(lambda: generation.completion_tokens > 20)
+        retry, answer = await asks(engine, first, tokens_max=60, is_retry=True)
+        assert retry.session_id == "s"
+        assert (await read(generation)).error is not None
+        assert answer.tokens == reference.tokens(first, 60)
+        assert answer.done is not None
+        assert answer.done.usage.resumed_tokens > 20
+        assert engine.timelines("", "s") == ["s"]
+
+
+async def test_a_flood_of_conversations_is_bounded(site: Site) -> None:
+    """One id for everything: the long conversation stays, and no request is refused."""
+    first = words(1, 600)
+    async with running_engine(site) as engine:
+        await asks(engine, first)
+        for seed in range(100, 100 + MEMBERS_MAX + 4):
+            await asks(engine, words(seed, 20), tokens_max=2)
+        assert len(engine.timelines("", "s")) == MEMBERS_MAX
+        more, _ = await asks(engine, [*first, *words(3, 9)])
+        assert more.session_id == "s"
+        held = [
+            engine.submit(request(words(1, 5), 400, session=one))
+            for one in engine.timelines("", "s")
+        ]
+        beside, answer = await asks(engine, words(9, 20))
+        assert use_of(beside) is TimelineUse.UNNAMED
+        assert len(answer.tokens) == 8
+        for generation in held:
+            generation.cancel()
+
+
+async def test_tenants_have_families_of_their_own(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await asks(engine, words(1, 40))
+        other = dataclasses.replace(of_family(words(1, 40)), tenant="b")
+        generation = await engine.begin(other)
+        await read(generation)
+        assert use_of(generation) is TimelineUse.NEW
+        await asks(engine, words(2, 40))
+        assert set(engine.timelines("", "s")) == {"s", "s.2"}
+        assert engine.timelines("b", "s") == ["s"]
+
+
+async def test_a_dropped_timeline_leaves_its_family(site: Site) -> None:
+    async with running_engine(site) as engine:
+        await asks(engine, words(1, 40))
+        await asks(engine, words(2, 40))
+        await engine.drop("", "s")
+        assert engine.timelines("", "s") == ["s.2"]
+        generation, _ = await asks(engine, words(1, 40))
+        assert generation.session_id == "s.3"
+        await engine.drop("", "s.2")
+        await engine.drop("", "s.3")
+        with pytest.raises(BatchEngineError):
+            await engine.drop("", "s")
+        generation, _ = await asks(engine, words(1, 40))
+        assert use_of(generation) is TimelineUse.NEW
+
+
+async def test_the_open_page_of_an_idle_timeline_is_shared_too(site: Site) -> None:
+    """A fork begins with all that it has in common, not with whole pages of it."""
+    first = words(1, 200)
+    async with running_engine(site) as engine:
+        await asks(engine, first)
+        fork, _ = await asks(engine, [*first[:90], *words(2, 150)])
+        assert use_of(fork) is TimelineUse.FORKED
+        assert fork.cached_tokens == 90
+        child = dataclasses.replace(
+            request([*first[:120], *words(4, 30)], 8, session="child"),
+            in_family=True,
+            parent_id="s",
+        )
+        generation = await engine.begin(child)
+        await read(generation)
+        assert generation.cached_tokens == 120
+        await asyncio.sleep(0)

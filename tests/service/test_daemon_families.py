@@ -1,0 +1,99 @@
+"""A daemon, agents as they send: titles beside turns, tails that move, children, kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.service.test_daemon_sessions import serving
+
+AGENT = "You are an agent that works in a folder with tools. " * 14
+TAIL = "<<<BEGIN_OPENCLAW_INTERNAL_CONTEXT>>>\nActive: none\n"
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def ask(port: int, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
+    """One whole answer; its headers are under "headers"."""
+    headers = {"Content-Type": "application/json", **more.pop("headers", {})}
+    body = {"messages": messages, "max_tokens": 12, "seed": 1, **more}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), headers
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return {**json.load(reply), "headers": {k.lower(): v for k, v in reply.headers.items()}}
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+def reused(answer: dict[str, Any]) -> tuple[int, int]:
+    """Tokens of the prompt that had KV, and all."""
+    usage = answer["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+
+def test_agents_as_they_send(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:
+    opencode = {"headers": {"x-session-id": "ses_1", "x-session-affinity": "ses_1"}}
+    first = [said("system", AGENT), said("user", "List the files.")]
+    claw = [said("system", "Claw. " + AGENT * 5), said("user", "Say pong.")]
+    with serving(pocket_path, tmp_path, cache_dir) as (port, pid, _):
+        running = threading.Thread(target=ask, args=(port, first), kwargs={**opencode})
+        running.start()
+        title = ask(port, [said("system", "Write titles."), said("user", "T?")], **opencode)
+        running.join()
+        assert "x-batchengine-warning" not in title["headers"]
+        answer = ask(port, first, **opencode)
+        names = {one["headers"]["x-batchengine-session-id"] for one in (title, answer)}
+        assert len(names) == 2
+        assert len({name.partition(".")[0] for name in names}) == 1
+        more = [*first, said("assistant", text_of(answer)), said("user", "And now?")]
+        second = ask(port, more, **opencode)
+        assert second["batchengine"]["timeline"]["use"] == "continued"
+        cached, prompt = reused(second)
+        assert cached > 0.9 * prompt
+
+        # a tail moves behind the newest message: all before it is found again
+        key = {"prompt_cache_key": "claw:0"}
+        one = ask(port, [*claw, said("user", TAIL)], **key)
+        grown = [*claw, said("assistant", text_of(one)), said("user", "Again."), said("user", TAIL)]
+        two = ask(port, grown, **key)
+        head = ask(port, [*claw, said("user", "")], prompt_cache_key="other")
+        assert two["batchengine"]["timeline"]["use"] == "continued"
+        assert reused(two)[0] >= reused(head)[1] - 8
+        assert two["batchengine"]["session_id"] == one["batchengine"]["session_id"]
+
+        # a Codex child has the ids of its root, and a thread of its own
+        root = {"headers": {"session-id": "root", "thread-id": "root"}}
+        ask(port, first, **root)
+        child = ask(port, [first[0], said("user", "Be a child.")], **{
+            "headers": {"session-id": "root", "thread-id": "child",
+                        "x-codex-parent-thread-id": "root"}})  # fmt: skip
+        assert child["batchengine"]["timeline"]["use"] == "new"
+        assert reused(child)[0] > 0.7 * reused(child)[1]
+
+        # the newest message alone
+        alone = ask(port, [first[0], said("user", "And then?")], **opencode)
+        assert alone["headers"]["x-batchengine-warning"] == "history-missing"
+        added = ask(port, [said("user", "And then?")], batchengine={"append": True}, **root)
+        assert added["batchengine"]["timeline"]["use"] == "appended"
+        assert reused(added)[0] > 0.9 * (reused(added)[1] - 16)
+        os.kill(pid, signal.SIGKILL)
+    with serving(pocket_path, tmp_path, cache_dir) as (port, _, _):
+        again = [*more, said("assistant", text_of(second)), said("user", "Thanks.")]
+        third = ask(port, again, **opencode)
+        assert third["batchengine"]["timeline"]["use"] == "continued"
+        assert third["batchengine"]["session_id"] == second["batchengine"]["session_id"]
+        cached, prompt = reused(third)
+        assert cached > 0.9 * prompt
+        path = f"http://127.0.0.1:{port}/v1/sessions/{third['batchengine']['session_id']}"
+        with urllib.request.urlopen(path, timeout=30) as reply:
+            assert len(json.load(reply)["timelines"]) == 3
