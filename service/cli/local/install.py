@@ -15,15 +15,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import cyclopts
 from cyclopts import Parameter
 
-from batchengine import config as configuration
 from batchengine import errors
-from batchengine.config import Config
 from service.cli.options import SHARED, Debug
+
+if TYPE_CHECKING:
+    from batchengine.config import Config  # loads psutil, which few commands need
 
 SAMPLES = SHARED / "systemd"
 UNITS = Path("etc/systemd/system")
@@ -219,6 +220,8 @@ def _is_loopback(host: str) -> bool:
 
 def _read_config(path: Path) -> Config | None:
     """The configuration that is there, if any; it must be right before a unit is made for it."""
+    from batchengine import config as configuration
+
     return configuration.load(str(path), {}) if path.is_file() else None
 
 
