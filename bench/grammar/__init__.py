@@ -33,7 +33,7 @@ from batchengine.text.vocab import Tokenizer
 from bench import report
 from bench.engine import DISK
 
-POCKET = Path(__file__).parents[1] / "pocket" / "pocket-q4_0.gguf"
+POCKET = Path(__file__).parents[2] / "pocket" / "pocket-q4_0.gguf"
 VOCAB = 151_936
 CALL = {
     "type": "object",
