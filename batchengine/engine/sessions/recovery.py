@@ -504,6 +504,9 @@ def _find(
     if last is None or is_changed or request.sampling.logprobs >= 0:
         return None
     asked = turn_record(last.sampling)
+    if asked is not None and request.is_retry and asked.asks_the_same(request):
+        sampling = msgspec.structs.replace(request.sampling, seed=asked.sampling.seed)
+        generation.request = request = dataclasses.replace(request, sampling=sampling)
     if asked is None or not asked.says_the_same(request.sampling):
         return None
     if asked.constraint != request.constraint:

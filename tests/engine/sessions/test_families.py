@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchengine.core import BatchEngineError, GenerationRequest, TimelineUse
+from batchengine.core import BatchEngineError, GenerationRequest, Sampling, TimelineUse
 from batchengine.engine import Engine
 from batchengine.policy.timelines.choice import MEMBERS_MAX
 from tests.support.engines import (
@@ -111,6 +111,21 @@ async def test_a_retry_takes_the_running_turn_over(site: Site, reference: Refere
         assert answer.done is not None
         assert answer.done.usage.resumed_tokens > 20
         assert engine.timelines("", "s") == ["s"]
+
+
+async def test_a_retry_of_a_turn_that_was_cut_goes_on_with_its_seed(
+    site: Site, reference: Reference
+) -> None:
+    """A client without a seed gets another one at each attempt; the answer began with the first."""
+    first, warm = words(1, 100), Sampling(temperature=0.8, seed=11)
+    async with running_engine(site) as engine:
+        generation = await engine.begin(of_family(first, 40, sampling=warm))
+        await until(lambda: generation.completion_tokens > 5)
+        generation.cancel()
+        await until(lambda: not engine.state.queues)
+        other = Sampling(temperature=0.8, seed=12)
+        _, answer = await asks(engine, first, tokens_max=40, sampling=other, is_retry=True)
+        assert answer.tokens == reference.tokens(first, 40, warm)
 
 
 async def test_a_flood_of_conversations_is_bounded(site: Site) -> None:
