@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,7 +209,11 @@ class SimText:
     """Text without a tokenizer: the tokens of HashLM are printed as numbers."""
 
     tokenizer = SimpleNamespace(
-        eog=frozenset[int](), control=(), vocab_size=2048, chat_template=None
+        eog=frozenset[int](),
+        control=(),
+        vocab_size=2048,
+        chat_template=None,
+        path=Path("no vocabulary"),
     )
 
     @classmethod
