@@ -92,7 +92,7 @@ def explain_lines(found: Facts) -> list[str]:
         lines += ["", "earlier"]
         for one in reversed(decisions[:-1]):
             happened = one.get("happened")
-            ttft = f"  TTFT {ms(happened['ttft_ms'])}" if happened else ""
+            ttft = f"  {_times({'ttft_ms': happened['ttft_ms']})}" if happened else ""
             lines.append(f"  {one['request_id']}  {one['lane']}  {one['reason']}{ttft}")
     return lines
 
@@ -118,9 +118,12 @@ def _decision(one: Facts) -> list[str]:
     if happened is None:
         lines.append("happened  it is not over yet")
     else:
+        cached = happened["cached_tokens"]
+        shared = cached - (one["session"] or {"reused_tokens": 0})["reused_tokens"]
+        stored = f" ({shared:,} of them in pages of the store)" if shared > 0 else ""
         lines.append(
             f"happened  {_times(happened)}; {happened['tokens']:,} tokens on {happened['lane']},"
-            f" {happened['cached_tokens']:,} of the prompt had KV, ended with {happened['finish']}"
+            f" {cached:,} of the prompt had KV{stored}, ended with {happened['finish']}"
         )
     if one["restore"] is not None:
         lines.append(f"restore   {_restore(one['restore'])}")
@@ -137,9 +140,10 @@ def _promises(asked: Facts) -> str:
 
 def _kv(session: Facts | None) -> str:
     if session is None:
-        return "none"
+        return "the session had none"
     rows = f", {session['open_rows']:,} rows in its open page" if session["open_rows"] else ""
-    return f"of {session['reused_tokens']:,} tokens of the prompt, on {session['lane']}{rows}"
+    reused = f"{session['reused_tokens']:,} tokens of the prompt"
+    return f"the session had {reused} on {session['lane']}{rows}"
 
 
 def _candidates(rows: Sequence[Facts], chosen: str) -> list[str]:

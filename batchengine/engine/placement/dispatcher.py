@@ -270,7 +270,7 @@ class Dispatcher:
         outcome = moved.outcome.value.replace(" ", "_")
         metrics.promotions_total.labels(moved.source, moved.target, outcome).inc()
         if moved.outcome in (MoveOutcome.STAYED, MoveOutcome.FAILED):
-            self._times.of(session).refused_ms = self._state.now_ms()
+            self._refused(session, moved)
         if moved.outcome is MoveOutcome.FAILED:
             return
         record = self.log.latest(session.session_id, session.tenant)
@@ -279,7 +279,7 @@ class Dispatcher:
         if moved.outcome is not MoveOutcome.MOVED:
             return
         note = self._times.of(session)
-        note.moved_ms = self._state.now_ms()
+        note.moved_ms, note.refused = self._state.now_ms(), None
         if moved.cause is MoveCause.PROMOTION:
             note.urgent_ms = note.moved_ms  # so that the session is not demoted soon
         metrics.promotion_seconds.observe(moved.total_ms / 1000)
@@ -290,6 +290,14 @@ class Dispatcher:
         fixed_ms = max(0.1, moved.total_ms - policy.move_row_ms * moved.rows_copied)
         move_ms = policy.move_ms + MOVE_GAIN * (fixed_ms - policy.move_ms)
         self._policy = msgspec.structs.replace(policy, move_ms=move_ms)
+
+    def _refused(self, session: Session, moved: MoveReport) -> None:
+        """Record a migration without a change; log its reason unless it was that of the last."""
+        note, why = self._times.of(session), (moved.target, moved.why)
+        note.refused_ms = self._state.now_ms()
+        if moved.outcome is MoveOutcome.STAYED and note.refused != why:
+            log.info("%r stays on %s: %s", session, moved.source, moved.why)
+        note.refused = why
 
     async def relocate(self, session: Session, to: str | None, tier: str) -> MoveReport:
         """Move a session to lane `to`, or to the best other one of `tier`.

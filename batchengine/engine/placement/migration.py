@@ -18,7 +18,6 @@ reference; rows of open pages are imported, and each is verified.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -33,8 +32,6 @@ from batchengine.session import NOT_LOGGED, Session, State
 from batchengine.session_kv import PendingRows, page_start
 from batchengine.wire.lane import FromArena
 from kv_store.errors import StoreError
-
-log = logging.getLogger("batchengine.handover")
 
 ANSWER_S = 5.0  # timeout of one frame in P1, before the session is frozen
 COPIES_MAX = 3  # in P1: one is behind by a row more if the source ended a step meanwhile
@@ -129,7 +126,6 @@ class Migrator:
         try:
             report, move = await self._move(session, source, to, report)
         except Abort as abort:
-            log.info("%r stays on %s: %s", session, report.source, abort)
             report = replace(report, outcome=MoveOutcome.STAYED, why=str(abort))
         finally:
             del self._state.moves[session.key]

@@ -22,6 +22,7 @@ class SessionTimes:
     used_ms: float
     moved_ms: float = NO_TIME
     refused_ms: float = NO_TIME  # a migration ended without a change
+    refused: tuple[str, str] | None = None  # target and reason of that one, since the last move
     urgent_ms: float = NO_TIME
 
 

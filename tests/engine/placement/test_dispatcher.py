@@ -428,6 +428,26 @@ def test_a_failed_migration_is_counted_and_the_session_stays(
     assert not h.dispatch.explain("s")["moving"]
 
 
+def test_a_reason_to_stay_is_logged_once_until_it_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    h = dispatcher_scene(monkeypatch)
+    session, other = h.session("s", h.bulk), h.session("other", h.bulk)
+    caplog.set_level("INFO")
+
+    def learn(of: Session, why: str) -> None:
+        outcome = MoveOutcome.STAYED if why else MoveOutcome.MOVED
+        h.dispatch.learn(
+            of, MoveReport(of.session_id, "cpu", "gpu", MoveCause.FASTER, outcome=outcome, why=why)
+        )
+
+    for why in ("lane gpu is down", "lane gpu is down", "no room", "no room", "", "no room"):
+        learn(session, why)
+    learn(other, "no room")
+    logged = [line.rpartition(": ")[2] for line in caplog.messages if "stays on cpu" in line]
+    assert logged == ["lane gpu is down", "no room", "no room", "no room"]
+
+
 def test_a_running_turn_takes_the_priority_of_a_request_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

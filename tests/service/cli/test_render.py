@@ -1,6 +1,8 @@
-"""Lines about the pages of a session, and what a drain waits for."""
+"""Lines about decisions, the pages of a session, and what a drain waits for."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from service.cli import drain, render
 from service.cli.peers import status_lines
@@ -48,3 +50,26 @@ def test_pipelines_under_way_are_lines_of_the_status() -> None:
         "pipeline running: 3 of 9 pages; here layers 0 to 1, b layers 2 to 3",
         "a stage for c: 512 of 900 tokens",
     ]
+
+
+def test_a_decision_tells_prompt_tokens_of_the_store_from_those_of_the_session() -> None:
+    """A first try that was cancelled had no token, whatever its limit; the second found pages."""
+
+    def decision(request: str, cached: int, ttft_ms: float | None) -> dict[str, Any]:
+        return {
+            "request_id": request, "class": "interactive", "age_s": 1.0, "session_id": "s",
+            "lane": "fast", "reason": "r", "strategy": {}, "candidates": [], "predicted": None,
+            "request": {"prompt_tokens": 12_019, "tokens_out": 64, "ttft_ms": 500.0},
+            "session": {"reused_tokens": 0, "open_rows": 0, "lane": "fast"},
+            "happened": {"ttft_ms": ttft_ms, "tokens": 0, "lane": "fast", "finish": "cancelled",
+                         "cached_tokens": cached},
+            "restore": None, "moves": [], "notes": [],
+        }  # fmt: skip
+
+    decisions = [decision("first", 0, None), decision("second", 7792, 90.0)]
+    found = {"kind": "session", "session_id": "s", "decisions": decisions}
+    text = "\n".join(render.explain_lines(found))
+    assert "the session had 0 tokens of the prompt on fast" in text
+    assert "7,792 of the prompt had KV (7,792 of them in pages of the store)" in text
+    assert "first  fast  r  no token came" in text
+    assert "no limit" not in text
