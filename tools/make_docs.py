@@ -167,16 +167,7 @@ def troubleshooting() -> str:
         chosen = sorted((row for row in rows if row.code[2:4] == area), key=lambda row: row.code)
         if not chosen:
             continue
-        lines = [
-            (
-                f"**{row.code}**",
-                _status(row.kind),
-                f"`{row.name}`",
-                _text(row.what, row.why),
-                row.fix,
-            )
-            for row in chosen
-        ]
+        lines = [_problem(row) for row in chosen]
         head = ("code", "status", "`code` field", "what and why", "fix")
         parts += [f"## {title}", table(head, [tuple(map(_no_markup, line)) for line in lines])]
     known = {row.code[2:4] for row in rows}
