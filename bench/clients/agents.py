@@ -103,6 +103,7 @@ def opencode(home: Path, url: str) -> dict[str, str]:
 
 
 def openclaw(home: Path, url: str) -> dict[str, str]:
+    work = home / "work"
     compat = {
         "supportsPromptCacheKey": True,
         "supportsUsageInStreaming": True,
@@ -127,7 +128,7 @@ def openclaw(home: Path, url: str) -> dict[str, str]:
     }
     config = {
         "models": {"providers": {"local": provider}},
-        "agents": {"defaults": {"model": {"primary": f"local/{MODEL}"}}},
+        "agents": {"defaults": {"model": {"primary": f"local/{MODEL}"}, "workspace": str(work)}},
     }
     write(home / "openclaw.json", json.dumps(config))
     return {"OPENCLAW_CONFIG_PATH": str(home / "openclaw.json")}
@@ -155,7 +156,7 @@ def pi(home: Path, url: str) -> dict[str, str]:
 
 
 CLAUDE_FLAGS = ("--output-format", "json", "--dangerously-skip-permissions")
-OPENCLAW_FLAGS = ("--config", "{home}/openclaw.json", "--cwd", "{folder}", "--json")
+OPENCLAW = ("openclaw", "agent", "--local", "--session-id", "bench", "--json", "--message")
 PI_FLAGS = ("--provider", "local", "--model", MODEL, "-p")
 COMMAND = {"command": "ls"}
 
@@ -187,8 +188,8 @@ AGENTS = (
     Agent(
         "openclaw",
         openclaw,
-        ("openclaw", "agent", "exec", *OPENCLAW_FLAGS, "--session-id", "bench", "{prompt}"),
-        ("openclaw", "agent", "exec", *OPENCLAW_FLAGS, "--session-id", "bench", "{prompt}"),
+        (*OPENCLAW, "{prompt}"),
+        (*OPENCLAW, "{prompt}"),
         "exec",
         COMMAND,
     ),
