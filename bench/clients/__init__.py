@@ -126,7 +126,7 @@ async def try_library(name: str, daemon: str, folder: Path) -> Outcome:
     (home / "tmp").mkdir(parents=True)
     async with Proxy(daemon, script_of("list_files", {"command": "ls"})) as proxy:
         program = Path(__file__).with_name("libraries.py")
-        command = [str(install.python(name)), str(program), name, proxy.url]
+        command = [str(install.python(name)), "-P", str(program), name, proxy.url]
         extra = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         code, output = await run(command, home, install.environment(home, extra))
         why = fault(proxy.exchanges, code, output)

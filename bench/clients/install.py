@@ -20,7 +20,7 @@ NPM = ("npm", "install", "--no-audit", "--no-fund", "--loglevel=error")
 REQUIREMENTS = {  # of each environment: litellm wants an older openai than the others
     "libraries": "openai anthropic pydantic-ai-slim[openai,anthropic] openai-agents"
     " langchain-openai",
-    "litellm": "litellm",
+    "litellm": "litellm mcp",  # which litellm imports and does not ask for
 }
 
 

@@ -7,6 +7,7 @@ client's request is otherwise sent on as it came, and the answer is passed throu
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +96,8 @@ class Proxy:
                 note(
                     noted, reply.status, reply.headers.get("x-batchengine-session-id", ""), received
                 )
-            await answer.write_eof()
+            with contextlib.suppress(ConnectionResetError):  # a client that has read enough
+                await answer.write_eof()
             return answer
 
 

@@ -128,7 +128,10 @@ def _encode(
 def _constraint(
     conversation: Conversation, tools: list[dict[str, Any]], tokens: list[int], text: PromptEncoder
 ) -> Constraint | None:
-    """The grammar of the answer: its format, and calls that are forced or checked."""
+    """The grammar of the answer: its format, and calls that are forced or checked.
+
+    A JSON schema is of an answer without calls; any other form is of all that the model writes.
+    """
     choice, response = conversation.tool_choice, conversation.response
     names = [tool["function"]["name"] for tool in tools]
     if missing := [name for name in choice.names if name not in names]:
@@ -140,7 +143,11 @@ def _constraint(
         raise errors.INVALID_FIELD(param="tool_choice", what=what, fix="send tools")
     strict = any(tool["function"].get("strict") is True for tool in tools)
     calls = None
-    if tools and (required or choice.names or strict or not choice.parallel or response):
+    has_schema = response is not None and response.kind == "json_schema"
+    is_whole = response is not None and not has_schema and not required  # calls included
+    if is_whole:
+        tools = []
+    if tools and (required or choice.names or strict or not choice.parallel or has_schema):
         wanted = choice.names or names
         chosen = [tool for tool in tools if tool["function"]["name"] in wanted]
         calls = grammars.Calls(chosen, required, choice.parallel)

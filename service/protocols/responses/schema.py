@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint, SlaClass
+from service.protocols.openai import formats
 from service.protocols.schema import Common, Extension, Name, TokenCount, common_fields
 
 ITEMS_MAX = 8192
@@ -39,6 +40,7 @@ class ResponsesRequest(Common, kw_only=True):
     tool_choice: str | Fields | None = None
     parallel_tool_calls: bool | None = None
     text: Fields | None = None
+    structured_outputs: Fields | None = None  # vLLM's, for forms that are no JSON schema
     reasoning: Fields | None = None
     include: Annotated[list[Name], Meta(max_length=64)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
@@ -111,7 +113,7 @@ def response_format(body: ResponsesRequest) -> Constraint | None:
     """The form that the answer's text must have, None = any; raises 400."""
     asked: object = (body.text or {}).get("format")
     if asked is None:
-        return None
+        return formats.structured_outputs(body.structured_outputs or {})
     fields = cast("Fields", asked) if isinstance(asked, dict) else {}
     match fields.get("type"):
         case "text":

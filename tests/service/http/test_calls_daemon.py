@@ -161,3 +161,14 @@ def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(**fields)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("begun", ["", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'])
+def test_a_choice_is_of_the_whole_answer_calls_included(sdk: openai.OpenAI, begun: str) -> None:
+    """What a grammar that is no JSON schema allows, and nothing else, also where tools are given."""
+    choices = {"structured_outputs": {"choice": [begun or "pong"]}}
+    answer = sdk.chat.completions.create(
+        **asked(messages=[USER], tools=[WEATHER, NOW], extra_body=choices)
+    ).choices[0]
+    calls = [call.function.name for call in answer.message.tool_calls or ()]
+    assert (answer.message.content or "", calls) == (("", ["now"]) if begun else ("pong", []))
