@@ -12,7 +12,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env wheel native free-order sanitize check-arm demo test browser check bench soak clients clean
+.PHONY: env wheel native free-order sanitize check-arm demo test browser check bench soak docs clients clean
 
 # What serving needs: prebuilt packages, and the kernels compiled in place.
 .venv/.run-stamp: pyproject.toml
@@ -124,6 +124,10 @@ bench: env native
 	$(PY) -m bench serve
 	$(PY) -m bench crash
 	$(PY) -m bench failover
+
+# The reference pages of docs/, made from the code.
+docs: native
+	$(PY) -m tools.make_docs
 
 # Unmodified agents and client libraries. The first run installs them into build/clients: npm, a network,
 # and 3 GB of disk; later runs need none and take a few minutes.

@@ -50,5 +50,6 @@ def script(page: Path, port: int) -> str:
     lines: list[str] = []
     for block in blocks(page):
         for line in block.splitlines():
-            lines.append(f"start_daemon {line}" if line.startswith("batchengine serve") else line)
+            is_daemon = line.startswith("batchengine serve")
+            lines.append(f"start_daemon {line} --port {PORT}" if is_daemon else line)
     return PRELUDE + "\n".join(lines).replace(PORT, str(port)) + "\n"

@@ -163,7 +163,9 @@ def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "tools"
 
 
-@pytest.mark.parametrize("begun", ["", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'])
+@pytest.mark.parametrize(
+    "begun", ["", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>']
+)
 def test_a_choice_is_of_the_whole_answer_calls_included(sdk: openai.OpenAI, begun: str) -> None:
     """What a grammar that is no JSON schema allows, and nothing else, also where tools are given."""
     choices = {"structured_outputs": {"choice": [begun or "pong"]}}
