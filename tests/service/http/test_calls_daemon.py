@@ -163,12 +163,15 @@ def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:
     assert caught.value.param == "tools"
 
 
-@pytest.mark.parametrize(
-    "begun", ["", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>']
-)
-def test_a_choice_is_of_the_whole_answer_calls_included(sdk: openai.OpenAI, begun: str) -> None:
-    """What a grammar that is no JSON schema allows, and nothing else, also where tools are given."""
-    choices = {"structured_outputs": {"choice": [begun or "pong"]}}
+CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(("text", "said"), [("pong", ("pong", [])), (CALL, ("", ["now"]))])
+def test_a_choice_is_of_the_whole_answer_calls_included(
+    sdk: openai.OpenAI, text: str, said: tuple[str, list[str]]
+) -> None:
+    """A form that is no JSON schema allows nothing else, also where tools are given."""
+    choices = {"structured_outputs": {"choice": [text]}}
     answer = sdk.chat.completions.create(
         **asked(messages=[USER], tools=[WEATHER, NOW], extra_body=choices)
     ).choices[0]
