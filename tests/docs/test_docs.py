@@ -32,13 +32,15 @@ def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
         port = free.getsockname()[1]
     (tmp_path / "pocket").symlink_to(ROOT / "pocket")
     home = tmp_path / "home"
-    home.mkdir()
+    for folder in ("state", "run", "cache"):
+        (home / folder).mkdir(parents=True)
     env = {
         "HOME": str(home),
         "PATH": os.pathsep.join([str(ROOT / ".venv" / "bin"), os.environ["PATH"]]),
-        "BATCHENGINE_PORT": str(port),
+        "STATE_DIRECTORY": str(home / "state"),  # root's are those of the system
+        "RUNTIME_DIRECTORY": str(home / "run"),
+        "CACHE_DIRECTORY": str(home / "cache"),
         "BATCHENGINE_URL": f"http://127.0.0.1:{port}/v1",
-        "XDG_RUNTIME_DIR": str(home),
         "LANG": "C.UTF-8",
     }
     done = subprocess.run(
