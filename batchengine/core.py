@@ -196,7 +196,8 @@ class GenerationRequest:
     none): tokens of new messages, the end of the message before them first, which go behind the
     session's timeline, and replace `prompt`, if it has one; `append_to`: the turn behind whose
     answer they go, "" = the last one. `is_retry`: the client has sent the same request before.
-    `parent_id`: the session that started this one. `found` is what `prepare` decided.
+    `parent_id`: the session that started this one. `attempt` is equal of requests that ask the
+    same, streamed or not (`streams`); "" = not known. `found` is what `prepare` decided.
     """
 
     request_id: str
@@ -224,6 +225,8 @@ class GenerationRequest:
     append_to: str = ""
     is_retry: bool = False
     parent_id: str | None = None
+    attempt: str = ""
+    streams: bool = False
     found: Found | None = None
 
     @property

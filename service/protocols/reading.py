@@ -7,6 +7,7 @@ as they came, and gets a `Reading`, which is small but for the token ids.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -52,6 +53,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     append_bare: bytes = b""
     append_to: str = ""
     stored: bool = False
+    digest: str = ""
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -69,6 +71,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
             append_bare=token_ids(self.append_bare),
             append_to=self.append_to,
             stored=self.stored,
+            digest=self.digest,
         )
 
 
@@ -117,5 +120,12 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             token_bytes(prompt.append_bare),
             prompt.append_to,
             prompt.stored,
+            _digest(body),
         )
     )
+
+
+def _digest(body: msgspec.Struct) -> str:
+    """A digest of a body without its fields about streaming."""
+    values = msgspec.structs.asdict(body) | {"stream": None, "stream_options": None}
+    return hashlib.sha256(msgspec.json.encode(values)).hexdigest()

@@ -63,7 +63,8 @@ class Prompt:
     names of what was accepted and changes nothing. `append`: the tokens that go behind the
     session's timeline instead, if it has one; `append_bare`: without the instructions, which the
     turn `append_to` may have. `stored`: the answer is found by its id later, so it has a session.
-    `constraint_param` is the field that an error about the constraint names.
+    `constraint_param` is the field that an error about the constraint names. `digest` is of the
+    body without its fields about streaming.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -80,6 +81,7 @@ class Prompt:
     append_to: str = ""
     stored: bool = False
     constraint_param: str = "response_format"
+    digest: str = ""
 
 
 @dataclass(slots=True)
@@ -294,6 +296,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             append=tuple(prompt.append),
             append_to=prompt.append_to,
             echo="" if prompt.echo == NOTHING else prompt.echo.decode(),
+            streams=job.stream,
         )
         if not prompt.tokens_max:  # one token is computed, which no timeline shall hold
             first = dataclasses.replace(
@@ -301,8 +304,15 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             )
         for choice in range(job.choices_per_prompt):
             seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
-            request = dataclasses.replace(first, sampling=seeded)
+            attempt = _attempt(job, prompt)
+            request = dataclasses.replace(first, sampling=seeded, attempt=attempt)
             job.requests.append(_of_choice(request, len(job.requests)))
+
+
+def _attempt(job: HttpJob, prompt: Prompt) -> str:
+    """What requests that ask the same in the same session have in common; "" = not known."""
+    named = job.asked.session_id or "", job.asked.form, str(len(job.requests)), prompt.digest
+    return " ".join(named) if prompt.digest else ""
 
 
 def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:
@@ -341,4 +351,6 @@ async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
             generation.cancel()
         raise
     job.requests = [generation.request for generation in made]
+    if (seed := job.requests[0].sampling.seed) != derived_seed(job.seed, 0):
+        job.seed = seed  # of the attempt that goes on
     return made

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,47 @@ def reused(answer: dict[str, Any]) -> tuple[int, int]:
     """Tokens of the prompt that had KV, and all."""
     usage = answer["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+
+def leave(port: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+    """Read the beginning of a stream, and close the connection; until the daemon knows."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    headers = {"Content-Type": "application/json", **headers}
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps({**body, "stream": True}), headers
+    )
+    reply = connection.getresponse()
+    events = 0
+    while events < 8:  # the first one has a role only
+        events += b"content" in reply.readline()
+    reply.close()
+    connection.close()
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/queue", timeout=30) as queue:
+            if not json.load(queue)["requests"]:
+                return
+    raise AssertionError("the daemon goes on with a request that nobody reads")
+
+
+def test_a_broken_stream_is_asked_for_again(
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
+) -> None:
+    """As Claude Code does, without a stream and a count; as SDKs do, with the count."""
+    body = {
+        "messages": [said("system", AGENT), said("user", "Write.")],
+        "max_tokens": 600, "ignore_eos": True, "seed": None,
+    }  # fmt: skip
+    with serving(pocket_path, tmp_path, cache_dir) as (port, _, _):
+        for headers in ({}, {"x-claude-code-session-id": "claude"}):
+            leave(port, body, headers)
+            again = ask(port, **body, headers=headers)
+            assert again["batchengine"]["resumed_tokens"] > 0
+            assert again["usage"]["completion_tokens"] == 600
+            assert reused(again)[0] >= reused(again)[1] - 1
+        leave(port, body, {})
+        fresh = ask(port, **body, stream=False, n=1)
+        assert "resumed_tokens" not in fresh["batchengine"]  # n: another body
 
 
 def test_agents_as_they_send(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> None:

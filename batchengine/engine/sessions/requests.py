@@ -31,6 +31,7 @@ from batchengine.engine.placement.move_report import MoveCause
 from batchengine.engine.sessions.closing import TurnClosing
 from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.parking import Parking
+from batchengine.engine.sessions.past.attempts import LeftAttempts
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
 from batchengine.engine.tasks import Tasks
@@ -73,6 +74,7 @@ class Requests:
         self._parking = parking
         self._tasks = tasks
         self._check_model = check_model
+        self.attempts = LeftAttempts()
         self._closing = TurnClosing(state, journal, recovery, dispatcher)
         self._running: set[asyncio.Task[None]] = set()
         self._keys = itertools.count(1)
@@ -83,15 +85,19 @@ class Requests:
 
     # ------------------------------------------------------------------- called from outside
 
-    def submit(self, request: GenerationRequest) -> Generation:
-        """Admit one generation, or raise BatchEngineError before anything has changed."""
+    def submit(self, request: GenerationRequest, more: Continuation | None = None) -> Generation:
+        """Admit one generation, or raise BatchEngineError before anything has changed; `more` is
+        what a request without a session goes on with."""
         request = _with_session(request, self._recovery)
         self._admit(request)
         if request.session_id is None:
             session = Session(next(self._keys), f"be_{request.request_id}", request.tenant)
             generation = self._generation(request, session)
             generation.release()  # without a session id nothing is made durable
-            self._spawn(self._serve(session, generation, self._begin_now(session, generation)))
+            if more is not None:
+                session.tokens, generation.continuation = [*request.prompt, *more.tokens], more
+            turn = None if more is not None else self._begin_now(session, generation)
+            self._spawn(self._serve(session, generation, turn))
             return generation
         session = self._session(request.tenant, request.session_id)
         generation = self._generation(request, session)
@@ -182,24 +188,14 @@ class Requests:
         state = self._state
         if self._closing.draining:
             raise errors.DRAINING()
-        if state.leaving and (request.tenant, request.session_id) not in state.sessions:
-            raise errors.LEAVING()
         if self._fatal is not None:
             raise errors.ENGINE_FAILED(defect=type(self._fatal).__name__)
-        if state.model_changed:
-            raise errors.MODEL_CHANGED(why=state.model_changed)
+        _check_state(state, request)
         check_request(request, self._info.context_tokens, self._info.vocab_size)
         if state.waiting >= state.config.limits.queue_max:
             retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
             raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)
-        if request.session_id is not None:
-            name = request.tenant, request.session_id
-            if name in state.dropping:
-                raise errors.SESSION_DROPPED(session_id=request.session_id)
-            session = state.sessions.get(name)
-            queue = None if session is None else state.queues.get(session.key)
-            if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
-                raise errors.SESSION_BUSY(queued=len(queue))
+        _check_session(state, request)
         self._dispatcher.admit(request)
 
     def _generation(self, request: GenerationRequest, session: Session) -> Generation:
@@ -263,6 +259,7 @@ class Requests:
                     self._recovery.count_reuse(turn)
                 await self._finish(turn, await turn.ended())
         finally:
+            self.attempts.end(generation)
             del self._state.requests[generation]
 
     def _begin_now(self, session: Session, generation: Generation) -> Turn:
@@ -421,6 +418,8 @@ class Requests:
         self._closing.close(turn, end)
         state.home[session.key].assigned -= 1
         if turn.generation.request.session_id is None:
+            if self.attempts.keep(turn.generation, session.tokens):
+                await self._parking.park(session, leave=False)
             await state.moved(session)
             state.home.pop(session.key).close_session(session)
         elif self._parking.takes(turn):
@@ -430,6 +429,7 @@ class Requests:
 
     def _cancel(self, generation: Generation) -> None:
         """Cancel the turn of a request, or remove the request from its queue."""
+        self.attempts.left(generation)
         if (turn := self._state.turns.get(generation)) is not None:
             loop = self._state.home.get(turn.session.key)
             if loop is not None and turn.session.state is not State.IDLE:
@@ -453,6 +453,27 @@ def _refuse_waiting(state: EngineState) -> None:
     for generation in state.requests:
         if generation not in state.turns:
             generation.fail(errors.DRAINING())
+
+
+def _check_state(state: EngineState, request: GenerationRequest) -> None:
+    """Raise BatchEngineError if the engine begins no such request now."""
+    if state.leaving and (request.tenant, request.session_id) not in state.sessions:
+        raise errors.LEAVING()
+    if state.model_changed:
+        raise errors.MODEL_CHANGED(why=state.model_changed)
+
+
+def _check_session(state: EngineState, request: GenerationRequest) -> None:
+    """Raise BatchEngineError if the request's session takes none now."""
+    if request.session_id is None:
+        return
+    name = request.tenant, request.session_id
+    if name in state.dropping:
+        raise errors.SESSION_DROPPED(session_id=request.session_id)
+    session = state.sessions.get(name)
+    queue = None if session is None else state.queues.get(session.key)
+    if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
+        raise errors.SESSION_BUSY(queued=len(queue))
 
 
 def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:

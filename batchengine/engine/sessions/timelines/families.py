@@ -62,6 +62,7 @@ class Families:
 
         Raises BatchEngineError before anything has changed.
         """
+        request, more = await self._requests.attempts.taken(request)
         prepared = await self._prepare(request)
         request = prepared.request
         if prepared.turn_id and request.session_id is not None:
@@ -75,7 +76,7 @@ class Families:
                     raise
             else:
                 return taken
-        return self._requests.submit(request)
+        return self._requests.submit(request, more)
 
     async def resume(
         self, tenant: str, session_id: str, from_token: int, turn_id: str
