@@ -142,6 +142,12 @@ def refusal(error: BaseException) -> BatchEngineError:
 
 
 def _line(text: str) -> str:
-    """The first line of a message of the library, which may be a page long."""
+    """A message of the library, which may be a page long, as one line: its first, and behind a
+    heading the last, which says what is wrong below a drawing of where."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return (lines[0] if lines else "it cannot be read")[:WHY_CHARS_MAX]
+    if not lines:
+        return "it cannot be read"
+    first = lines[0]
+    if first.endswith(":") and len(lines) > 1:
+        first = f"{first} {lines[-1].removeprefix('error: ')}"
+    return first[:WHY_CHARS_MAX]

@@ -43,6 +43,14 @@ _CALLS: dict[str, object] = {
         {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     ]
 }
+# A call that was cut: its arguments are text that is no JSON.
+_CUT_CALL = {**_CALL, "function": {"name": "f", "arguments": PROBE_TEXT}}
+_CUT_CALLS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [_CUT_CALL]},
+    ]
+}
 _RESULT_CALL = {**_CALL, "function": {"name": "f", "arguments": {"a": "b"}}}
 _RESULTS: dict[str, object] = {
     "messages": [
@@ -55,6 +63,7 @@ PROBES: dict[str, dict[str, object]] = {
     "system": _probe(("system", PROBE_TEXT), ("user", "a")),
     "tools": _probe(("user", "a"), tools=[PROBE_TEXT]),
     "calls": _CALLS,
+    "cut calls": _CUT_CALLS,
     "results": _RESULTS,
 }
 
@@ -85,10 +94,11 @@ def _tool_call(where: str, call: dict[str, object]) -> dict[str, object]:
             param=where,
             fix="send {id, type, function: {name, arguments}}",
         )
-    return {**call, "function": {**body, "arguments": _arguments(body.get("arguments"))}}
+    return {**call, "function": {**body, "arguments": call_arguments(body.get("arguments"))}}
 
 
-def _arguments(arguments: object) -> object:
+def call_arguments(arguments: object) -> object:
+    """The arguments of a call: an object, or what the model wrote instead."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -118,6 +118,10 @@ def _encode(
     if not conversation.continues or not messages:
         return text.encode_chat(*history.prepare(messages, tools, text), kwargs)
     *before, last = messages
+    if not before:
+        what = "the conversation has no message before that of the assistant"
+        fix = "send a message of the user first; POST /v1/completions goes on with plain text"
+        raise errors.INVALID_MESSAGES(what=what, param=conversation.param, fix=fix)
     tokens = text.encode_chat(*history.prepare(before, tools, text), kwargs)
     begun = last["content"]
     if in_reasoning(tokens, text):

@@ -13,6 +13,7 @@ from batchengine.text.encoder import TextEncoder
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
+from service.protocols.families.history import prepare
 from service.protocols.families.parser import parser_of
 from service.protocols.output import CallArguments, CallStart
 from tests.text.test_tokenizer import CONTROL, NORMAL, byte_alphabet, write_vocab
@@ -71,3 +72,25 @@ def test_only_markers_of_a_family_are_shown(mistral_path: Path) -> None:
     parser = parser_of(OutputForm("mistral", calls=True))
     parts = [*parser.push(shown), *parser.flush()]
     assert parts == [CallStart(0, "f"), CallArguments(0, '{"a": 1}')]
+
+
+def test_a_call_that_was_cut_is_text_where_a_template_wants_its_arguments(
+    mistral_path: Path,
+) -> None:
+    """Templates of the XML form ask for the items of the arguments, and would fail."""
+    text = encoder(
+        mistral_path,
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}"
+        "<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
+        "<parameter={{ name }}>{{ value }}{% endfor %}{% endfor %}{% endfor %}",
+    )
+    whole = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    cut = {**whole, "function": {"name": "f", "arguments": '{"a": "unfin'}}
+    messages = [
+        {"role": "user", "content": "u"},
+        {"role": "assistant", "content": "", "tool_calls": [whole, cut]},
+    ]
+    found, _ = prepare(messages, None, text)
+    assert found[1]["tool_calls"] == [whole]
+    assert '"arguments": {"a": "unfin}' in found[1]["content"]
+    assert text.encode_chat(found)

@@ -33,6 +33,8 @@ async def test_a_text_process_checks_a_grammar(pocket_path: Path) -> None:
                 await check(kind, bad)
             assert caught.value.code == errors.GRAMMAR_REFUSED.code
             assert caught.value.kind is Kind.INVALID
+        with pytest.raises(BatchEngineError, match="regex parse error: unclosed character class"):
+            await check("json_schema", '{"type": "string", "pattern": "["}')
         assert await check("regex", "a+") == b"good"
     finally:
         await text.close()

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from batchengine.families import TAG, TAG_END
+from batchengine.text.messages import call_arguments
 from service.protocols.protocol import PromptEncoder
 
 Message = dict[str, Any]
@@ -46,9 +47,12 @@ def _with_calls(messages: list[Message], text: PromptEncoder) -> list[Message]:
     if text.family.name == "mistral":
         for message in messages:
             _shorten_ids(message)
-    if not text.takes("calls"):
-        for message in messages:
-            for call in message.pop("tool_calls", None) or ():
+    takes, takes_cut = text.takes("calls"), text.takes("cut calls")
+    for message in messages:
+        for call in message.pop("tool_calls", None) or ():
+            if takes and (takes_cut or _is_whole(call)):
+                message.setdefault("tool_calls", []).append(call)
+            else:
                 message["content"] = _lines(message["content"], _call_text(call))
     if not text.takes("results"):
         for message in messages:
@@ -58,6 +62,12 @@ def _with_calls(messages: list[Message], text: PromptEncoder) -> list[Message]:
                 message["content"] = f"<tool_response>\n{body}\n</tool_response>"
                 message.pop("tool_call_id", None)
     return messages
+
+
+def _is_whole(call: dict[str, Any]) -> bool:
+    """Whether the arguments of a call are an object; one that was cut has text that is no JSON."""
+    function: Any = call.get("function") or {}
+    return isinstance(call_arguments(function.get("arguments")), dict)
 
 
 def _call_text(call: dict[str, Any]) -> str:

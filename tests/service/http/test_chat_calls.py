@@ -255,6 +255,13 @@ async def test_an_answer_goes_on_with_the_last_message() -> None:
     assert not bytes(request.prompt).endswith(b"The sky is")
 
 
+async def test_a_message_of_the_assistant_alone_is_refused() -> None:
+    """Templates ask for the first message, and there would be none to go on behind."""
+    alone = {**chat(), "messages": [{"role": "assistant", "content": "Once"}]}
+    status, found, request = await asked(alone)
+    assert (status, found["error"]["code"], request) == (400, "invalid_messages", None)
+
+
 async def test_no_effort_is_no_thinking() -> None:
     async with (
         serving() as served,
