@@ -625,10 +625,10 @@ UNKNOWN_TURN = Problem("BE2421", Kind.MISSING, "unknown_turn",
     "send the whole conversation")
 UNKNOWN_RESPONSE = Problem("BE2422", Kind.MISSING, "response_not_found",
     "Response with id '{given:.80}' not found.",
-    "it was never made or not stored, its session has changed since, or another key made it")
+    "It was never made or not stored, its session has changed since, or another key made it")
 UNKNOWN_PREVIOUS = Problem("BE2423", Kind.MISSING, "previous_response_not_found",
     "Previous response with id '{given:.80}' not found.",
-    "it was never made or not stored, its session has changed since, or another key made it",
+    "It was never made or not stored, its session has changed since, or another key made it",
     "send the whole conversation as input", param="previous_response_id")
 RESPONSE_IN_USE = Problem("BE2424", Kind.CONFLICT, "response_in_use",
     "response {given:.80} is not deleted",

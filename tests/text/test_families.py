@@ -81,7 +81,8 @@ def test_a_call_that_was_cut_is_text_where_a_template_wants_its_arguments(
     text = encoder(
         mistral_path,
         "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or () %}"
-        "<function={{ call.function.name }}>{% for name, value in call.function.arguments | items %}"
+        "<function={{ call.function.name }}>"
+        "{% for name, value in call.function.arguments | items %}"
         "<parameter={{ name }}>{{ value }}{% endfor %}{% endfor %}{% endfor %}",
     )
     whole = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

@@ -145,8 +145,7 @@ async def _stream(request: web.Request, service: Service, past: PastTurn) -> web
     check_changes(request.headers)
     asked, tenant = past.request, request[CALLER].tenant
     assert asked.session_id is not None
-    after = request.query.get("starting_after", "")
-    skip = int(after) + 1 if after.isascii() and after.isdecimal() and len(after) < 9 else 0
+    skip = _events_shown(request.query.get("starting_after"))
     for live in service.live.values():  # before its first token it is not in the ledger
         if live.begun is not None and live.job.requests[0].request_id == asked.request_id:
             await live.begun.wait()
@@ -162,6 +161,20 @@ async def _stream(request: web.Request, service: Service, past: PastTurn) -> web
         service.leave(live, live.outcome)
         if live.outcome == "disconnected" and _says(live.job.echo, "background"):
             await _go_on(service, past)
+
+
+def _events_shown(starting_after: str | None) -> int:
+    """How many events the reader of a stream has, by the number of the last one."""
+    if starting_after is None:
+        return 0
+    if not (starting_after.isascii() and starting_after.isdecimal() and len(starting_after) < 9):
+        raise errors.INVALID_FIELD(
+            param="starting_after",
+            what="starting_after has a wrong value",
+            why="it is the number of the last event that was received",
+            fix="send its sequence_number, or leave starting_after out for all events",
+        )
+    return int(starting_after) + 1
 
 
 async def _cancel(request: web.Request) -> web.Response:

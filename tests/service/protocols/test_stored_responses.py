@@ -50,6 +50,10 @@ async def test_a_stored_response_is_fetched_again_with_its_fields() -> None:
         assert isinstance(rest, str)
         assert rest.count("event: ") == text.count("event: ") - 5
         assert text.endswith(rest)
+        for wrong in ("-1", "x", "9" * 9, ""):
+            wrong_start = last.rpartition("=")[0] + f"={wrong}"
+            status, body = await get(served, wrong_start)
+            assert (status, body["error"]["param"]) == (400, "starting_after")
 
 
 async def test_what_was_not_stored_and_what_is_another_keys_is_not_found() -> None:
