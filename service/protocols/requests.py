@@ -300,7 +300,12 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
         )
         if not prompt.tokens_max:  # one token is computed, which no timeline shall hold
             first = dataclasses.replace(
-                first, tokens_max=1, session_id=None, tool_call_ids=(), idempotency_key=""
+                first,
+                tokens_max=1,
+                session_id=None,
+                tool_call_ids=(),
+                idempotency_key="",
+                is_retry=False,
             )
         for choice in range(job.choices_per_prompt):
             seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))

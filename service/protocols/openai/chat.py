@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 from batchengine import errors
@@ -58,8 +58,16 @@ def _conversation(body: ChatRequest) -> Conversation:
         tokens_max=tokens_asked(body.max_completion_tokens, body.max_tokens, body.n_predict),
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         echo=LEGACY if is_legacy else NOTHING,
-        unread=("min_tokens",) if body.min_tokens else (),
+        unread=tuple(_unread(body)),
     )
+
+
+def _unread(body: ChatRequest) -> Iterator[str]:
+    """Names of fields that are accepted and change nothing."""
+    if body.min_tokens:
+        yield "min_tokens"
+    if (body.prompt_cache_options or {}).get("prewarm") is not None:
+        yield "prompt_cache_options.prewarm"  # of Responses only
 
 
 def _continues(body: ChatRequest) -> bool:

@@ -45,6 +45,7 @@ class Echo(msgspec.Struct, frozen=True, omit_defaults=True):
     names: ToolNames = ToolNames()
     encrypts: bool = False
     created: int = 0  # seconds since the epoch
+    warms: bool = False  # no output is wanted
 
 
 def response_id(turn_id: str) -> str:
@@ -121,6 +122,7 @@ class ResponsesFormatter(Formatter):
         echo, turn_id = echo_of(job.echo), job.requests[0].request_id
         self._head = head(job, turn_id, echo)
         turn = turn_id.removeprefix(TURN_PREFIX)
+        self._warms = echo.warms
         self._items = OutputItems(turn, echo.names, encrypts=echo.encrypts)
         self._sent = 0  # events
         self._early: list[bytes] = []  # log-probabilities of tokens whose text is held back
@@ -148,6 +150,8 @@ class ResponsesFormatter(Formatter):
         return self._events(chunks)
 
     def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
+        if self._warms:
+            return []
         logprobs = [] if event.logprob is None else [msgspec.Raw(_logprob_item(event))]
         chunks = self._items.push(parts, logprobs)
         return self._events(chunks)
@@ -156,7 +160,7 @@ class ResponsesFormatter(Formatter):
         self._sent += len(self._items.push(parts, []))
 
     def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
-        chunks = self._items.push(parts, [])
+        chunks = [] if self._warms else self._items.push(parts, [])
         status = self._status()
         chunks += self._items.close("completed" if status == "completed" else "incomplete")
         response = self._ended(status)
@@ -172,7 +176,8 @@ class ResponsesFormatter(Formatter):
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
         answer = self.answers[0]
         super().collect(index, event)
-        self._items.push(answer.parts, [])
+        if not self._warms:
+            self._items.push(answer.parts, [])
         answer.parts.clear()
         if self._items.in_message:
             self._items.logprobs[-1].extend(self._early)
@@ -207,16 +212,18 @@ class ResponsesFormatter(Formatter):
 
     def _status(self) -> str:
         answer = self.answers[0]
-        return STATUS.get(answer.cut or answer.finish_reason, "failed")
+        status = STATUS.get(answer.cut or answer.finish_reason, "failed")
+        return "completed" if self._warms and status == "incomplete" else status
 
     def _ended(self, status: str) -> Chunk:
         usage = self.answers[0].usage
-        numbers = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        made = 0 if self._warms else usage.completion_tokens
+        numbers = usage.prompt_tokens, usage.cached_tokens, made
         return {
             **self._head,
             **ended(status),
             "output": self._items.done,
-            "usage": usage_object(*numbers, self.answers[0].reasoning_tokens),
+            "usage": usage_object(*numbers, min(made, self.answers[0].reasoning_tokens)),
             "timings": timings_object(self.answers),
             "batchengine": serving_object(self.job, self.answers),
         }

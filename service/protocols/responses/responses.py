@@ -28,8 +28,8 @@ def _conversation(body: ResponsesRequest) -> Conversation:
     messages, items_unread = items.messages(body.input, body.instructions)
     functions, names, tools_unread = tools.functions(body.tools)
     fields = {name: msgspec.Raw(_encode(one)) for name, one in schema.repeated(body).items()}
-    echo = Echo(fields, names, schema.wants_encrypted(body), int(time.time()))
-    previous = body.previous_response_id
+    previous, warms = body.previous_response_id, schema.warms(body)
+    echo = Echo(fields, names, schema.wants_encrypted(body), int(time.time()), warms)
     template: dict[str, object] = {}
     if (effort := schema.effort(body)) is not None:
         template = {"reasoning_effort": effort}
@@ -41,14 +41,14 @@ def _conversation(body: ResponsesRequest) -> Conversation:
         tool_choice=tools.tool_choice(body.tool_choice, functions, body.parallel_tool_calls),
         response=schema.response_format(body),
         template=template,
-        tokens_max=body.max_output_tokens,
+        tokens_max=0 if warms else body.max_output_tokens,
         logprobs=schema.logprobs(body),
         param="input",
         echo=_encode(echo),
-        append=previous is not None or body.conversation is not None,
+        append=previous is not None or (body.conversation is not None and not warms),
         append_to="" if previous is None else turn_id_of(previous),
         heading=len(items.messages(None, body.instructions)[0]),
-        stored=body.store is not False,
+        stored=body.store is not False and not warms,
         unread=(*schema.unread(body), *items_unread, *tools_unread),
     )
 

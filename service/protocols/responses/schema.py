@@ -70,6 +70,9 @@ def check(body: ResponsesRequest) -> None:
         what = "a background response is fetched later, it has no stream of its own"
         fix = "leave out stream, and GET /v1/responses/ID?stream=true"
         raise errors.INVALID_FIELD(param="stream", what=what, fix=fix)
+    if body.background and warms(body):
+        what, fix = "a prompt that is only computed is not fetched later", "leave out background"
+        raise errors.INVALID_FIELD(param="background", what=what, fix=fix)
     if body.background and body.store is False:
         what = "a background response is stored until it is fetched"
         raise errors.INVALID_FIELD(param="store", what=what, fix="leave out store or background")
@@ -87,7 +90,7 @@ def unread(body: ResponsesRequest) -> list[str]:
     """Names of fields and tools that are accepted and change nothing."""
     found = [
         name
-        for name in ("max_tool_calls", "prompt_cache_options", "prompt_cache_retention")
+        for name in ("max_tool_calls", "prompt_cache_retention")
         if getattr(body, name) is not None
     ]
     if body.truncation == "auto":
@@ -98,6 +101,12 @@ def unread(body: ResponsesRequest) -> list[str]:
         found.append("reasoning.summary")
     known = (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED)
     return found + [f"include.{name[:64]}" for name in body.include or () if name not in known]
+
+
+def warms(body: ResponsesRequest) -> bool:
+    """Whether only the KV of the prompt is wanted. How long it stays is not for clients to say, and
+    every answer names what it reused: the other options of the prompt's cache change nothing."""
+    return (body.prompt_cache_options or {}).get("prewarm") is True
 
 
 def effort(body: ResponsesRequest) -> str | None:
@@ -183,7 +192,7 @@ def repeated(body: ResponsesRequest) -> Fields:
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.get("effort"), "summary": None},
         "safety_identifier": body.safety_identifier,
-        "store": body.store is not False,
+        "store": body.store is not False and not warms(body),
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": text.get("format") or {"type": "text"}},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,

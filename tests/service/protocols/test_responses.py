@@ -400,6 +400,55 @@ async def test_errors_are_objects_and_a_stream_that_fails_ends_with_response_fai
         assert blocks[0].startswith("event: response.created\ndata: ")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_warming_computes_the_prompt_outside_every_session(stream: bool) -> None:
+    options = {
+        "prewarm": True,
+        "ttl": "12h",
+        "comparison_response_id": "resp_1",
+        "mode": "explicit",
+    }
+    async with serving() as served:
+
+        def run() -> Any:
+            with openai.OpenAI(base_url=served.base + "/v1", api_key="x") as client:
+                made = client.responses.create(
+                    model="tiny",
+                    input="hi",
+                    stream=stream,
+                    extra_body={"prompt_cache_options": options, "conversation": "c"},
+                )
+                if not stream:
+                    return made
+                *others, last = list(made)
+                kinds = {event.type for event in others}
+                assert kinds == {"response.created", "response.in_progress"}
+                return last.response
+
+        answer = await asyncio.to_thread(run)
+        asked = served.engine.generations[-1].request
+        assert (asked.session_id, asked.tokens_max, asked.append) == (None, 1, ())
+    assert (answer.status, answer.output, answer.store) == ("completed", [], False)
+    assert (answer.usage.output_tokens, answer.usage.input_tokens) == (0, len(b"user: hi\n"))
+
+
+async def test_marks_of_the_prompts_cache_are_read_over() -> None:
+    mark = {"text": "hi", "prompt_cache_breakpoint": {"ttl": "30m"}}
+    options = {"mode": "explicit", "ttl": "30m"}
+    async with serving() as served:
+        for route, body in (
+            ("/v1/responses", {"input": [
+                {"role": "user", "content": [{"type": "input_text", **mark}]}]}),
+            ("/v1/chat/completions", {"messages": [
+                {"role": "user", "content": [{"type": "text", **mark}]}]}),
+        ):  # fmt: skip
+            body = {**body, "prompt_cache_options": options}
+            status, answer, _ = await post(served, route + "?strict=1", body)
+            assert status == 200, answer
+        body["prompt_cache_options"] = {"prewarm": True}
+        assert (await post(served, "/v1/chat/completions?strict=1", body))[0] == 400
+
+
 async def test_what_is_ignored_is_counted_and_refused_where_asked() -> None:
     body: dict[str, Any] = {
         "input": "x", "tools": [{"type": "web_search"}], "truncation": "auto", "include": [],
