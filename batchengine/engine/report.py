@@ -13,7 +13,7 @@ from typing import Any
 
 from batchengine.core import SlaClass
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.sessions.directory import name_of
+from batchengine.engine.sessions.directory import family_of, name_of
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import PARKED
 from batchengine.engine.turns.records import SessionMeta, parked_row, session_meta
@@ -111,6 +111,7 @@ def session_rows(
     return [
         {
             "session_id": session.session_id,
+            "family": family_of(session.session_id),
             "tenant": session.tenant,
             **_use(state.facts[session.key].meta if session.key in state.facts else None),
             "class": CLASSES[-1 - session.priority],
@@ -219,6 +220,7 @@ def interrupted_rows(
     return [
         {
             "session_id": session_id,
+            "family": family_of(session_id),
             "tenant": owner,
             **_use(session_meta(info.meta)),
             "state": "interrupted",
@@ -243,6 +245,7 @@ async def stored_rows(store: Store, count_max: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "session_id": name_of(info.id)[1],
+                "family": family_of(name_of(info.id)[1]),
                 "tenant": info.tenant,
                 **_use(session_meta(info.meta)),
                 "state": "on disk",

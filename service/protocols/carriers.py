@@ -152,7 +152,9 @@ def parent_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> str 
         given.append(headers.get("session-id"))
     for value in given:
         if value is not None and value.strip():
-            return session_key(tenant, value.strip(), "parent_session_id")
+            parent = session_key(tenant, value.strip(), "parent_session_id")
+            if parent != session_of(body, headers, tenant):  # as a root names itself
+                return parent
     return None
 
 

@@ -37,6 +37,12 @@ def text_of(answer: dict[str, Any]) -> str:
     return answer["choices"][0]["message"]["content"]
 
 
+def show(port: int, session_id: str) -> dict[str, Any]:
+    path = f"http://127.0.0.1:{port}/v1/sessions/{session_id}"
+    with urllib.request.urlopen(path, timeout=30) as reply:
+        return json.load(reply)
+
+
 def reused(answer: dict[str, Any]) -> tuple[int, int]:
     """Tokens of the prompt that had KV, and all."""
     usage = answer["usage"]
@@ -116,12 +122,15 @@ def test_agents_as_they_send(pocket_path: Path, tmp_path: Path, cache_dir: Path)
 
         # a Codex child has the ids of its root, and a thread of its own
         root = {"headers": {"session-id": "root", "thread-id": "root"}}
-        ask(port, first, **root)
+        started = ask(port, first, **root)
         child = ask(port, [first[0], said("user", "Be a child.")], **{
             "headers": {"session-id": "root", "thread-id": "child",
                         "x-codex-parent-thread-id": "root"}})  # fmt: skip
         assert child["batchengine"]["timeline"]["use"] == "new"
         assert reused(child)[0] > 0.7 * reused(child)[1]
+        names = [one["batchengine"]["session_id"] for one in (child, started)]
+        found = [show(port, name) for name in names]
+        assert [one["parent"] for one in found] == [names[1], None]
 
         # the newest message alone
         alone = ask(port, [first[0], said("user", "And then?")], **opencode)
@@ -137,6 +146,6 @@ def test_agents_as_they_send(pocket_path: Path, tmp_path: Path, cache_dir: Path)
         assert third["batchengine"]["session_id"] == second["batchengine"]["session_id"]
         cached, prompt = reused(third)
         assert cached > 0.9 * prompt
-        path = f"http://127.0.0.1:{port}/v1/sessions/{third['batchengine']['session_id']}"
-        with urllib.request.urlopen(path, timeout=30) as reply:
-            assert len(json.load(reply)["timelines"]) == 3
+        found = show(port, third["batchengine"]["session_id"])
+        assert len(found["timelines"]) == 3
+        assert found["family"] == min(found["timelines"])

@@ -15,7 +15,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.engine.sessions.directory import durable_name
+from batchengine.engine.sessions.directory import durable_name, family_of
 from batchengine.engine.sessions.erasing import LedgerCleaning, erase
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
@@ -229,6 +229,8 @@ class SessionOperations:
         info = found.info
         detail: dict[str, Any] = {
             "session_id": session_id,
+            "family": family_of(session_id),
+            "parent": session_meta(info.meta).parent or None,
             "tenant": tenant,
             "name": session_meta(info.meta).name or None,
             "used_s": session_meta(info.meta).used_s or None,

@@ -248,6 +248,7 @@ class SessionRecovery:
             facts.meta.calls,
             name=request.client_name or facts.meta.name,
             used_s=round(records.unix_s()),
+            parent=request.parent_id or facts.meta.parent,
         )
         self._mark(session, facts)
         self._suspects.begin(turn)

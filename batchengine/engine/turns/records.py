@@ -139,7 +139,8 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
     KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
     `parked`: until the next turn. `mark`: of its timeline, if it has tool calls. `name`: what its
-    client calls it; `used_s`: Unix time at which its last turn began or ended, for listings."""
+    client calls it; `used_s`: Unix time at which its last turn began or ended, for listings.
+    `parent`: the session that started it."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -149,6 +150,7 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     mark: TimelineMark | None = None
     name: str = ""
     used_s: int = 0
+    parent: str = ""
 
 
 @dataclass(slots=True)

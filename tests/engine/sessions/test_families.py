@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from typing import Any
 
@@ -193,4 +192,11 @@ async def test_the_open_page_of_an_idle_timeline_is_shared_too(site: Site) -> No
         generation = await engine.begin(child)
         await read(generation)
         assert generation.cached_tokens == 120
-        await asyncio.sleep(0)
+        families = {row["session_id"]: row["family"] for row in engine.sessions()}
+        assert families == {"s": "s", "s.2": "s", "child": "child"}
+        await asks(engine, [*first[:120], *words(4, 30)])
+    async with running_engine(site) as engine:
+        rows = await engine.stored_sessions(9)
+        assert families.items() <= {row["session_id"]: row["family"] for row in rows}.items()
+        assert (await engine.session_detail("", "child"))["parent"] == "s"
+        assert (await engine.session_detail("", "s"))["parent"] is None
