@@ -33,6 +33,13 @@ def ask(port: int, messages: list[dict[str, str]], **more: Any) -> dict[str, Any
         return {**json.load(reply), "headers": {k.lower(): v for k, v in reply.headers.items()}}
 
 
+def tool(name: str) -> dict[str, Any]:
+    path = {"type": "object", "properties": {"path": {"type": "string"}}}
+    about = f"{name} a file, whose path is relative to the folder of the project."
+    described = {"name": name, "description": about, "parameters": path}
+    return {"type": "function", "function": described}
+
+
 def text_of(answer: dict[str, Any]) -> str:
     return answer["choices"][0]["message"]["content"]
 
@@ -131,6 +138,20 @@ def test_agents_as_they_send(pocket_path: Path, tmp_path: Path, cache_dir: Path)
         names = [one["batchengine"]["session_id"] for one in (child, started)]
         found = [show(port, name) for name in names]
         assert [one["parent"] for one in found] == [names[1], None]
+
+        # a tool joins at the end of the list, which this template has before all messages: what is
+        # behind the list has to be computed again, the list itself has not
+        some = [tool(name) for name in ("read", "write", "delete", "rename")]
+        asks = [said("system", "Be brief."), said("user", AGENT)]
+        own = {"prompt_cache_key": "grows"}
+        alone = ask(port, asks[:1], **own | {"prompt_cache_key": "list"}, tools=some)
+        ask(port, asks, **own, tools=some)
+        asks += [said("assistant", "Done."), said("user", "And now?")]
+        two = ask(port, asks, **own, tools=[*some, tool("move")])
+        assert abs(reused(two)[0] - reused(alone)[1]) <= 8
+        assert two["batchengine"]["timeline"]["use"] == "forked"
+        three = ask(port, [*asks, said("user", "Go on.")], **own, tools=[*some, tool("move")])
+        assert reused(three)[0] > 0.9 * reused(two)[1]
 
         # the newest message alone
         alone = ask(port, [first[0], said("user", "And then?")], **opencode)
