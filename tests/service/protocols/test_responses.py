@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import aiohttp
 import openai
@@ -36,6 +38,14 @@ from service.protocols.responses.responses import RESPONSES
 from service.protocols.responses.schema import ResponsesRequest
 from service.protocols.responses.tools import ToolNames
 from tests.support.fake_engine import FakeEngine, post, serving
+
+
+@pytest.fixture(scope="module", autouse=True)
+def second() -> Iterator[None]:
+    """All responses end in one second, since whole objects are compared."""
+    with mock.patch("service.protocols.responses.formatter.time", SimpleNamespace(time=lambda: 9)):
+        yield
+
 
 NAMES = ToolNames({"agents.spawn": ("agents", "spawn")}, ("patch",))
 
