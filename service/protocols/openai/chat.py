@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 from batchengine import errors
@@ -182,9 +182,9 @@ class ChatFormatter(OpenAIFormatter):
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
         logprobs = self._token_logprobs(index, event)
-        first, *others = [self._delta(index, part) for part in parts or (Text(""),)]
-        chunks = [self._chunk(index, first, logprobs=logprobs)]
-        return chunks + [self._chunk(index, delta) for delta in others]
+        # one chunk, since a reader that goes on behind its id has all of the token
+        delta = _joined(self._delta(index, part) for part in parts or (Text(""),))
+        return [self._chunk(index, delta, logprobs=logprobs)]
 
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
         chunks = [self._chunk(index, self._delta(index, part)) for part in parts]
@@ -248,6 +248,26 @@ class ChatFormatter(OpenAIFormatter):
 
     def _logprobs(self, lists: Chunk) -> Chunk:
         return lists | {"refusal": None}
+
+
+def _joined(deltas: Iterable[Chunk]) -> Chunk:
+    """One delta that says what several in a row say."""
+    made: dict[str, Any] = {}
+    for delta in deltas:
+        for name, value in cast("dict[str, Any]", delta).items():
+            if name not in made:
+                made[name] = value
+            elif name == "tool_calls":
+                last, new = made[name][-1], value[0]
+                if last["index"] == new["index"]:
+                    last["function"]["arguments"] += new["function"]["arguments"]
+                else:
+                    made[name].append(new)
+            elif name == "function_call":
+                made[name]["arguments"] += value["arguments"]
+            else:
+                made[name] += value
+    return made
 
 
 def _logprob(one: TokenLogprob) -> Chunk:

@@ -63,8 +63,9 @@ def message_of(choices: list[dict[str, Any]]) -> dict[str, Any]:
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 assert call["type"] == "function"
-                assert call["function"]["arguments"] == ""
-                message["tool_calls"][call["index"]] = [call["id"], call["function"]["name"], ""]
+                function = call["function"]
+                begun = [call["id"], function["name"], function["arguments"]]
+                message["tool_calls"][call["index"]] = begun
             else:
                 message["tool_calls"][call["index"]][2] += call["function"]["arguments"]
     return message
@@ -253,6 +254,20 @@ async def test_an_answer_goes_on_with_the_last_message() -> None:
     assert bytes(request.prompt).endswith(b"The sky is")
     _, _, request = await asked(body | {"add_generation_prompt": True})
     assert not bytes(request.prompt).endswith(b"The sky is")
+
+
+def test_what_one_token_shows_is_one_chunk() -> None:
+    """Its id says that the reader has the token: a reader that goes on there lacks none of it."""
+    text = 'Hm.<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    text += '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    formatter = formatter_of()
+    chunks = formatter.token(0, TokenEvent(1, text))
+    assert len(chunks) == 1
+    message = message_of(json.loads(chunks[0].data)["choices"])
+    assert message["content"] == "Hm."
+    assert list(message["tool_calls"].values()) == [
+        ["call_abn0", "weather", '{"city": "Paris"}'], ["call_abn1", "now", "{}"],
+    ]  # fmt: skip
 
 
 async def test_a_message_of_the_assistant_alone_is_refused() -> None:

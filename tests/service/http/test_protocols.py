@@ -68,13 +68,13 @@ def test_text_passes_the_parser_before_the_formatter(
     assert b"a.b.cd" in b"".join(whole.whole())
 
 
-def test_every_part_has_a_chat_chunk() -> None:
+def test_parts_of_one_token_share_a_chat_chunk() -> None:
     made = ChatFormatter(job_of())
     made.answers[0].parser = Splitter()
     texts = [
         re.findall(rb'"content":"([^"]*)"', e.data) for e in made.token(0, TokenEvent(1, "a.b."))
     ]
-    assert texts == [[b"a."], [b"b."]]
+    assert texts == [[b"a.b."]]
 
 
 def test_plain_text_is_passed_on_at_once_and_never_empty() -> None:
