@@ -95,7 +95,7 @@ def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float
     with GgufFile(load.model_path) as gguf:
         weights = open_weights(gguf, pool, cache_dir=Path(load.cache_dir), progress=progress)
     mapped = time.perf_counter()
-    size = f"{weights.packed_bytes / 2**20:.1f} MiB"
+    size = f"{weights.packed_bytes / 2**20:,.1f} MiB packed in {weights.cache_path}"
     report("map weights", size, share, mapped - started)
     if faults := kernels.arithmetic_faults(pool):
         raise errors.ARITHMETIC_WRONG(why="; ".join(faults))

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import xxhash
@@ -124,6 +125,11 @@ def open_cache(path: Path, check: Callable[[CacheTable], None], progress: Progre
     short meanwhile ends the process, which is why only lane workers call this.
     """
     with _opened(path) as (fd, size):
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_SH)  # kept by the mapping: `remove_unused` leaves the file
+        if not os.fstat(fd).st_nlink:
+            raise CacheAbsent("it has just been removed")
+        _mark_used(path)
         try:
             mapping = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
@@ -291,6 +297,56 @@ class CacheWriter:
         os.close(self._fd)
         if not self._committed:
             self._temporary.unlink(missing_ok=True)
+
+
+class CacheUse(NamedTuple):
+    """A cache file on disk."""
+
+    path: Path
+    size_bytes: int
+    used_s: float  # when it was last written or mapped, in seconds since the epoch
+    is_mapped: bool  # by a running worker
+
+
+def list_uses(cache_dir: Path) -> list[CacheUse]:
+    """The cache files of a folder that this user can read, the one used last first."""
+    found: list[CacheUse] = []
+    for path in cache_dir.glob("*.weights"):
+        with contextlib.suppress(OSError, CacheMismatch), _opened(path) as (fd, size):
+            used_s = os.fstat(fd).st_mtime
+            with contextlib.suppress(OSError):
+                used_s = max(used_s, path.with_suffix(".lock").stat().st_mtime)
+            found.append(CacheUse(path, size, used_s, not _is_free(fd)))
+    return sorted(found, key=lambda use: -use.used_s)
+
+
+def remove_unused(path: Path) -> bool:
+    """Removes a cache file unless a worker has it mapped; False if it stays."""
+    with contextlib.suppress(OSError, CacheMismatch), _opened(path) as (fd, _):
+        if _is_free(fd):  # locked until it is closed: a starter waits, and finds it gone
+            path.unlink()
+            path.with_suffix(".lock").unlink(missing_ok=True)
+            return True
+    return False
+
+
+def _is_free(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # mapped; or on a file system without locks
+        return False
+    return True
+
+
+def _mark_used(path: Path) -> None:
+    """Records the time in the lock file: lanes watch the times of the cache file itself."""
+    with contextlib.suppress(OSError):
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path.with_suffix(".lock"), flags, 0o600)
+        try:
+            os.utime(fd)
+        finally:
+            os.close(fd)
 
 
 def align(offset: int) -> int:

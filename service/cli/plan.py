@@ -43,6 +43,7 @@ def plan(
     loaded = configuration.load(None if config is None else str(config), {"model.path": str(model)})
     configuration.check_model_file(str(model))
     facts, size = read_model(model, loaded.limits.context_tokens)
+    packed = packed_file(model, loaded.cache_dir)
     machine, here = measure(loaded)
     processors = [here]
     if gpu is not None:
@@ -50,12 +51,26 @@ def plan(
     disk_bytes = loaded.store.budget_bytes
     plans = [capacity.capacity(size, one, disk_bytes, CONTEXTS) for one in processors]
     answer: dict[str, Any] = {
-        "model": facts,
+        "model": {**facts, **packed},
         "machine": machine,
         "lanes": [_as_json(one) for one in plans],
     }
-    show(answer, json, lambda: _lines(facts, machine, plans))
+    show(answer, json, lambda: _lines({**facts, **packed}, machine, plans))
     return 0 if plans[0].fits or (gpu is not None and plans[-1].fits) else 1
+
+
+def packed_file(model: Path, cache_dir: str) -> dict[str, Any]:
+    """Where the packed copy of a model is, or will be, and the free bytes of that disk."""
+    from batchengine.config import disk_bytes
+    from batchengine.weights.cache import cache_path
+
+    path = cache_path(Path(cache_dir), model)
+    free, _ = disk_bytes(cache_dir) or (0, 0)
+    return {
+        "packed_file": str(path),
+        "is_packed": path.is_file(),
+        "packed_disk_free_bytes": free,
+    }
 
 
 def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
@@ -152,13 +167,22 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
         f" computes {machine['int8_gops']:,} GOPS of int8 (measured now)",
         f"memory   {_gib(machine['memory_bytes'])}, {_gib(machine['memory_free_bytes'])} free",
         f"disk     {_gib(machine['disk_free_bytes'])} free at {machine['store']}; the store takes"
-        f" {_gib(machine['store_budget_bytes'])} at most, packed weights"
-        f" {_gib(facts['packed_bytes'])}",
+        f" {_gib(machine['store_budget_bytes'])} at most",
+        f"packed   {_packed(facts)}",
+        f"         {facts['packed_file']}",
     ]
     for one in plans:
         lines += ["", *_lane_lines(facts, one)]
     lines += ["", "Speeds are predictions from the peaks above; `bench engine` measures them."]
     return lines
+
+
+def _packed(facts: dict[str, Any]) -> str:
+    """The size of the packed copy, beside that of the model file, and whether it is there."""
+    size = f"{_gib(facts['packed_bytes'])} beside the model's {_gib(facts['file_bytes'])}"
+    if facts["is_packed"]:
+        return f"{size}, made already"
+    return f"{size}, made at the first start; {_gib(facts['packed_disk_free_bytes'])} free there"
 
 
 def _lane_lines(facts: dict[str, Any], one: Any) -> list[str]:

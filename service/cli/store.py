@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,14 +18,27 @@ from cyclopts import Parameter
 from batchengine import errors
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import Debug, Json, Socket, admin_path, print_json, show
+from service.cli.options import (
+    ConfigFile,
+    Debug,
+    Json,
+    Socket,
+    admin_path,
+    print_json,
+    show,
+    table_lines,
+)
 
 if TYPE_CHECKING:
     from kv_store.fsck import FsckReport
 
+DAY_S = 24 * 3600.0
+UNUSED_DAYS = 30  # packed weights that no start has used for so long may go
 CHORE_S = 24 * 3600.0  # verifying a terabyte takes hours
 
-store = cyclopts.App(name="store", help="The KV store: stat, verify, gc; fsck without a daemon.")
+store = cyclopts.App(
+    name="store", help="The KV store: stat, verify, gc; fsck, weights without a daemon."
+)
 
 
 def add(app: cyclopts.App) -> None:
@@ -135,6 +149,51 @@ def fsck(
                 f"Fix: restore {path} from a copy, or move it away: the next start makes a new one"
             )
     return 0 if left.ok else 1
+
+
+@store.command
+def weights(
+    *,
+    remove: Annotated[
+        bool, Parameter(negative=(), help="Remove those that were not used for --days.")
+    ] = False,
+    days: Annotated[float, Parameter(help="Days without a use after which one may go.")] = (
+        UNUSED_DAYS
+    ),
+    config: ConfigFile = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> int:
+    """List the packed copies of models; the next start of a model makes a removed one again."""
+    from batchengine import config as configuration
+    from batchengine.weights.cache import list_uses, remove_unused
+
+    folder = configuration.load(None if config is None else str(config)).cache_dir
+    now_s = time.time()
+    rows: list[dict[str, Any]] = []
+    for use in list_uses(Path(folder)):
+        state = "in use" if use.is_mapped else "unused"
+        if remove and not use.is_mapped and now_s - use.used_s >= days * DAY_S:
+            state = "removed" if remove_unused(use.path) else "in use"
+        facts = {"file": use.path.name, "bytes": use.size_bytes, "used_s": round(use.used_s)}
+        rows.append({**facts, "state": state})
+    answer = {"folder": folder, "files": rows}
+    show(answer, json, lambda: _weights_lines(folder, rows, now_s))
+    return 0
+
+
+def _weights_lines(folder: str, rows: list[dict[str, Any]], now_s: float) -> list[str]:
+    table = [
+        {
+            "file": row["file"],
+            "size": render.size(row["bytes"]),
+            "used": f"{render.age(now_s - row['used_s'])} ago",
+            "state": row["state"],
+        }
+        for row in rows
+    ]
+    total = render.size(sum(row["bytes"] for row in rows if row["state"] != "removed"))
+    return [f"{folder}: {total} of packed weights", *table_lines(table, "none")]
 
 
 def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import logging
 import os
@@ -359,6 +360,31 @@ def test_a_second_start_packs_and_hashes_nothing(
     assert [p.name for p in (tmp_path / "c").iterdir() if p.suffix == ".tmp"] == []
     assert os.stat(first.cache_path).st_mode & 0o777 == 0o600
     assert os.stat(tmp_path / "c").st_mode & 0o777 == 0o700
+
+
+def test_packed_weights_in_use_are_never_removed(
+    tiny: Path, tmp_path: Path, pool: kernels.Pool
+) -> None:
+    weights = opened(tiny, pool, tmp_path / "c")
+    path = weights.cache_path
+    lock = path.with_suffix(".lock")
+    for file in (path, lock):
+        os.utime(file, (1000, 1000))
+    (use,) = cache.list_uses(tmp_path / "c")
+    assert (use.path, use.size_bytes, use.used_s) == (path, path.stat().st_size, 1000)
+    assert use.is_mapped
+    assert not cache.remove_unused(path)
+    del weights
+    gc.collect()
+    assert not cache.list_uses(tmp_path / "c")[0].is_mapped
+    weights = opened(tiny, pool, tmp_path / "c")  # a use, which leaves the file's own times
+    assert cache.list_uses(tmp_path / "c")[0].used_s > 1000
+    assert path.stat().st_mtime == 1000
+    del weights
+    gc.collect()
+    assert cache.remove_unused(path)
+    assert list((tmp_path / "c").iterdir()) == []
+    assert not cache.remove_unused(path)
 
 
 def test_progress_grows_to_one(tiny: Path, tmp_path: Path, pool: kernels.Pool) -> None:

@@ -4,14 +4,18 @@ its fix."""
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import cyclopts
 
 from batchengine.core import BatchEngineError
 from service.admin.client import admin
+from service.cli import render
 from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, show
+from service.cli.store import DAY_S, UNUSED_DAYS
 
 FILES_WANTED = 4096
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -76,7 +80,8 @@ def _configuration(path: str | None) -> Iterator[Diagnosis]:
     from service.cli.machine.check import check
 
     try:
-        found = check(configuration.load(path))
+        loaded = configuration.load(path)
+        found = check(loaded)
     except BatchEngineError as error:
         yield _of("config", error)
         return
@@ -87,6 +92,20 @@ def _configuration(path: str | None) -> Iterator[Diagnosis]:
         yield Diagnosis(WARNING, "config", text)
     if not problems:
         yield Diagnosis(OK, "config", path or "built-in defaults")
+    yield from _weights(loaded.cache_dir)
+
+
+def _weights(folder: str) -> Iterator[Diagnosis]:
+    """Packed copies of models that were not served for long."""
+    from batchengine.weights.cache import list_uses
+
+    before_s = time.time() - UNUSED_DAYS * DAY_S
+    old = [use for use in list_uses(Path(folder)) if use.used_s < before_s and not use.is_mapped]
+    if old:
+        models = f"{len(old)} packed model" + "s" * (len(old) != 1)
+        size = render.size(sum(use.size_bytes for use in old))
+        text = f"{folder}: {models}, {size}, unused for {UNUSED_DAYS} days"
+        yield Diagnosis(WARNING, "disk", text, "batchengine store weights --remove")
 
 
 def _daemon(path: str) -> Iterator[Diagnosis]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def test_the_plan_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "cpu, 2 threads: " in text
     assert "gpu" not in text
+    assert "2 MiB beside the model's 2 MiB, made at the first start" in text
+    assert found["model"]["packed_file"] in text
     assert max(map(len, text.splitlines())) <= 120
 
 
@@ -51,6 +54,32 @@ def test_a_model_that_does_not_fit(
     monkeypatch.setattr(plan, "measure", lambda loaded: (MACHINE, processor(1 << 20)))
     assert main.run(["plan", str(POCKET)]) == 1
     assert "does not fit. Weights take 2 MiB, there is room for 1 MiB" in capsys.readouterr().out
+
+
+def test_packed_weights_without_a_use_are_named_and_removed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CACHE_DIRECTORY", "STATE_DIRECTORY", "RUNTIME_DIRECTORY"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(name, str(tmp_path / name))
+    cache = tmp_path / "CACHE_DIRECTORY"
+    old, new = cache / "old-1.weights", cache / "new-1.weights"
+    for file in (old, new):
+        file.write_bytes(bytes(1024))
+        file.chmod(0o600)
+    os.utime(old, (1000, 1000))
+    main.run(["doctor"])
+    text = capsys.readouterr().out
+    assert "1 packed model, 1.0 KiB, unused for 30 days. Fix: batchengine store weights" in text
+    assert main.run(["store", "weights"]) == 0
+    assert "2.0 KiB of packed weights" in capsys.readouterr().out
+    assert main.run(["store", "weights", "--remove", "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    assert [(row["file"], row["state"]) for row in files] == [
+        ("new-1.weights", "unused"),
+        ("old-1.weights", "removed"),
+    ]
+    assert list(cache.iterdir()) == [new]
 
 
 def test_what_serve_would_refuse_is_refused(
