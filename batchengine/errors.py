@@ -82,8 +82,8 @@ API_KEY_FILE = Problem("BE1112", Kind.INVALID, _USAGE,
 ADMIN_SOCKET = Problem("BE1113", Kind.INTERNAL, _DEFECT,
     "cannot open the admin socket {path}",
     "{why}",
-    "stop the other daemon, or choose another path with --admin-socket (a second daemon also needs"
-    " --port and --store of its own)")
+    "stop the other daemon, or give this one a name: serve --instance NAME has a socket, a store"
+    " and a port of its own")
 NO_C_PARSER = Problem("BE1114", Kind.INTERNAL, _DEFECT,
     "aiohttp runs without its C parser",
     fix="reinstall aiohttp from a wheel, and unset AIOHTTP_NO_EXTENSIONS")

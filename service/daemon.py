@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -108,7 +109,8 @@ class Daemon:
 
     async def serve(self, sock: socket.socket) -> int:
         """Runs the daemon on the running loop, from start to exit code."""
-        config = self._config
+        listens = dataclasses.replace(self._config.server, port=sock.getsockname()[1])  # 0 = any
+        config = self._config = dataclasses.replace(self._config, server=listens)
         engine = self._make_engine(config)
         service = app.Service.create(engine, config)
         listener = Listener(app.build(service), sock, _connections_max(config))

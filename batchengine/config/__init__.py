@@ -10,7 +10,7 @@ from batchengine.config.loading import (
     openness,
     warnings,
 )
-from batchengine.config.machine import Machine, disk_bytes
+from batchengine.config.machine import INSTANCES, Machine, disk_bytes
 from batchengine.config.settings import (
     CONTEXT_TOKENS_MIN,
     ApiKey,
@@ -29,6 +29,7 @@ from batchengine.config.settings import (
 
 __all__ = [
     "CONTEXT_TOKENS_MIN",
+    "INSTANCES",
     "ApiKey",
     "ClassConfig",
     "Config",

@@ -12,13 +12,22 @@ import errno
 import ipaddress
 import itertools
 import os
+import re
 import socket
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from batchengine import errors
-from batchengine.config.machine import MIB, Machine, budget_bytes, directory, disk_bytes
+from batchengine.config.machine import (
+    MIB,
+    Machine,
+    budget_bytes,
+    directory,
+    disk_bytes,
+    folder_of,
+    free_port,
+)
 from batchengine.config.peers import build_peers, is_loopback
 from batchengine.config.settings import (
     ApiKey,
@@ -32,6 +41,7 @@ CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefi
 KEY_CHARS_MIN = 8
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
+INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
 def load(
@@ -51,7 +61,8 @@ def load(
             put(source, tree, dotted, value)
     config = _build_config(source, tree)
     _check_together(source, config)
-    return _derive(source, config, machine or Machine.here())
+    has_port = "port" in table(source, tree.get("server", {}), "server")
+    return _derive(source, config, machine or Machine.here(), has_port)
 
 
 def warnings(config: Config) -> list[str]:
@@ -204,6 +215,12 @@ def _check_together(source: Source, config: Config) -> None:
             f"= {config.require}, and no lane is on a GPU",
             fix='add a [[lane]] with kind = "cuda" and vram_bytes, or leave require out',
         )
+    if config.instance and not INSTANCE.fullmatch(config.instance):
+        raise source.contradiction(
+            "instance",
+            f"= {config.instance[:40]!r} is no name of a daemon",
+            fix="1 to 32 letters, digits, - and _, a letter or digit first",
+        )
     names: set[str] = set()
     for index, lane in enumerate(config.lanes):
         if lane.name in names:
@@ -311,11 +328,12 @@ def _check_host(source: Source, host: str) -> None:
 # ---- values derived from the machine ----
 
 
-def _derive(source: Source, config: Config, machine: Machine) -> Config:
+def _derive(source: Source, config: Config, machine: Machine, has_port: bool) -> Config:
     """Fill every value that was left to the machine."""
     state = directory(machine, "STATE_DIRECTORY", "/var/lib", "XDG_STATE_HOME", ".local/state")
     cache = directory(machine, "CACHE_DIRECTORY", "/var/cache", "XDG_CACHE_HOME", ".cache")
     run = directory(machine, "RUNTIME_DIRECTORY", "/run", "XDG_RUNTIME_DIR", "") or state
+    state, run = folder_of(config.instance, state), folder_of(config.instance, run)
     for option, given, found in (
         ("--store", config.store.dir, state),
         ("--admin-socket", config.server.admin_socket, run),
@@ -336,12 +354,15 @@ def _derive(source: Source, config: Config, machine: Machine) -> Config:
             f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
             fix="choose a shorter path with --admin-socket",
         )
+    server = config.server
+    if config.instance and not has_port:
+        server = dataclasses.replace(server, port=free_port(server.host, server.port + 1))
     store_dir = config.store.dir or f"{state}/kv"
     model = config.model
     return dataclasses.replace(
         config,
         model=dataclasses.replace(model, id=model.id or _model_id(model.path)),
-        server=dataclasses.replace(config.server, admin_socket=admin_socket),
+        server=dataclasses.replace(server, admin_socket=admin_socket),
         lanes=_derive_lanes(source, config.lanes, machine),
         store=dataclasses.replace(
             config.store,

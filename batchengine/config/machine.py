@@ -5,7 +5,9 @@ Reads facts only; `loading` makes defaults of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,8 @@ from pathlib import Path
 import psutil
 
 MIB = 1 << 20
+INSTANCES = "instances"  # folder of named instances
+PORTS_TRIED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,22 @@ def directory(machine: Machine, systemd: str, system: str, xdg: str, under_home:
     known = under_home and machine.home
     base = machine.env.get(xdg) or (f"{machine.home}/{under_home}" if known else "")
     return f"{base}/batchengine" if base else ""
+
+
+def folder_of(instance: str, base: str) -> str:
+    """The folder of an instance below that of the daemon without a name; "" where there is none."""
+    return f"{base}/{INSTANCES}/{instance}" if instance and base else base
+
+
+def free_port(host: str, first: int) -> int:
+    """The first port from `first` on without a listener; 0 if there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in range(first, first + PORTS_TRIED):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), port))
+            return port
+    return 0
 
 
 def budget_bytes(store_dir: str, machine: Machine) -> int:

@@ -228,6 +228,7 @@ class PeersConfig:
 class Config:
     """The settings of `serve`. `load` makes it, with derived values filled in.
 
+    instance: name of one of several daemons of this user; "" = the one of default paths and port.
     require: what must be up for the daemon to start; gpu = a lane of kind cuda, "" = a CPU lane, if
     there is one. A GPU that fails later never ends the daemon: it serves on, `degraded`.
     """
@@ -242,6 +243,7 @@ class Config:
     router: RouterConfig = RouterConfig()
     peers: PeersConfig = PeersConfig()
     cache_dir: str = field(default="", metadata=PATH)
+    instance: str = ""
     require: str = field(default="", metadata=_one_of("gpu"))
     debug: bool = False
 

@@ -25,7 +25,6 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.cli import drain, peers, plan, sessions, status, store
 from service.cli.agents import bench, connect
-from service.cli.agents.connect import URL_DEFAULT
 from service.cli.local import cluster, install
 from service.cli.machine import doctor
 from service.cli.options import (
@@ -34,11 +33,13 @@ from service.cli.options import (
     EXIT_LOCKED,
     EXIT_NO_DAEMON,
     EXIT_USAGE,
+    URL_DEFAULT,
     ConfigFile,
     Debug,
     Json,
-    Socket,
+    Url,
     model_file,
+    running_daemons,
     show,
 )
 
@@ -86,6 +87,8 @@ def run(arguments: Sequence[str]) -> int:
     except BatchEngineError as error:
         if debug:
             raise
+        if error.code == errors.NO_DAEMON.code and (running := running_daemons()):
+            error.fix = f"name one that answers: {', '.join(running)}; or {error.fix}"
         _print_error(error, "--json" in arguments)
         return exit_code(error)
     except KeyboardInterrupt:
@@ -171,7 +174,16 @@ def serve(
             " the daemon."
         ),
     ] = None,
-    admin_socket: Socket = None,
+    instance: Annotated[
+        str | None,
+        Parameter(
+            help="Name of one of several daemons: its store and admin socket are its own, its port"
+            " the first free one from 7718 on, unless one is given."
+        ),
+    ] = None,
+    admin_socket: Annotated[
+        str | None, Parameter(env_var="BATCHENGINE_ADMIN_SOCKET", help="Path of its admin socket.")
+    ] = None,
     debug: Debug = False,
 ) -> int:
     """Serve a model until SIGTERM or Ctrl-C (the second one does not wait)."""
@@ -191,6 +203,7 @@ def serve(
         "cache_dir": None if cache_dir is None else str(cache_dir.absolute()),
         "peers.listen": peer_listen,
         "peers.dir": None if peers_dir is None else str(peers_dir.absolute()),
+        "instance": instance,
         "require": require,
         "debug": debug or None,
     }
@@ -293,9 +306,7 @@ def chat(
     ] = None,
     /,
     *,
-    url: Annotated[
-        str, Parameter(env_var="BATCHENGINE_URL", help="Address of a running daemon.")
-    ] = URL_DEFAULT,
+    url: Url = URL_DEFAULT,
     system: Annotated[
         str | None, Parameter(help='System message; "" = none. By default a short one.')
     ] = None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
+
+from batchengine.core import BatchEngineError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -17,12 +20,45 @@ EXIT_INTERRUPTED = 130
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 Debug = Annotated[bool, Parameter(name="--debug", negative=(), help="Tracebacks and debug log.")]
+URL_DEFAULT = "http://127.0.0.1:7717/v1"
+
+
+def _socket_of(_: object, tokens: Sequence[Token]) -> str:
+    """The path of an admin socket, given as such or as the name of an instance."""
+    given = tokens[-1]
+    return instance_socket(given.value) if given.keyword == "--instance" else given.value
+
+
+def _url_of(_: object, tokens: Sequence[Token]) -> str:
+    """The address of a daemon, given as such or as the name of an instance that runs."""
+    given = tokens[-1]
+    if given.keyword != "--instance":
+        return given.value
+    from service.admin.client import admin
+
+    status: dict[str, str] = admin(instance_socket(given.value), "status")["status"]
+    host, _, port = status["address"].rpartition(":")
+    address = f"[{host.strip('[]')}]" if ":" in host else host
+    return f"http://{address}:{port}/v1"
+
+
 Socket = Annotated[
     str | None,
     Parameter(
-        name="--admin-socket",
+        name=["--admin-socket", "--instance"],
         env_var="BATCHENGINE_ADMIN_SOCKET",
-        help="Admin socket of the daemon; the default is where `serve` puts it.",
+        converter=_socket_of,
+        help="Admin socket of the daemon, or the name that `serve --instance` gave it; the default"
+        " is where `serve` puts the socket.",
+    ),
+]
+Url = Annotated[
+    str,
+    Parameter(
+        name=["--url", "--instance"],
+        env_var="BATCHENGINE_URL",
+        converter=_url_of,
+        help="Address of a running daemon, or the name that `serve --instance` gave it.",
     ),
 ]
 ConfigFile = Annotated[
@@ -57,6 +93,33 @@ def admin_path(given: str | None) -> str:
     from batchengine import config as configuration
 
     return configuration.load(None, {}).server.admin_socket
+
+
+def instance_socket(name: str) -> str:
+    """The admin socket of an instance; "" = of the daemon without a name."""
+    from batchengine import config as configuration
+
+    return configuration.load(None, {"instance": name}).server.admin_socket
+
+
+def running_daemons() -> list[str]:
+    """The options that name this user's daemons that answer, each with its address."""
+    from batchengine.config import INSTANCES
+    from service.admin.client import admin
+
+    first = Path(instance_socket(""))
+    sockets = {"": first, **{path.parent.name: path for path in _sockets(first, INSTANCES)}}
+    found: list[str] = []
+    for name, path in sockets.items():
+        with contextlib.suppress(BatchEngineError):
+            status = admin(str(path), "status", patience_s=2.0)["status"]
+            option = f"--instance {name}" if name else f"--admin-socket {path}"
+            found.append(f"{option} ({status['model'] or 'loading'} at {status['address']})")
+    return found
+
+
+def _sockets(first: Path, folder: str) -> Iterable[Path]:
+    return sorted((first.parent / folder).glob(f"*/{first.name}"))
 
 
 def print_json(value: object) -> None:

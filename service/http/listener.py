@@ -93,8 +93,8 @@ def take(passed: Sequence[socket.socket], host: str, port: int) -> socket.socket
 def _bind_error(host: str, port: int, error: OSError) -> BatchEngineError:
     fixes = {
         errno.EADDRINUSE: f"stop the program that listens there (ss -ltnp 'sport = :{port}'),"
-        " or choose another port with --port (a second daemon also needs --admin-socket and --store"
-        " of its own)",
+        " or choose another port with --port; a second daemon has all of its own with"
+        " --instance NAME",
         errno.EACCES: "choose a port above 1023 with --port",
         errno.EADDRNOTAVAIL: "name an address of this machine with --host",
     }

@@ -15,8 +15,7 @@ import cyclopts
 from cyclopts import Parameter
 
 from service.admin.client import Client
-from service.cli.agents.connect import URL_DEFAULT
-from service.cli.options import Debug, Json, show
+from service.cli.options import URL_DEFAULT, Debug, Json, Url, show
 from service.cli.tables import Column, fitted
 
 COLUMNS = (
@@ -39,9 +38,7 @@ def bench(
     *,
     streams: Annotated[int, Parameter(help="Answers at once, besides one alone.")] = 8,
     tokens: Annotated[int, Parameter(help="Tokens of each answer.")] = 64,
-    url: Annotated[
-        str, Parameter(env_var="BATCHENGINE_URL", help="Address of the daemon.")
-    ] = URL_DEFAULT,
+    url: Url = URL_DEFAULT,
     json: Json = False,
     debug: Debug = False,
 ) -> int:

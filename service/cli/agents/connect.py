@@ -18,9 +18,8 @@ from cyclopts import Parameter
 from batchengine import errors
 from service.admin.client import Client
 from service.cli.agents.recipes import KEY_DEFAULT, Endpoint, Recipe, recipes
-from service.cli.options import Debug, Json, print_json
+from service.cli.options import URL_DEFAULT, Debug, Json, Url, print_json
 
-URL_DEFAULT = "http://127.0.0.1:7717/v1"
 Agent = Literal["claude", "codex", "opencode", "openclaw", "pi", "litellm", "llm", "aider"]
 
 
@@ -37,9 +36,7 @@ def connect(
         bool, Parameter(negative=(), help="Write its configuration, after showing the change.")
     ] = False,
     yes: Annotated[bool, Parameter(negative=(), help="Do not ask before writing.")] = False,
-    url: Annotated[
-        str, Parameter(env_var="BATCHENGINE_URL", help="Address of the daemon.")
-    ] = URL_DEFAULT,
+    url: Url = URL_DEFAULT,
     file: Annotated[
         Path | None, Parameter(help="The agent's file, if it is not at its usual place.")
     ] = None,
