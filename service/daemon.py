@@ -1,8 +1,8 @@
 """The daemon process: start-up, banner, signals and drain.
 
 Owns start-up order (socket first, so that a port in use costs nothing; then HTTP, which answers
-503 while the engine loads; then the engine), signals, notifications and the drain. A banner line
-states only what is known when it is printed.
+503 while the engine loads; then the engine; on a socket of the service manager HTTP comes last),
+signals, notifications and the drain. A banner line states only what is known when it is printed.
 """
 
 from __future__ import annotations
@@ -59,11 +59,13 @@ def run(config: Config, make_engine: Callable[[Config], EngineApi] | None = None
     start_logging(config)
     _raise_file_limit()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    sock = take(notify.passed_sockets(os.environ), config.server.host, config.server.port)
-    sock = sock or bind(config.server.host, config.server.port)
+    passed = take(notify.passed_sockets(os.environ), config.server.host, config.server.port)
+    sock = passed or bind(config.server.host, config.server.port)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop, debug=config.debug) as runner:
-            return runner.run(Daemon(config, make_engine or _real_engine).serve(sock))
+            return runner.run(
+                Daemon(config, make_engine or _real_engine, is_passed=sock is passed).serve(sock)
+            )
     finally:
         sock.close()
 
@@ -98,8 +100,13 @@ def say(line: str) -> None:
 class Daemon:
     """The serving process: its start, its wait for a signal, its drain."""
 
-    def __init__(self, config: Config, make_engine: Callable[[Config], EngineApi]) -> None:
+    def __init__(
+        self, config: Config, make_engine: Callable[[Config], EngineApi], *, is_passed: bool = False
+    ) -> None:
+        """`is_passed`: the service manager keeps the socket, so that clients that connect while
+        this daemon starts or drains wait until it, or the next one, accepts."""
         self._config = config
+        self._is_passed = is_passed
         self._make_engine = make_engine
         self._notifier = Notifier()
         self._stop = asyncio.Event()
@@ -121,7 +128,8 @@ class Daemon:
             loop.add_signal_handler(number, self._on_signal, number.name, admin)
         watchdog: asyncio.Task[None] | None = None
         try:
-            await listener.open()
+            if not self._is_passed:
+                await listener.open()
             await admin.open()
             for line in banner(config):
                 say(line)
@@ -130,8 +138,10 @@ class Daemon:
                 return EXIT_OK
             gc.collect()
             gc.freeze()  # later collections leave out what the start made: they held the loop 40 ms
+            if self._is_passed:
+                await listener.open()
             self._announce(engine, listener.port)
-            return await self._wait(engine, service)
+            return await self._wait(engine, service, listener)
         finally:
             if watchdog is not None:
                 watchdog.cancel()
@@ -197,7 +207,7 @@ class Daemon:
             say("  warning degraded: see /health")
         self._notifier.ready(f"serving {info.model_id} on {base}")
 
-    async def _wait(self, engine: EngineApi, service: app.Service) -> int:
+    async def _wait(self, engine: EngineApi, service: app.Service, listener: Listener) -> int:
         """Waits for a signal, `stop` or the end of the engine, then drains; returns exit code."""
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
@@ -209,6 +219,8 @@ class Daemon:
                 await engine.stop(0.0)  # running requests end with an error event
                 return EXIT_ENGINE_LOST
         service.accepting = False
+        if self._is_passed:
+            listener.stop_accepting()
         drain_s = self._config.server.drain_s
         say(f"  drain   {self._stop_reason}: {len(service.live)} requests to finish")
         self._notifier.stopping(f"draining {len(service.live)} requests", drain_s + 30)

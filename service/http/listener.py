@@ -310,10 +310,14 @@ class Listener:
                 connection.check_reader(now, self._stall_s)
                 connection.idle_s(now)
 
+    def stop_accepting(self) -> None:
+        """Leaves new connections to the process that listens on the same socket next."""
+        if self._server is not None:
+            self._server.close()
+
     async def close(self) -> None:
         """Stops accepting, gives handlers five seconds, closes every connection."""
         if self._sweeping is not None:
             self._sweeping.cancel()
-        if self._server is not None:
-            self._server.close()
+        self.stop_accepting()
         await self._runner.cleanup()

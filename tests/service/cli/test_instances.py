@@ -60,7 +60,7 @@ def test_commands_find_a_daemon_by_its_name(
         for words in (["ps"], ["ps", "--instance", "three"], ["bench", "--instance", "three"]):
             assert main.run(words) == 4
             error = capsys.readouterr().err
-            assert f"name one that answers: --instance two (" in error
+            assert "name one that answers: --instance two (" in error
             assert f" at {address}); or start" in error
     assert main.run(["ps", "--instance", "two"]) == 4
     assert "that answers" not in capsys.readouterr().err
