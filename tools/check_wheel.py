@@ -1,5 +1,6 @@
 """Install the newest wheel of a folder into a fresh environment, away from this checkout, and use
-it: one package at the top, a conversation with the bundled model, the service's files.
+it: one package at the top, completion and manual, a conversation with the bundled model, the
+service's files.
 
 `make wheel` runs it. The packages that the wheel depends on come from the index that pip is set to.
 """
@@ -13,6 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
+SHARED = (
+    "bash-completion/completions/batchengine", "zsh/site-functions/_batchengine",
+    "fish/vendor_completions.d/batchengine.fish", "man/man1/batchengine.1",
+)  # fmt: skip
 OWN = {"batchengine", "service", "kernels", "kv_store"}
 
 
@@ -31,6 +36,8 @@ def main(folder: Path) -> int:
         top = {path.name for path in site.iterdir()} & OWN
         if top != {"batchengine"}:
             raise SystemExit(f"packages at the top of site-packages: {sorted(top)}")
+        if missing := [name for name in SHARED if not (venv / "share" / name).is_file()]:
+            raise SystemExit(f"files missing below share/: {missing}")
         program = venv / "bin" / "batchengine"
         for words, question in (
             (["version"], ""),

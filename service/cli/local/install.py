@@ -130,13 +130,20 @@ def service_files(app: cyclopts.App, root: Path, program: str) -> list[File]:
         f"ListenStream={_address(config)}",
         texts[UNITS / "batchengine.socket"],
     )
-    for shell, path in COMPLETIONS.items():
-        texts[path] = app.generate_completion(prog_name="batchengine", shell=shell)
-    texts[MANUAL] = manual(app)
+    texts |= shell_files(app)
     return [
         File(root / path, text, _read(root / path), is_kept=path == CONFIG)
         for path, text in texts.items()
     ]
+
+
+def shell_files(app: cyclopts.App) -> dict[Path, str]:
+    """Completion for each shell, and the manual page."""
+    texts = {
+        path: app.generate_completion(prog_name="batchengine", shell=shell)
+        for shell, path in COMPLETIONS.items()
+    }
+    return {**texts, MANUAL: manual(app)}
 
 
 def unit_text(sample: str, program: str, config: Config | None) -> str:

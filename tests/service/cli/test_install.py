@@ -14,6 +14,7 @@ from batchengine.config import load
 from service.cli.local import install
 from service.cli.main import app, run
 from service.cli.options import SHARED, model_file
+from tools import check_wheel, make_shell_files
 
 ROOT = Path(__file__).resolve().parents[3]
 UNIT = "etc/systemd/system/batchengine.service"
@@ -85,6 +86,13 @@ def test_the_manual_is_understood(tmp_path: Path) -> None:
 def test_the_manual_names_every_command() -> None:
     page = install.manual(app)
     assert all(f'.SS "batchengine {name}"' in page for name in ("serve", "chat", "ps", "plan"))
+
+
+def test_a_wheel_has_completion_and_manual_of_its_own_command_line(tmp_path: Path) -> None:
+    make_shell_files.main(tmp_path)
+    for name in check_wheel.SHARED:
+        assert "install-service" in (tmp_path / "share" / name).read_text().replace("\\-", "-")
+    assert "tools.make_shell_files" in (ROOT / "kernels" / "CMakeLists.txt").read_text()
 
 
 def test_pocket_names_the_model_of_the_installation() -> None:
