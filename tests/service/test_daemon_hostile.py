@@ -246,7 +246,7 @@ async def test_clients_that_never_read_give_their_connections_back(daemon: Child
 async def is_open(port: int) -> bool:
     """Whether a new connection is read: without a key, the answer is then a 401."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
     try:
         return (await reader.read(16)).startswith(b"HTTP/1.1 401 ")
     except ConnectionResetError:

@@ -249,6 +249,7 @@ class SessionRecovery:
             name=request.client_name or facts.meta.name,
             used_s=round(records.unix_s()),
             parent=request.parent_id or facts.meta.parent,
+            prompt_tokens=len(request.prompt),
         )
         self._mark(session, facts)
         self._suspects.begin(turn)

@@ -140,7 +140,7 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
     `parked`: until the next turn. `mark`: of its timeline, if it has tool calls. `name`: what its
     client calls it; `used_s`: Unix time at which its last turn began or ended, for listings.
-    `parent`: the session that started it."""
+    `parent`: the session that started it. `prompt_tokens`: of the last turn, as its client sent it; 0 = unknown."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -151,6 +151,7 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     used_s: int = 0
     parent: str = ""
+    prompt_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -175,7 +176,7 @@ def rebase(timeline: Sequence[int], prompt: Sequence[int], shared: int) -> Rebas
 
 def last_prompt(meta: SessionMeta, length: int) -> int:
     """Return the tokens of the session's last prompt; all of its `length` tokens if unknown."""
-    return length if meta.rebase is None else min(meta.rebase.prompt, length)
+    return min(meta.prompt_tokens or length, length)
 
 
 def encode(record: TurnRecord | SessionMeta) -> str:

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from batchengine.config import LaneConfig
+from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
 from batchengine.engine.audit import scrub
 from batchengine.engine.lane import recompute
@@ -341,7 +342,7 @@ async def test_only_the_command_rewrites_the_ledger(
 # ------------------------------------------------------------------------------------ health
 
 
-async def test_health_reports_a_restarting_lane_and_a_store_that_is_off(site: Site) -> None:
+async def test_health_reports_a_restarting_lane(site: Site) -> None:
     async with running_engine(site) as engine:
         stats = engine.stats()
         assert (stats["kv_tier"], stats["ledger"], stats["troubles"]) == ("ok", "ok", [])
@@ -351,6 +352,9 @@ async def test_health_reports_a_restarting_lane_and_a_store_that_is_off(site: Si
         await until(lambda: engine.lanes()[0]["state"] == "restarting")
         assert engine.phase == "degraded"
         await until(lambda: engine.phase == "ready")
-    async with running_engine(site.at("tiny"), store__budget_bytes=1 << 16) as engine:
-        assert engine.stats()["kv_tier"].startswith("off")
-        assert engine.phase == "degraded"
+
+
+async def test_a_store_that_holds_no_session_is_refused_at_the_start(site: Site) -> None:
+    with pytest.raises(BatchEngineError, match="BE1608"):
+        async with running_engine(site.at("tiny"), store__budget_bytes=1 << 16):
+            pass

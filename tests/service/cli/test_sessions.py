@@ -120,8 +120,10 @@ def test_a_session_dropped_since_it_was_found_is_reported_as_the_operator_named_
 
 
 def test_sessions_are_listed_shown_parked_forked_and_dropped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "0")  # no terminal: nothing is cut
+
     async def scenario(ask: Asked, engine: FakeEngine) -> None:
         _, out, _ = await ask("sessions")
         head, *rows = out.splitlines()
