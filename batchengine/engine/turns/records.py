@@ -140,7 +140,8 @@ class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
     `parked`: until the next turn. `mark`: of its timeline, if it has tool calls. `name`: what its
     client calls it; `used_s`: Unix time at which its last turn began or ended, for listings.
-    `parent`: the session that started it. `prompt_tokens`: of the last turn, as its client sent it; 0 = unknown."""
+    `parent`: the session that started it. `prompt_tokens`: of the last turn, as its client sent
+    it; 0 = unknown."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
