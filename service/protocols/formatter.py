@@ -131,7 +131,11 @@ class Formatter(ABC):
         answer = self.answers[index]
         answer.bare += event.logprob is None
         parts = answer.push(event.text)
-        return self._token(index, event, parts) if parts or event.logprob is not None else []
+        if not parts and event.logprob is None:
+            return []
+        events = self._token(index, event, parts)
+        # an id says that the reader has the whole token, so the last event alone has it
+        return [*(other._replace(id="") for other in events[:-1]), *events[-1:]]
 
     def skip(self, index: int, event: SkippedEvent) -> None:
         """Notes one token of choice `index` that the reader has from an earlier stream."""
