@@ -22,6 +22,7 @@ HOSTED = (
 )  # fmt: skip
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
 NAME_CHARS_MAX = 256
+ESCAPE_CHARS_MAX = 12  # of one character in JSON, a pair of surrogates
 
 
 class ToolNames(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -111,12 +112,16 @@ def call_arguments(custom_input: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool from those arguments; they themselves if they are none."""
-    try:
-        found = msgspec.json.decode(arguments, type=dict[str, object]).get(CUSTOM_ARGUMENT)
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        return arguments
-    return found if isinstance(found, str) else arguments
+    """The input of a custom tool from those arguments, which may have been cut; they themselves if
+    they are none."""
+    cut = (arguments[: len(arguments) - n] + '"}' for n in range(ESCAPE_CHARS_MAX))
+    for text in (arguments, *cut):
+        try:
+            found = msgspec.json.decode(text, type=dict[str, object]).get(CUSTOM_ARGUMENT)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            continue
+        return found if isinstance(found, str) else arguments
+    return arguments
 
 
 def _function(tool: Fields, where: str, name: str = "") -> Fields:

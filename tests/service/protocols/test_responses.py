@@ -36,7 +36,7 @@ from service.protocols.responses import items, schema, tools
 from service.protocols.responses.formatter import Echo, ResponsesFormatter
 from service.protocols.responses.responses import RESPONSES
 from service.protocols.responses.schema import ResponsesRequest
-from service.protocols.responses.tools import ToolNames
+from service.protocols.responses.tools import ToolNames, call_arguments, custom_input
 from tests.support.fake_engine import FakeEngine, post, serving
 
 
@@ -527,3 +527,11 @@ def test_a_resumed_stream_goes_on_with_the_same_events(lists: list[list[Any]], k
     events += made.finish(0, DoneEvent("stop", Usage(3, 1, len(script))))
     shown = [json.loads(event.data) for event in events]
     assert shown == streamed(script)[len(streamed(script)) - len(shown) :]
+
+
+def test_the_input_of_a_custom_tool_that_was_cut_is_no_json() -> None:
+    whole = call_arguments('say "h\u00e9"\n\U0001f600')
+    assert custom_input(whole) == 'say "h\u00e9"\n\U0001f600'
+    assert custom_input('{"input":"say \\"h') == 'say "h'
+    assert custom_input('{"input":"a\\ud83d\\ude0') == "a"
+    assert custom_input("no object") == "no object"
