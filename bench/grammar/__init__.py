@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import random
+import statistics
 import string
 import time
 from collections.abc import Callable, Iterator
@@ -142,10 +143,10 @@ async def engine_of(model: Path, folder: Path) -> Any:
 
 
 async def us_per_step(engine: Engine, n: int, tokens: int, constraint: Constraint | None) -> float:
-    """Microseconds of a step of `n` answers, from their first token to the last."""
+    """Microseconds between two tokens of an answer, of `n` at once: the median of the answers."""
     numbers = itertools.count()
 
-    async def one(index: int) -> tuple[float, float]:
+    async def one(index: int) -> float:
         prompt = [30 + (7 * index + i) % 200 for i in range(16)]
         asked = GenerationRequest(
             f"{id(numbers)}-{index}-{time.monotonic_ns()}",
@@ -164,11 +165,9 @@ async def us_per_step(engine: Engine, n: int, tokens: int, constraint: Constrain
                     raise RuntimeError(f"an answer of {len(times)} tokens: {event.finish_reason}")
                 case _:
                     pass
-        return times[0], times[-1]
+        return 1e6 * (times[-1] - times[0]) / (tokens - 1)
 
-    spans = await asyncio.gather(*map(one, range(n)))
-    start, end = max(first for first, _ in spans), min(last for _, last in spans)
-    return 1e6 * (end - start) / (tokens - 1)
+    return statistics.median(await asyncio.gather(*map(one, range(n))))
 
 
 async def measure_steps(
