@@ -158,13 +158,10 @@ async def us_per_step(engine: Engine, n: int, tokens: int, constraint: Constrain
         )
         times: list[float] = []
         async for event in engine.submit(asked):
-            match event:
-                case TokenEvent():
-                    times.append(time.perf_counter())
-                case DoneEvent() if event.finish_reason != "length":
-                    raise RuntimeError(f"an answer of {len(times)} tokens: {event.finish_reason}")
-                case _:
-                    pass
+            if isinstance(event, TokenEvent):
+                times.append(time.perf_counter())
+            elif isinstance(event, DoneEvent) and event.finish_reason != "length":
+                raise RuntimeError(f"an answer of {len(times)} tokens: {event.finish_reason}")
         return 1e6 * (times[-1] - times[0]) / (tokens - 1)
 
     return statistics.median(await asyncio.gather(*map(one, range(n))))

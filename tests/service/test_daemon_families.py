@@ -74,7 +74,7 @@ def leave(port: int, body: dict[str, Any], headers: dict[str, str]) -> None:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/queue", timeout=30) as queue:
             if not json.load(queue)["requests"]:
                 return
-    raise AssertionError("the daemon goes on with a request that nobody reads")
+    raise AssertionError("a request without a reader is still in the queue")
 
 
 def test_a_broken_stream_is_asked_for_again(
