@@ -638,6 +638,15 @@ SHORT_ID = Problem("BE2425", Kind.INVALID, "invalid_value",
     "{given!r:.82} is too short for a beginning of an id",
     "{least} characters after be_ are needed, or more if several begin so",
     "give more characters, or the whole name that the client uses")
+UNKNOWN_ITEM = Problem("BE2426", Kind.MISSING, "item_not_found",
+    "Item with id '{given:.80}' not found.",
+    "Items are not persisted when `store` is set to false, nor once the session of their response"
+    " has changed, and are those of one key",
+    "send the item itself instead of a reference to it", param="input")
+INPUT_NOT_KEPT = Problem("BE2427", Kind.MISSING, "input_not_kept",
+    "the input items of response {given:.80} are not kept",
+    "more than {kib} KiB of input, compressed, are not",
+    "GET /v1/sessions/ID/messages has the text of the whole conversation")
 
 # -------------------------------------------------------------------------------------- 25: peers
 PEER_IDENTITY = Problem("BE2501", Kind.INVALID, _USAGE,

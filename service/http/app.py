@@ -225,9 +225,12 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         strict = config.server.strict_fields or request.query.get("strict") == "1"
         appends = carriers.appends(request.headers, request[CALLER], config)
         limits = msgspec.structs.replace(prompt_limits(service), append=appends)
-        question = reading.encode(reading.Question(protocol.name, limits, strict))
-        answer = await engine.text.read(question, memoryview(data), tenant=request[CALLER].tenant)
-        found = reading.decode_reading(answer)
+        question = reading.Question(protocol.name, limits, strict)
+        found = await _read(request, question, data)
+        if found.turns:
+            answers = await responses.answers(engine, request[CALLER].tenant, found.turns)
+            question = msgspec.structs.replace(question, answers=answers)
+            found = await _read(request, question, data)
         ignored = [*found.ignored, *betas.unknown(request.headers)]
         for name in ignored[:UNKNOWN_COUNTED_MAX]:
             engine.metrics.count_ignored_field(name)
@@ -244,6 +247,15 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         generations = await requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))
         return protocol.formatter(job), live
+
+
+async def _read(
+    request: web.Request, question: reading.Question, data: bytearray
+) -> reading.Reading:
+    """What a text process makes of a body."""
+    text, tenant = request.app[SERVICE].engine.text, request[CALLER].tenant
+    answer = await text.read(reading.encode(question), memoryview(data), tenant=tenant)
+    return reading.decode_reading(answer)
 
 
 async def _generate(request: web.Request) -> web.StreamResponse:

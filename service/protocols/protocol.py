@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
 import msgspec
 
-from batchengine.core import BatchEngineError, Constraint
+from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.families import Family
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
@@ -48,6 +48,16 @@ class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
     append: bool = False
 
 
+class PastAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """A turn of the ledger that a body refers to; `turn` is its id without prefix."""
+
+    turn: str
+    text: str
+    output: OutputForm
+    echo: bytes
+    finish_reason: str
+
+
 def input_tokens(count: int) -> dict[str, object]:
     """OpenAI's object of a counted prompt."""
     return {"object": "response.input_tokens", "input_tokens": count}
@@ -58,8 +68,9 @@ class Protocol(Generic[Body]):
     """One row of `service.protocols.table`.
 
     `check` raises for fields that are known and not implemented, `read_prompt` tokenises, `common`
-    says the body's other fields by the names that all protocols share; they raise BatchEngineError
-    400, and run in a text process.
+    says the body's other fields by the names that all protocols share. `turns` names turns of the
+    ledger that the body refers to, `resolved` writes what they hold into it. All raise
+    BatchEngineError, and run in a text process.
     """
 
     name: str  # as the ledger stores it in a turn's record
@@ -72,6 +83,8 @@ class Protocol(Generic[Body]):
     common: Callable[[Body], Common] = schema.common_fields
     count_route: str = ""  # path of the POST that counts the tokens of a body's prompt
     counted: Callable[[int], dict[str, object]] = input_tokens  # its answer
+    turns: Callable[[Body], list[str]] = lambda _: []
+    resolved: Callable[[Body, Sequence[PastAnswer]], Body] = lambda body, _: body
 
     def parse(self, data: bytes | bytearray) -> tuple[Body, list[str]]:
         """A request's body, and the names of fields in it that change nothing; raises 400."""

@@ -13,14 +13,16 @@ from typing import Any
 import msgspec
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Constraint, OutputForm
+from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
 from service.protocols.llama import texts
-from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
-from service.protocols.requests import Prompt
+from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
+from service.protocols.requests import NOTHING, Prompt
+from service.protocols.responses import past_items
 from service.protocols.schema import Common
 from service.protocols.table import BY_NAME
 
+TASKS = {**texts.TASKS, "input-items": past_items.page}
 READER = "service.protocols.reading:read"  # as the engine passes it to its text processes
 
 
@@ -30,13 +32,15 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
     protocol: str
     limits: PromptLimits
     strict: bool = False  # refuse unknown fields
-    task: str = ""  # one of `texts.TASKS` instead of a generation
+    task: str = ""  # one of TASKS instead of a generation
+    answers: list[PastAnswer] | None = None  # to what an earlier `Reading` asked for
 
 
 class Reading(msgspec.Struct, array_like=True, frozen=True):
     """A body that was read: its fields, the names of ignored ones, and its prompts.
 
-    `tokens` holds the `token_bytes` of each prompt; the rest is as in `Prompt`.
+    `tokens` holds the `token_bytes` of each prompt; the rest is as in `Prompt`. `turns`: the body
+    refers to these turns and was not read; it is asked again with their answers.
     """
 
     fields: Common
@@ -54,6 +58,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     append_to: str = ""
     stored: bool = False
     digest: str = ""
+    turns: list[str] = []
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -86,10 +91,15 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     asked = _decode_question(question)
     protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
     if asked.task:
-        return texts.TASKS[asked.task](text, protocol, asked.limits, data)
+        return TASKS[asked.task](text, protocol, asked.limits, data)
     body, ignored = protocol.parse(data)
     protocol.check(body)
     common, limits = protocol.common(body), asked.limits
+    if turns := protocol.turns(body):
+        if asked.answers is None:
+            empty = Reading(common, [], [], 0, -1, "", (), PLAIN_OUTPUT, None, NOTHING)
+            return encode(msgspec.structs.replace(empty, turns=turns))
+        body = protocol.resolved(body, asked.answers)
     if common.batchengine is not None and common.batchengine.append is not None:
         limits = msgspec.structs.replace(limits, append=common.batchengine.append)
     prompt = protocol.read_prompt(body, text, limits)

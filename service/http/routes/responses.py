@@ -11,7 +11,9 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from batchengine import errors
@@ -24,14 +26,17 @@ from batchengine.core import (
 from service.engine_api import EngineApi, GenerationApi, check_serving
 from service.http import relay
 from service.http.access import check_changes
-from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service
+from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, prompt_limits
 from service.http.answers import json_answer
 from service.http.routes.route import Route
-from service.protocols import requests
+from service.protocols import reading, requests
 from service.protocols.formatter import Formatter
+from service.protocols.protocol import PastAnswer
 from service.protocols.requests import HttpJob, Prompt
+from service.protocols.responses import past_items
 from service.protocols.responses.formatter import (
     ID_PREFIX,
+    TURN_PREFIX,
     ResponsesFormatter,
     echo_of,
     response_id,
@@ -53,10 +58,35 @@ async def behind(engine: EngineApi, tenant: str, prompt: Prompt) -> Prompt:
             raise
         given = response_id(prompt.append_to)
         raise errors.UNKNOWN_PREVIOUS(given=given) from None
+    if not _is_stored(past):
+        raise errors.UNKNOWN_PREVIOUS(given=response_id(prompt.append_to))
     before, now = echo_of(past.request.echo.encode()), echo_of(prompt.echo)
     if before.fields.get("instructions") != now.fields.get("instructions"):
         return prompt
     return dataclasses.replace(prompt, append=prompt.append_bare)
+
+
+async def answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list[PastAnswer]:
+    """Stored responses whose items a request refers to; without those that are not found.
+
+    Raises 400 if they hold more than any prompt.
+    """
+    found: list[PastAnswer] = []
+    text_bytes = 0
+    for turn in turns:
+        try:
+            past = await engine.past_turn(tenant, TURN_PREFIX + turn)
+        except BatchEngineError as error:
+            if error.code != errors.UNKNOWN_TURN.code:
+                raise
+            continue
+        asked = past.request
+        if _is_stored(past) and past.finish_reason:
+            echo = asked.echo.encode()
+            found.append(PastAnswer(turn, past.text, asked.output, echo, past.finish_reason))
+            text_bytes += len(past.text)
+            requests.check_text_size(text_bytes, engine.info.context_tokens, "input")
+    return found
 
 
 # ---- responses that nothing waits for ----
@@ -124,7 +154,7 @@ async def _past(request: web.Request) -> tuple[Service, PastTurn]:
         if error.code != errors.UNKNOWN_TURN.code:
             raise
         raise errors.UNKNOWN_RESPONSE(given=given) from None
-    if past.request.form != FORM_RESPONSES or not _says(past.request.echo.encode(), "store"):
+    if not _is_stored(past):
         raise errors.UNKNOWN_RESPONSE(given=given)
     return service, past
 
@@ -167,14 +197,15 @@ def _events_shown(starting_after: str | None) -> int:
     """How many events the reader of a stream has, by the number of the last one."""
     if starting_after is None:
         return 0
-    if not (starting_after.isascii() and starting_after.isdecimal() and len(starting_after) < 9):
-        raise errors.INVALID_FIELD(
-            param="starting_after",
-            what="starting_after has a wrong value",
-            why="it is the number of the last event that was received",
-            fix="send its sequence_number, or leave starting_after out for all events",
-        )
-    return int(starting_after) + 1
+    return _number(starting_after, "starting_after") + 1
+
+
+def _number(given: str, param: str) -> int:
+    """A number of a query; raises 400."""
+    if not (given.isascii() and given.isdecimal() and len(given) < 9):
+        what, fix = f"{param} is no number", f"send a whole number, or leave {param} out"
+        raise errors.INVALID_FIELD(param=param, what=what, fix=fix)
+    return int(given)
 
 
 async def _cancel(request: web.Request) -> web.Response:
@@ -203,10 +234,37 @@ async def _delete(request: web.Request) -> web.Response:
     return json_answer({"id": given, "object": "response", "deleted": True})
 
 
+async def _input_items(request: web.Request) -> web.Response:
+    """A page of the items that a response was asked with."""
+    service, past = await _past(request)
+    echo = echo_of(past.request.echo.encode())
+    if not echo.input:
+        given, kib = request.match_info["response_id"], past_items.INPUT_BYTES_MAX >> 10
+        raise errors.INPUT_NOT_KEPT(given=given, kib=kib)
+    turn = past.request.request_id.removeprefix(TURN_PREFIX)
+    asked = _page_of(request, turn, echo.input)
+    question = reading.Question(FORM_RESPONSES, prompt_limits(service), task="input-items")
+    answer = await service.engine.text.read(
+        reading.encode(question), msgspec.json.encode(asked), tenant=past.request.tenant
+    )
+    return web.Response(body=answer, content_type="application/json")
+
+
+def _page_of(request: web.Request, turn: str, kept: str) -> past_items.InputPage:
+    """The page that the query asks for; raises 400."""
+    order, limit = request.query.get("order", "desc"), request.query.get("limit")
+    if order not in ("asc", "desc"):
+        what, fix = "order is unknown", "use asc or desc"
+        raise errors.INVALID_FIELD(param="order", what=what, fix=fix)
+    number = past_items.PAGE_DEFAULT if limit is None else _number(limit, "limit")
+    if not 1 <= number <= past_items.PAGE_MAX:
+        what, fix = "limit has a wrong value", f"use 1 to {past_items.PAGE_MAX}"
+        raise errors.INVALID_FIELD(param="limit", what=what, fix=fix)
+    return past_items.InputPage(turn, kept, order, number, request.query.get("after"))
+
+
 async def _unbuilt(request: web.Request) -> web.Response:
-    why = "a response keeps its tokens, not the items that were sent"
-    if request.path.endswith("/compact"):
-        why = "it makes no summaries by itself"
+    why = "it makes no summaries by itself"
     raise errors.NOT_SUPPORTED(path=request.path, why=why, fix="keep the items in the client")
 
 
@@ -235,6 +293,11 @@ def _answer(service: Service, past: PastTurn) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
+def _is_stored(past: PastTurn) -> bool:
+    """Whether a turn is a response that clients may ask for."""
+    return past.request.form == FORM_RESPONSES and _says(past.request.echo.encode(), "store")
+
+
 def _says(echo: bytes, name: str) -> bool:
     """Whether a response's field is true."""
     return bytes(echo_of(echo or requests.NOTHING).fields.get(name, b"")) == b"true"
@@ -247,6 +310,9 @@ ROUTES = (
           content=("application/json", "text/event-stream"), head=False),
     Route("DELETE", _ID, _delete, "Forgets a response.", "generation"),
     Route("POST", _ID + "/cancel", _cancel, "Ends a response that is being made.", "generation"),
-    Route("GET", _ID + "/input_items", _unbuilt, "Not built: items are not kept.", "generation"),
+    Route("GET", _ID + "/input_items", _input_items, "What a stored response was asked with.",
+          "generation", head=False,
+          query=(("after", "id of the item before the first one"), ("limit", "how many, up to 100"),
+                 ("order", "desc = the newest first, or asc"))),
     Route("POST", "/v1/responses/compact", _unbuilt, "Not built.", "generation"),
 )  # fmt: skip

@@ -39,13 +39,16 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Echo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an answer repeats or needs of its request; JSON, as `Prompt.echo` carries it."""
+    """What an answer repeats or needs of its request; JSON, as `Prompt.echo` carries it. `input` is
+    the input of a response that is stored, as `past_items.kept_input` packs it."""
 
     fields: dict[str, msgspec.Raw] = {}
     names: ToolNames = ToolNames()
     encrypts: bool = False
     created: int = 0  # seconds since the epoch
     warms: bool = False  # no output is wanted
+    summarises: bool = False  # reasoning is shown as its summary
+    input: str = ""
 
 
 def response_id(turn_id: str) -> str:
@@ -123,7 +126,9 @@ class ResponsesFormatter(Formatter):
         self._head = head(job, turn_id, echo)
         turn = turn_id.removeprefix(TURN_PREFIX)
         self._warms = echo.warms
-        self._items = OutputItems(turn, echo.names, encrypts=echo.encrypts)
+        self._items = OutputItems(
+            turn, echo.names, encrypts=echo.encrypts, summarises=echo.summarises
+        )
         self._sent = 0  # events
         self._early: list[bytes] = []  # log-probabilities of tokens whose text is held back
 

@@ -87,8 +87,8 @@ class _Reader:
                 raise errors.INVALID_FIELD(
                     param=where,
                     what=f"{where} refers to an item of an earlier response",
-                    why="items are not kept one by one",
-                    fix="send the item itself, or previous_response_id",
+                    why="only a request for an answer may",
+                    fix="send the item itself",
                 )
             case _:
                 raise _wrong(f"{where}.type", "a message, a call, its output or reasoning")

@@ -7,7 +7,7 @@ is done, before the next one begins. The items at the end are those that the eve
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,17 +26,34 @@ from service.protocols.responses.tools import ToolNames, custom_input
 Fields = dict[str, Any]
 
 
+class PartForm(NamedTuple):
+    """The one part of an item: its type, the names of its events, and the item's field with it."""
+
+    kind: str
+    text: str
+    part: str
+    field: str
+
+
+_TEXT = PartForm("output_text", "output_text", "content_part", "content")
+_CONTENT = PartForm("reasoning_text", "reasoning_text", "content_part", "content")
+_SUMMARY = PartForm("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary")
+
+
 class OutputItems:
     """The items of one response. `push` and `close` return events without sequence numbers."""
 
-    def __init__(self, turn: str, names: ToolNames, *, encrypts: bool) -> None:
-        """`turn` makes ids of items: a stream that is sent again has the same."""
+    def __init__(self, turn: str, names: ToolNames, *, encrypts: bool, summarises: bool) -> None:
+        """`turn` makes ids of items: a stream that is sent again has the same. `summarises`:
+        reasoning stands in the summary of its item, which clients that ask for one show."""
         self.done: list[Fields] = []
         self.logprobs: list[list[bytes]] = []  # of each message, by its place among them
         self._turn = turn
         self._names = names
         self._encrypts = encrypts
+        self._reasoning = _SUMMARY if summarises else _CONTENT
         self._item: Fields | None = None  # that grows
+        self._form = _TEXT  # of its part; calls have none
         self._text: list[str] = []  # of it, so far
         self._calls = 0
 
@@ -63,12 +80,12 @@ class OutputItems:
                 case Text(text):
                     if not self.in_message:
                         events += self._begin_message()
-                    events.append(self._grow("output_text", text) | {"logprobs": logprobs})
+                    events.append(self._grow(text) | {"logprobs": logprobs})
                     logprobs = []
                 case Reasoning(text):
                     if not self.in_reasoning:
                         events += self._begin_reasoning()
-                    events.append(self._grow("reasoning_text", text))
+                    events.append(self._grow(text))
                 case CallStart(_, name):
                     events += self._begin_call(name)
                 case CallArguments(_, json):
@@ -96,15 +113,14 @@ class OutputItems:
             events.append({"type": f"{name}.delta", **at, **place, "delta": text})
             events.append({"type": f"{name}.done", **at, **place, "input": text})
         else:
-            part = _part(kind, text)
-            item["content"] = [part]
+            form, part = self._form, _part(self._form, text)
+            item[form.field] = [part]
             if kind == "reasoning" and self._encrypts:
                 item["encrypted_content"] = encrypted(text)
-            here = {**at, **place, "content_index": 0}
+            here = {**at, **place, f"{form.field}_index": 0}
             logprobs: Fields = {"logprobs": []} if kind == "message" else {}
-            done = f"response.{part['type']}.done"
-            events.append({"type": done, **here, "text": text, **logprobs})
-            events.append({"type": "response.content_part.done", **here, "part": part})
+            events.append({"type": f"response.{form.text}.done", **here, "text": text, **logprobs})
+            events.append({"type": f"response.{form.part}.done", **here, "part": part})
         if "status" in item:
             item["status"] = status
         events.append({"type": "response.output_item.done", **place, "item": item})
@@ -115,11 +131,11 @@ class OutputItems:
     def _begin_message(self) -> list[Chunk]:
         self.logprobs.append([])
         fields: Fields = {"role": "assistant", "content": []}
-        return self._begin("message", "msg", fields)
+        return self._begin("message", "msg", fields, _TEXT)
 
     def _begin_reasoning(self) -> list[Chunk]:
-        fields: Fields = {"summary": [], "content": []}
-        return self._begin("reasoning", "rs", fields)
+        fields: Fields = {"summary": [], self._reasoning.field: []}
+        return self._begin("reasoning", "rs", fields, self._reasoning)
 
     def _begin_call(self, name: str) -> list[Chunk]:
         fields: Fields = {"call_id": call_id_of(self._turn, self._calls)}
@@ -132,7 +148,9 @@ class OutputItems:
             return self._begin("custom_tool_call", "ctc", fields | {"input": ""})
         return self._begin("function_call", "fc", fields | {"arguments": ""})
 
-    def _begin(self, kind: str, prefix: str, fields: Fields) -> list[Chunk]:
+    def _begin(
+        self, kind: str, prefix: str, fields: Fields, form: PartForm | None = None
+    ) -> list[Chunk]:
         """The events that end the item before and begin one of `kind`."""
         events = self.close()
         index = len(self.done)
@@ -142,17 +160,19 @@ class OutputItems:
         self._item = item | fields
         added = {"type": "response.output_item.added", "output_index": index}
         events.append({**added, "item": dict(self._item)})
-        if "content" in fields:
-            here = {"item_id": item["id"], "output_index": index, "content_index": 0}
-            part = _part(kind, "")
-            events.append({"type": "response.content_part.added", **here, "part": part})
+        if form is not None:
+            self._form = form
+            here = {"item_id": item["id"], "output_index": index, f"{form.field}_index": 0}
+            added = f"response.{form.part}.added"
+            events.append({"type": added, **here, "part": _part(form, "")})
         return events
 
-    def _grow(self, kind: str, text: str) -> Chunk:
+    def _grow(self, text: str) -> Chunk:
         assert self._item is not None
         self._text.append(text)
-        here = {"item_id": self._item["id"], "output_index": len(self.done), "content_index": 0}
-        return {"type": f"response.{kind}.delta", **here, "delta": text}
+        form, here = self._form, {"item_id": self._item["id"], "output_index": len(self.done)}
+        here[f"{form.field}_index"] = 0
+        return {"type": f"response.{form.text}.delta", **here, "delta": text}
 
     def _grow_call(self, json: str) -> Chunk | None:
         """The event of more arguments; None for a custom tool, whose input is known at its end."""
@@ -164,7 +184,6 @@ class OutputItems:
         return {"type": "response.function_call_arguments.delta", **here, "delta": json}
 
 
-def _part(kind: str, text: str) -> Fields:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(form: PartForm, text: str) -> Fields:
+    part: Fields = {"type": form.kind, "text": text}
+    return part | {"annotations": [], "logprobs": []} if form is _TEXT else part

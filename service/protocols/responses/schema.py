@@ -14,6 +14,7 @@ from msgspec import Meta
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint, SlaClass
 from service.protocols.openai import formats
+from service.protocols.responses.formatter import ID_PREFIX
 from service.protocols.schema import Common, Extension, Name, TokenCount, common_fields
 
 ITEMS_MAX = 8192
@@ -21,6 +22,7 @@ TOOLS_MAX = 512
 ID_CHARS_MAX = 256
 ECHO_BYTES_MAX = 16 << 10  # of instructions and tools; larger ones are not repeated
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+SUMMARIES = ("auto", "concise", "detailed", "none")
 TOP_LOGPROBS_MAX = 20
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
@@ -80,9 +82,18 @@ def check(body: ResponsesRequest) -> None:
         what = "conversation and previous_response_id both name what the input follows"
         fix = "send one of them"
         raise errors.INVALID_FIELD(param="previous_response_id", what=what, fix=fix)
+    previous = body.previous_response_id
+    if previous is not None and not previous.startswith(ID_PREFIX):
+        raise errors.INVALID_FIELD(
+            param="previous_response_id",
+            what=f"Invalid 'previous_response_id': '{previous[:64]}'",
+            why="Expected an ID that begins with 'resp'",
+            fix="send the id of a response, or leave it out",
+        )
     if not body.input:
         raise errors.MISSING_FIELD(param="input")
     effort(body)
+    wants_summary(body)
     response_format(body)
 
 
@@ -97,8 +108,6 @@ def unread(body: ResponsesRequest) -> list[str]:
         found.append("truncation")
     if (body.text or {}).get("verbosity") is not None:
         found.append("text.verbosity")
-    if (body.reasoning or {}).get("summary") is not None:
-        found.append("reasoning.summary")
     known = (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED)
     return found + [f"include.{name[:64]}" for name in body.include or () if name not in known]
 
@@ -146,6 +155,18 @@ def logprobs(body: ResponsesRequest) -> int:
     return (body.top_logprobs or 0) if is_asked else -1
 
 
+def wants_summary(body: ResponsesRequest) -> bool:
+    """Whether the client shows the summaries of reasoning items, not their content; raises 400.
+
+    Nothing summarises: the reasoning itself stands there.
+    """
+    asked = (body.reasoning or {}).get("summary")
+    if asked is not None and asked not in SUMMARIES:
+        what, fix = "reasoning.summary is unknown", "use one of " + ", ".join(SUMMARIES)
+        raise errors.INVALID_FIELD(param="reasoning.summary", what=what, fix=fix)
+    return asked not in (None, "none")
+
+
 def wants_encrypted(body: ResponsesRequest) -> bool:
     """Whether reasoning items have `encrypted_content`, for clients that return only that."""
     return INCLUDE_ENCRYPTED in (body.include or ())
@@ -190,7 +211,7 @@ def repeated(body: ResponsesRequest) -> Fields:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "reasoning": {"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         "safety_identifier": body.safety_identifier,
         "store": body.store is not False and not warms(body),
         "temperature": 1.0 if body.temperature is None else body.temperature,

@@ -61,7 +61,8 @@ def job_of(echo: Echo = PLAIN) -> requests.HttpJob:
     )  # fmt: skip
     job.echo = json.dumps(
         {"names": {"namespaces": echo.names.namespaces, "custom": echo.names.custom},
-         "encrypts": echo.encrypts, "fields": {"store": True, "tools": []}}
+         "encrypts": echo.encrypts, "summarises": echo.summarises,
+         "fields": {"store": True, "tools": []}}
     ).encode()  # fmt: skip
     return job
 
@@ -80,10 +81,15 @@ class Scripted:
 
 
 def streamed(
-    script: Sequence[list[OutputPart]], reason: str = "stop", *, held: int = 0, noops: bool = False
+    script: Sequence[list[OutputPart]],
+    reason: str = "stop",
+    *,
+    held: int = 0,
+    noops: bool = False,
+    summarises: bool = False,
 ) -> list[dict[str, Any]]:
     """The events of an answer; the last `held` lists of parts come at its end."""
-    made = ResponsesFormatter(job_of(Echo(names=NAMES, encrypts=True)))
+    made = ResponsesFormatter(job_of(Echo(names=NAMES, encrypts=True, summarises=summarises)))
     made.answers[0].parser = Scripted(script)
     events = made.opening()
     for _ in range(len(script) - held):
@@ -188,6 +194,26 @@ def test_events_come_in_the_documented_order() -> None:
     usage = events[-1]["response"]["usage"]
     assert usage["output_tokens_details"] == {"reasoning_tokens": 1}
     assert usage["input_tokens_details"]["cached_tokens"] == 1
+
+
+def test_reasoning_is_its_summary_for_clients_that_ask_for_one() -> None:
+    """Most clients show summaries alone."""
+    script: list[list[OutputPart]] = [[Reasoning("h")], [Reasoning("m"), Text("a")]]
+    events = streamed(script, summarises=True)
+    names = ("output_item.added", "reasoning_summary_part.added", "reasoning_summary_text.delta",
+             "reasoning_summary_text.delta", "reasoning_summary_text.done",
+             "reasoning_summary_part.done", "output_item.done")  # fmt: skip
+    shown = [event for event in events if event.get("output_index") == 0]
+    assert [event["type"] for event in shown] == [f"response.{name}" for name in names]
+    assert all(event["summary_index"] == 0 for event in shown[1:-1])
+    assert [shown[2]["delta"], shown[3]["delta"], shown[4]["text"]] == ["h", "m", "hm"]
+    final, summed = sdk_final(events)
+    item = final.output[0].to_dict()
+    assert item["summary"] == [{"type": "summary_text", "text": "hm"}]
+    assert "content" not in item
+    assert summed[0]["id"] == item["id"]
+    (message,), _ = items.messages([item, summed[1]], None)
+    assert (message["reasoning_content"], message["content"]) == ("hm", "a")
 
 
 def test_calls_have_the_names_of_the_request() -> None:
@@ -485,6 +511,8 @@ async def test_what_is_ignored_is_counted_and_refused_where_asked() -> None:
         ({"input": "x", "background": True, "store": False}, "store"),
         ({"input": "x", "background": True, "stream": True}, "stream"),
         ({"input": "x", "conversation": {}}, "conversation"),
+        ({"input": "x", "previous_response_id": ""}, "previous_response_id"),
+        ({"input": "x", "reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"input": "x", "conversation": "c", "previous_response_id": "r"}, "previous_response_id"),
         ({"previous_response_id": "resp_1"}, "input"),
         ({}, "input"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import random
 from typing import Any
 
 import aiohttp
@@ -148,6 +149,101 @@ async def test_a_response_is_deleted_with_its_session() -> None:
         status, body = await call(served, "DELETE", "/v1/responses/" + made["id"])
         assert (status, body) == (200, {"id": made["id"], "object": "response", "deleted": True})
         assert ("", session) not in served.engine.known
+
+
+async def test_an_input_refers_to_items_of_earlier_responses() -> None:
+    """The engine gets the tokens of the same conversation as if the items had been sent."""
+    async with serving() as served:
+        _, made, _ = await post(served, "/v1/responses", {"input": "hi"})
+        (message,) = made["output"]
+        _, listed = await get(served, f"/v1/responses/{made['id']}/input_items")
+        whole = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "more"}]
+        references = [
+            {"type": "item_reference", "id": listed["data"][0]["id"]},
+            {"id": message["id"]},
+            whole[2],
+        ]
+        prompts: list[tuple[int, ...]] = []
+        for given in (whole, references):
+            status, again, _ = await post(served, "/v1/responses", {"input": given})
+            assert status == 200
+            prompts.append(served.engine.generations[-1].request.prompt)
+        assert prompts[0] == prompts[1]
+        _, listed = await get(served, f"/v1/responses/{again['id']}/input_items?order=asc")
+        assert [one["content"][0]["text"] for one in listed["data"]] == [
+            "hi", "Hello wörld", "more",
+        ]  # fmt: skip
+        assert listed["data"][1]["id"] == message["id"]
+
+
+async def test_an_unknown_item_is_404_by_its_id() -> None:
+    config = dataclasses.replace(
+        fake_config(), auth=tuple(ApiKey(name=name, key=name * 20) for name in ("a", "b"))
+    )
+    async with serving(config=config) as served:
+        a, b = ({"Authorization": "Bearer " + key * 20} for key in "ab")
+        _, made, _ = await post(served, "/v1/responses", {"input": "hi"}, headers=a)
+        _, other, _ = await post(
+            served, "/v1/responses", {"input": "hi", "store": False, "session_id": "s"}, headers=a
+        )
+        mine, unstored = made["output"][0]["id"], other["output"][0]["id"]
+        for given, headers in (
+            (mine, b), (unstored, a), (mine[:-2] + "07", a), ("rs_x", a), ("msg_" + "0" * 26, a),
+            (mine[:-2] + "٠٠", a),
+        ):  # fmt: skip
+            body = {"input": [{"type": "item_reference", "id": given}]}
+            status, answer, _ = await post(served, "/v1/responses", body, headers=headers)
+            assert (status, answer["error"]["code"]) == (404, "item_not_found")
+            assert f"Item with id '{given}' not found." in answer["error"]["message"]
+            assert answer["error"]["param"] == "input"
+        many = [{"type": "item_reference", "id": f"msg_{n:024x}00"} for n in range(513)]
+        status, answer, _ = await post(served, "/v1/responses", {"input": many}, headers=a)
+        assert (status, answer["error"]["param"]) == (400, "input")
+        body = {"input": [{"type": "item_reference", "id": mine}]}
+        status, _, _ = await post(served, "/v1/responses/input_tokens", body, headers=a)
+        assert status == 400
+
+
+async def test_the_input_of_a_response_is_listed_in_pages() -> None:
+    async with serving() as served:
+        call = {"type": "function_call", "call_id": "c", "name": "ls", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "c", "output": "a.txt"}
+        asked = {"input": [{"role": "user", "content": "go", "id": "mine"}, call, output]}
+        _, made, _ = await post(served, "/v1/responses", asked)
+        path = f"/v1/responses/{made['id']}/input_items"
+        _, found = await get(served, path)
+        ids = [one["id"] for one in found["data"]]
+        assert [one["type"] for one in found["data"]] == [
+            "function_call_output", "function_call", "message",
+        ]  # fmt: skip
+        assert (ids[0][:4], ids[2], found["has_more"]) == ("fco_", "mine", False)
+        assert (found["first_id"], found["last_id"]) == (ids[0], ids[2])
+        _, first = await get(served, path + "?limit=2&order=asc")
+        assert [one["id"] for one in first["data"]] == ids[:0:-1]
+        assert first["has_more"]
+        _, rest = await get(served, path + f"?limit=2&order=asc&after={first['last_id']}")
+        assert [one["id"] for one in rest["data"]] == ids[:1]
+        _, none = await get(served, path + f"?after={ids[-1]}")
+        assert (none["data"], none["first_id"], none["has_more"]) == ([], None, False)
+        for wrong, status, param in (
+            ("limit=0", 400, "limit"), ("limit=101", 400, "limit"), ("limit=x", 400, "limit"),
+            ("order=up", 400, "order"), ("after=x", 404, "after"),
+        ):  # fmt: skip
+            got, body = await get(served, f"{path}?{wrong}")
+            assert (got, body["error"]["param"]) == (status, param)
+
+
+async def test_a_large_input_and_one_that_is_not_stored_are_not_kept() -> None:
+    async with serving() as served:
+        noise = random.Random(1).randbytes(30 << 10).hex()
+        system = {"type": "web_search_call", "id": noise}  # left out of the prompt
+        _, large, _ = await post(served, "/v1/responses", {"input": [system, {
+            "role": "user", "content": "hi"}]})  # fmt: skip
+        assert len(served.engine.generations[-1].request.echo) < 4096
+        status, body = await get(served, f"/v1/responses/{large['id']}/input_items")
+        assert (status, body["error"]["code"]) == (404, "input_not_kept")
+        await post(served, "/v1/responses", {"input": "hi", "store": False})
+        assert '"input"' not in served.engine.generations[-1].request.echo
 
 
 async def test_what_is_not_built_is_404() -> None:
