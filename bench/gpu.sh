@@ -3,15 +3,16 @@
 #
 # A run ends within nine minutes; FOLDER keeps what is measured, and further runs go on there. The
 # machine needs CUDA's driver, g++, and Python with cuda-core, cuda-bindings, nanobind, cmake, ninja,
-# numpy, psutil, xxhash, prometheus-client and pytest. What it lacks beside them is read from wheels in
-# build/gpu-wheels:
+# numpy, psutil, xxhash, prometheus-client, aiohttp, uvloop, jinja2, tokenizers and pytest. What it
+# lacks beside them is read from wheels in build/gpu-wheels:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
-#     --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 -d build/gpu-wheels msgspec gguf
+#     --platform manylinux2014_x86_64 --platform manylinux_2_28_x86_64 \
+#     --platform manylinux_2_31_x86_64 -d build/gpu-wheels msgspec gguf llguidance==1.9.1
 # PYTHON: the interpreter (default: that of .venv, else python3). LLAMA_SOURCE: a source tree of
 # llama.cpp, which is compiled for CUDA and measured too.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-[ $# -ge 1 ] || { sed -n '2,12p' "$root/bench/gpu.sh"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,13p' "$root/bench/gpu.sh"; exit 2; }
 folder=$(realpath -m "$1")
 shift
 cd "$root"

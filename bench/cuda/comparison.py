@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 import kernels
 from bench import report
+from bench.cuda.assembly.ptx import faults
 from bench.cuda.cases import Differs, cases
 from bench.cuda.gpus import BUILD, open_gpu
-from bench.cuda.ptx import faults
 from bench.simt import planted
 from bench.simt.emulator import Emulator, compile_kernels
 from kernels.cuda.compile import TARGETS, CompileError, compile_unit, units

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import kernels.cuda.compile as module
-from bench.cuda.ptx import contracted, faults, float_operations, kernels_of
+from bench.cuda.assembly.ptx import contracted, faults, float_operations, kernels_of
 from kernels.cuda.compile import (
     TARGETS,
     Compiled,

@@ -1,0 +1,1 @@
+"""What the compilers make of the kernels."""

@@ -1,0 +1,82 @@
+"""What the assembler made of a kernel: float instructions that its source does not write.
+
+`nvdisasm` comes with the package nvidia-cuda-nvdisasm, or with CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kernels.cuda.compile import compile_unit
+
+PACKAGE, PROGRAM = "nvidia", "nvdisasm"
+FOLDERS = ("cu13/bin", "cuda_nvdisasm/bin")  # of the package, by its version
+# Integer operations in place of those that are made of merged or otherwise rounded ones: none of
+# these is left then.
+OPAQUE = """
+#define BITS(x) __float_as_uint(x)
+#define __fmaf_rn(a, b, c) __uint_as_float(BITS(a) ^ BITS(b) ^ BITS(c))
+#define __fdiv_rn(a, b) __uint_as_float(BITS(a) ^ BITS(b) >> 1)
+#define __fsqrt_rn(a) __uint_as_float(BITS(a) >> 1)
+"""
+SECTION = re.compile(r"^\.text\.(\w+):", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", re.MULTILINE)
+# FADD.FTZ, FFMA2.RZ, MUFU.SQRT. A division of integers has MUFU.RCP.
+FOREIGN = re.compile(
+    r"U?FFMA.*|D(?:ADD|MUL|FMA|SETP).*|MUFU\.(?!RCP).*"
+    r"|U?F(?:ADD|MUL|SETP|SET|MNMX)[\d.]*.*\b(?:FTZ|SAT|RZ|RP|RM)\b.*"
+)
+
+
+def disassembler() -> str | None:
+    """The path of nvdisasm, if it is installed."""
+    found = importlib.util.find_spec(PACKAGE)
+    for place in found.submodule_search_locations or () if found else ():
+        for folder in FOLDERS:
+            if (Path(place) / folder / PROGRAM).is_file():
+                return str(Path(place) / folder / PROGRAM)
+    return shutil.which(PROGRAM) or shutil.which(PROGRAM, path="/usr/local/cuda/bin")
+
+
+def instructions(cubin: bytes) -> dict[str, Counter[str]]:
+    """The instructions of each kernel with their modifiers, and how often they stand in it.
+
+    Raises FileNotFoundError without nvdisasm.
+    """
+    program = disassembler()
+    if program is None:
+        raise FileNotFoundError(PROGRAM)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([program, "-c", file.name], capture_output=True, check=True).stdout
+    parts = SECTION.split(text.decode())
+    bodies = zip(parts[1::2], parts[2::2], strict=True)
+    return {name: Counter(INSTRUCTION.findall(body)) for name, body in bodies}
+
+
+def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[str]:
+    """Instructions of kernels that merge, flush or round otherwise, though no source says so.
+
+    keep: of the kernels that a macro writes, one a line, those of lines that match; default: all.
+    """
+    lines = source.read_text().splitlines()
+    if keep:
+        lines = [x for x in lines if not re.match(r"[A-Z]+\(\w+\)$", x) or re.match(keep, x)]
+    with tempfile.TemporaryDirectory() as folder:
+        opaque = Path(folder) / source.name
+        opaque.write_text(OPAQUE + "\n".join(lines) + "\n")
+        made = compile_unit(opaque, target, **changes)
+    return sorted(
+        f"{kernel}: {name}"
+        for kernel, found in instructions(made.cubin).items()
+        for name in found
+        if FOREIGN.fullmatch(name)
+    )

@@ -1,0 +1,59 @@
+"""Nothing is merged, flushed or rounded otherwise on the way from PTX to SASS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.cuda.assembly.sass import disassembler, foreign, instructions
+from kernels.cuda.compile import TARGETS, compile_unit, units
+
+pytestmark = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
+HEAD = 'extern "C" __global__ void planted(float* x, int n) '
+PLANTED = {
+    "merged": ("x[0] = x[1] * x[2] + x[3];", {"fma": True}, "FFMA"),
+    "merged_by_the_assembler": (
+        'float y; asm("mul.f32 %0, %1, %2;" : "=f"(y) : "f"(x[1]), "f"(x[2])); x[0] = y + x[3];',
+        {"fma": True},
+        "FFMA",
+    ),
+    "flushed": ("x[0] = x[1] * x[2];", {"ftz": True}, "FMUL.FTZ"),
+    "toward_zero": ("x[0] = __fadd_rz(x[1], x[2]);", {}, "FADD.RZ"),
+    "approximate": ("x[0] = __sinf(x[1]);", {}, "MUFU.SIN"),
+    "double": ("x[0] = float(double(x[1]) * x[2] + x[3]);", {}, "DMUL"),
+}
+# Of `linear`, one kind in the default suite: all of them take a minute for a target.
+QUICK = {"kv": "", "rows": "", "linear": r"QUANTISED\(q4_0\)"}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_sass_has_no_operation_of_its_own(name: str) -> None:
+    (unit,) = (unit for unit in units() if unit.stem == name)
+    assert foreign(unit, "sm_90", QUICK[name]) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.stem)
+def test_sass_of_every_target_has_no_operation_of_its_own(unit: Path, target: str) -> None:
+    assert foreign(unit, target) == []
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_operation_is_found(tmp_path: Path, name: str) -> None:
+    body, options, instruction = PLANTED[name]
+    source = tmp_path / "planted.cu"
+    source.write_text(HEAD + "{" + body + "}")
+    assert f"planted: {instruction}" in foreign(source, "sm_90", **options)
+
+
+def test_operations_that_are_written_are_none_of_those(tmp_path: Path) -> None:
+    source = tmp_path / "planted.cu"
+    body = (
+        "x[0] = __fmaf_rn(x[1], x[2], x[3]); x[4] = __fdiv_rn(x[5], x[6]); x[7] = x[n / (n - 1)];"
+    )
+    source.write_text(HEAD + "{" + body + "}")
+    assert instructions(compile_unit(source, "sm_90").cubin)["planted"]["FFMA"] > 0
+    assert foreign(source, "sm_90") == []
