@@ -43,6 +43,10 @@ class TextEncoder:
             "eos_token": _text(tokenizer, tokenizer.eos),
         }
 
+    def begin_request(self) -> None:
+        """Keep nothing of earlier requests, and what this one holds several times once."""
+        self._tokenizer.begin_request()
+
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Token ids of plain text, begin-of-sequence as the metadata asks.
 

@@ -99,6 +99,7 @@ class TextProcess:
     def _answer(
         self, encoder: TextEncoder, frame: Frame[TextMessage]
     ) -> tuple[Done | Refused, bytes]:
+        encoder.begin_request()
         try:
             result = self._handle(encoder, frame)
         except BatchEngineError as error:

@@ -38,6 +38,7 @@ _BYTES = {char: byte for byte, char in enumerate(bpe.byte_characters())}
 class Encoder(Protocol):
     """Text to ids; `control` lets control tokens written in the text count."""
 
+    def begin_request(self) -> None: ...
     def encode(self, text: str, *, control: bool) -> list[int]: ...
     def close(self) -> None: ...
 
@@ -93,6 +94,10 @@ class Tokenizer:
             if self._encoder is None:
                 self._encoder = _make_encoder(self._facts)
             return self._encoder
+
+    def begin_request(self) -> None:
+        """Note that what is encoded from now on is of another request."""
+        (self._encoder or self.prepare()).begin_request()
 
     def encode(self, text: str, *, special: bool = False, add_bos: bool | None = None) -> list[int]:
         """Token ids of `text`.

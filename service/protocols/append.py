@@ -25,6 +25,8 @@ def appended(
 
     Raises 400 where the template does not render messages one after the other.
     """
+    if not messages:
+        raise errors.NOT_APPENDABLE(why="the request has no message")
     one, two = (
         text.encode_chat([*_beginning(messages, answer), *messages], tools, template)
         for answer in BEGINNINGS

@@ -73,7 +73,19 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     is_callable = conversation.tool_choice.mode != "none"
     tools = conversation.tools or None if is_callable else None
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
-    tokens = _encode(conversation, tools, text)
+    first, begun = _split(conversation)
+    prepared, template = history.prepare(first, tools, text), conversation.template
+    added: list[int] = []
+    bare: list[int] = []
+    if conversation.append or limits.append:
+        added = bare = _begun(append.appended(text, *prepared, template), begun, text)
+        if conversation.heading and len(first) > conversation.heading:
+            rest = history.prepare(first[conversation.heading :], tools, text)
+            bare = _begun(append.appended(text, *rest, template), begun, text)
+    if conversation.append_to:  # without that turn the request is refused
+        tokens = added
+    else:
+        tokens = _begun(text.encode_chat(*prepared, template), begun, text)
     requests.check_prompt(tokens, context, param)
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
@@ -84,15 +96,6 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         calls=bool(called),
         text_parameters=text_parameters(called) if text.family.has_bare_values else {},
     )
-    added: list[int] = []
-    if conversation.append or limits.append:
-        prepared = history.prepare(messages, tools, text)
-        added = append.appended(text, *prepared, conversation.template)
-    bare = added
-    if added and conversation.heading:
-        rest = messages[conversation.heading :]
-        prepared = history.prepare(rest, tools, text)
-        bare = append.appended(text, *prepared, conversation.template) if rest else []
     return Prompt(
         [tokens],
         tokens_max,
@@ -111,21 +114,25 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     )
 
 
-def _encode(
-    conversation: Conversation, tools: list[dict[str, Any]] | None, text: PromptEncoder
-) -> list[int]:
-    messages, kwargs = conversation.messages, conversation.template
+def _split(conversation: Conversation) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """The messages that the template gets, and the one that the answer goes on with."""
+    messages = conversation.messages
     if not conversation.continues or not messages:
-        return text.encode_chat(*history.prepare(messages, tools, text), kwargs)
-    *before, last = messages
-    if not before:
+        return messages, None
+    if len(messages) == 1:
         what = "the conversation has no message before that of the assistant"
         fix = "send a message of the user first; POST /v1/completions goes on with plain text"
         raise errors.INVALID_MESSAGES(what=what, param=conversation.param, fix=fix)
-    tokens = text.encode_chat(*history.prepare(before, tools, text), kwargs)
-    begun = last["content"]
+    return messages[:-1], messages[-1]
+
+
+def _begun(tokens: list[int], message: dict[str, Any] | None, text: PromptEncoder) -> list[int]:
+    """A prompt and the assistant's message that the answer goes on with."""
+    if message is None:
+        return tokens
+    begun = message["content"]
     if in_reasoning(tokens, text):
-        begun = f"{last.get('reasoning_content', '')}\n{text.family.reasoning[0][1]}\n\n{begun}"
+        begun = f"{message.get('reasoning_content', '')}\n{text.family.reasoning[0][1]}\n\n{begun}"
     return tokens + text.encode(begun, special=False)[len(text.encode("", special=False)) :]
 
 

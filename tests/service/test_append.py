@@ -12,10 +12,14 @@ import pytest
 from batchengine.config import ApiKey
 from batchengine.core import BatchEngineError
 from batchengine.text.encoder import TextEncoder
+from batchengine.text.encoders.bpe import BpeEncoder
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
-from service.protocols import append
-from tests.support.fake_engine import FakeEngine, chat, fake_config, post, serving
+from service.protocols import append, conversation
+from service.protocols.conversation import Conversation
+from service.protocols.protocol import PromptLimits
+from service.protocols.requests import Prompt
+from tests.support.fake_engine import FakeEngine, FakeText, chat, fake_config, post, serving
 
 USER, CALL, RESULT = (
     {"role": "user", "content": "And now?"},
@@ -89,3 +93,44 @@ async def test_a_body_a_header_or_a_key_asks_for_it() -> None:
             body = chat(batchengine=more)
             await post(served, "/v1/chat/completions", body, headers=bearer)
         assert [g.request.append for g in engine.generations] == [added, (), ()]
+
+
+def test_text_that_a_request_has_several_times_is_encoded_once(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(pocket_path)
+    text = encoder_of(tokenizer, None)
+    expected = append.appended(text, [USER, CALL, RESULT], None, {})
+    encoder = tokenizer.prepare()
+    assert isinstance(encoder, BpeEncoder)
+    encoded: list[str] = []
+    encode_text = encoder._encode_text
+
+    def counted(piece: str) -> list[int]:
+        encoded.append(piece)
+        return encode_text(piece)
+
+    monkeypatch.setattr(encoder, "_encode_text", counted)
+    for _ in range(2):
+        text.begin_request()
+        assert append.appended(text, [USER, CALL, RESULT], None, {}) == expected
+        assert "user\nAnd now?" in encoded
+        assert len(encoded) == len(set(encoded))
+        encoded.clear()
+
+
+def test_an_answer_that_goes_on_with_the_last_message_goes_on_with_it_behind_a_session() -> None:
+    def read(**options: Any) -> Prompt:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "We"}]
+        asked = Conversation(messages, continues=True, append=True, **options)
+        return conversation.read(asked, FakeText(), PromptLimits(1000, 300, 10))
+
+    assert read().append == list(b"\nuser: hi\nWe")
+    assert read().tokens == [list(b"user: hi\nWe")]
+    behind = read(append_to="turn")  # nothing else is sent of the conversation
+    assert (behind.append, behind.tokens) == (list(b"\nuser: hi\nWe"), [behind.append])
+
+
+def test_messages_are_needed() -> None:
+    with pytest.raises(BatchEngineError, match="cannot be appended"):
+        append.appended(FakeText(), [], None, {})

@@ -76,6 +76,11 @@ class BpeEncoder:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a text process may start no thread
         self._special = SpecialTokens(facts)
         self._library = _build(facts)
+        self._known: dict[str, list[int]] | None = None  # text of this request
+
+    def begin_request(self) -> None:
+        """Forget text of the last request; from now on, text that recurs is encoded once."""
+        self._known = {}
 
     def encode(self, text: str, *, control: bool) -> list[int]:
         """Ids of a text; `control` lets control tokens written in it count."""
@@ -84,8 +89,18 @@ class BpeEncoder:
             if isinstance(piece, int):
                 ids.append(piece)
                 continue
-            for part in _parts(piece):
-                ids += self._library.encode_batch_fast([part], add_special_tokens=False)[0].ids
+            found = None if self._known is None else self._known.get(piece)
+            if found is None:
+                found = self._encode_text(piece)
+                if self._known is not None:
+                    self._known[piece] = found
+            ids += found
+        return ids
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids: list[int] = []
+        for part in _parts(text):
+            ids += self._library.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
     def close(self) -> None:

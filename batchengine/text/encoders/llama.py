@@ -113,6 +113,9 @@ class LlamaEncoder:
         if model:
             self._api.llama_model_free(model)
 
+    def begin_request(self) -> None:
+        """Nothing is kept: the library cuts texts itself."""
+
     def encode(self, text: str, *, control: bool) -> list[int]:
         """Ids of a text; `control` lets control tokens written in it count."""
         data = text.encode()

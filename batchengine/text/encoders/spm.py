@@ -49,6 +49,9 @@ class SpmEncoder:
                 ids += self._encode_word(word)
         return ids
 
+    def begin_request(self) -> None:
+        """Words are kept for all requests."""
+
     def close(self) -> None:
         """Nothing is held that the interpreter does not free."""
 
