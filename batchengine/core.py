@@ -291,7 +291,8 @@ class Usage:
 
     `reuse_reason`: why less than the whole prompt came from KV; "" = all of it did.
     `resumed_tokens` are tokens of this turn that an earlier stream computed. `durable` is False
-    where a full disk kept the last tokens of a named session out of the ledger.
+    where a full disk kept the last tokens of a named session out of the ledger. `seed`: the one
+    that chose the tokens, of an earlier attempt where that went on; None = not known.
     """
 
     prompt_tokens: int = 0
@@ -305,6 +306,7 @@ class Usage:
     reuse_reason: str = ""
     resumed_tokens: int = 0
     durable: bool = True
+    seed: int | None = None
 
     @property
     def tpot_ms(self) -> float | None:

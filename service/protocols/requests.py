@@ -356,6 +356,4 @@ async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
             generation.cancel()
         raise
     job.requests = [generation.request for generation in made]
-    if (seed := job.requests[0].sampling.seed) != derived_seed(job.seed, 0):
-        job.seed = seed  # of the attempt that goes on
     return made

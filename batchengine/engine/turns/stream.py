@@ -288,6 +288,7 @@ class Generation:
             session_id=self.session_id,
             reuse_reason=self.reuse_reason,
             resumed_tokens=self.resumed_tokens,
+            seed=self.request.sampling.seed,
         )
 
     def fail(self, error: BatchEngineError) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from batchengine.core import BatchEngineError, Found, Kind, TokenEvent
 from service.protocols.formatter import Answer, Formatter, SseEvent
 from service.protocols.output import OutputPart
-from service.protocols.requests import HttpJob
+from service.protocols.requests import HttpJob, derived_seed
 from service.session_ids import is_kept
 
 LOGPROB_MIN = -9999.0  # JSON has no minus infinity; OpenAI's servers send this number
@@ -276,7 +276,7 @@ def serving_object(job: HttpJob, answers: list[Answer]) -> Chunk:
         "total_ms": round(usage.total_ms, 3),
         "tokens_reused": usage.cached_tokens,
         "reuse_reason": usage.reuse_reason,
-        "seed": job.seed,
+        "seed": job.seed if usage.seed in (None, derived_seed(job.seed, 0)) else usage.seed,
     }
     if usage.resumed_tokens:
         found["resumed_tokens"] = usage.resumed_tokens

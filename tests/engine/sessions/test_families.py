@@ -125,6 +125,56 @@ async def test_a_retry_of_a_turn_that_was_cut_goes_on_with_its_seed(
         other = Sampling(temperature=0.8, seed=12)
         _, answer = await asks(engine, first, tokens_max=40, sampling=other, is_retry=True)
         assert answer.tokens == reference.tokens(first, 40, warm)
+        assert answer.done is not None
+        assert answer.done.usage.seed == 11  # which is what the client can send to repeat it
+
+
+async def test_a_repeat_without_a_stream_takes_the_running_stream_over(
+    site: Site, reference: Reference
+) -> None:
+    """Its client got no end of the stream, through a proxy that keeps the connection."""
+    first, warm = words(1, 100), Sampling(temperature=0.8, seed=11)
+    other = Sampling(temperature=0.8, seed=12)
+    async with running_engine(site) as engine:
+        asked = of_family(first, 40, sampling=warm, attempt="body", streams=True)
+        generation = await engine.begin(asked)
+        await until(lambda: generation.completion_tokens > 5)
+        repeat, answer = await asks(engine, first, tokens_max=40, sampling=other, attempt="body")
+        assert repeat.session_id == "s"
+        assert answer.tokens == reference.tokens(first, 40, warm)
+        assert (await read(generation)).error is not None
+
+
+@pytest.mark.parametrize("more", [{"is_retry": True}, {"attempt": "body"}])
+async def test_of_two_that_ask_the_same_none_is_taken_over(
+    site: Site, reference: Reference, more: dict[str, Any]
+) -> None:
+    """Samples that a client takes side by side: each has its answer, also the one sent again."""
+    first, seeds = words(1, 100), (11, 12, 13)
+    async with running_engine(site) as engine:
+        warm = [Sampling(temperature=0.8, seed=seed) for seed in seeds]
+        both = [
+            await engine.begin(of_family(first, 40, sampling=one, attempt="body", streams=True))
+            for one in warm[:2]
+        ]
+        await until(lambda: all(one.completion_tokens > 2 for one in both))
+        _, answer = await asks(engine, first, tokens_max=40, sampling=warm[2], **more)
+        answers = [*[await read(one) for one in both], answer]
+        for one, sampling in zip(answers, warm, strict=True):
+            assert one.tokens == reference.tokens(first, 40, sampling)
+
+
+async def test_a_retry_with_other_parameters_is_another_request(
+    site: Site, reference: Reference
+) -> None:
+    first = words(1, 100)
+    async with running_engine(site) as engine:
+        generation = await engine.begin(of_family(first, 60))
+        await until(lambda: generation.completion_tokens > 5)
+        retry, answer = await asks(engine, first, tokens_max=8, is_retry=True)
+        assert retry.session_id == "s.2"
+        assert answer.tokens == reference.tokens(first, 8)
+        assert (await read(generation)).tokens == reference.tokens(first, 60)
 
 
 async def test_a_flood_of_conversations_is_bounded(site: Site) -> None:

@@ -22,6 +22,7 @@ from service.protocols import requests
 from service.protocols.formatter import EventIds, Formatter, SseEvent
 from service.protocols.openai.chat import ChatFormatter
 from service.protocols.openai.completions import CompletionFormatter
+from service.protocols.openai.envelope import serving_object
 from service.protocols.output import PlainText, Text
 from service.protocols.table import BY_NAME, BY_ROUTE
 from tests.support.fake_engine import FakeEngine, chat, serving
@@ -66,6 +67,18 @@ def test_text_passes_the_parser_before_the_formatter(
     for event in (TokenEvent(1, "a.b."), TokenEvent(2, "c"), DoneEvent("stop", Usage(), "d")):
         whole.collect(0, event)
     assert b"a.b.cd" in b"".join(whole.whole())
+
+
+@pytest.mark.parametrize(
+    ("asked", "used", "seed"), [(1, None, 1), (-1, (1 << 64) - 1, -1), (1, 9, 9)]
+)
+def test_the_seed_is_that_of_the_answer(asked: int, used: int | None, seed: int) -> None:
+    """Another one than asked for where an earlier attempt went on; the client's own spelling."""
+    job = job_of()
+    job.seed = asked
+    answers = ChatFormatter(job).answers
+    answers[0].usage = Usage(seed=used)
+    assert serving_object(job, answers)["seed"] == seed
 
 
 def test_parts_of_one_token_share_a_chat_chunk() -> None:

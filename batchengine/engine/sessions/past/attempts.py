@@ -38,6 +38,12 @@ class Attempt:
     over: asyncio.Event
 
 
+def is_again(request: GenerationRequest, streams: bool) -> bool:
+    """Whether a request that asks the same as an earlier one is that one, sent again: its client
+    says so, or only the earlier one `streams`. Others may want another answer."""
+    return request.is_retry or (streams and not request.streams)
+
+
 class LeftAttempts:
     """Those of one engine, the oldest first. All methods run on its event loop."""
 
@@ -91,14 +97,14 @@ class LeftAttempts:
     ) -> tuple[GenerationRequest, Continuation | None]:
         """Return the request as it goes on with an attempt that its client left, if it repeats one.
 
-        It does if its client says so, or if only the first one was streamed: others may want
-        another answer. One whose client reads is never taken.
+        One whose client reads is not taken: of requests without a session, which is which is not
+        known.
         """
         key = request.tenant, request.attempt
         attempt = self._of.get(key) if request.attempt else None
         if attempt is None or attempt.until_s < self._now_s():
             return request, None
-        if not (request.is_retry or (attempt.streams and not request.streams)):
+        if not is_again(request, attempt.streams):
             return request, None
         await attempt.over.wait()
         if self._of.get(key) is not attempt:

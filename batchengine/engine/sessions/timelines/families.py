@@ -15,12 +15,13 @@ from batchengine import errors
 from batchengine.core import BatchEngineError, Found, GenerationRequest, Kind, TimelineUse
 from batchengine.engine.sessions.directory import Name, family_of
 from batchengine.engine.sessions.parking import Parking
+from batchengine.engine.sessions.past.attempts import is_again
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
 from batchengine.engine.sessions.timelines.appending import Appending
 from batchengine.engine.sessions.timelines.outline import Outlines
 from batchengine.engine.state import EngineState
-from batchengine.engine.turns.records import last_prompt
+from batchengine.engine.turns.records import TurnRecord, last_prompt
 from batchengine.engine.turns.stream import Generation
 from batchengine.policy.timelines.choice import Asked, Timeline, TimelineChoice, choose
 from batchengine.session import Session, common_prefix
@@ -152,9 +153,8 @@ class Families:
         tenant, prompt = request.tenant, list(request.prompt)
         family = tenant, family_of(request.session_id or "")
         members = await self._members(family, prompt)
-        for session in self._sessions(tenant, (one.id for one in members)):
-            if (running := self._repeated(session, request)) is not None:
-                return self._taken_over(session, running, request)
+        if (running := self._repeated(members, request)) is not None:
+            return self._taken_over(running, request)
         choice = choose(Asked(len(prompt), *self._outlines.of(request.prompt)), members)
         if choice.use is TimelineUse.FORKED and not is_warm:
             (of,) = self._sessions(tenant, [choice.of]) or (None,)
@@ -242,22 +242,29 @@ class Families:
 
     # ------------------------------------------------------------------------------ repeats
 
-    def _repeated(self, session: Session, request: GenerationRequest) -> Generation | None:
-        """Return the request of a session that this one repeats while it is served."""
-        if not (request.is_retry or request.idempotency_key):
-            return None
-        for running in self._waiting(session):
-            asked = running.request
-            same_key = asked.idempotency_key == request.idempotency_key
-            if same_key and asked.prompt == request.prompt:
-                return running
-        return None
+    def _repeated(
+        self, members: Iterable[Timeline], request: GenerationRequest
+    ) -> Generation | None:
+        """Return the request of a family that this one repeats while it is served.
 
-    def _taken_over(
-        self, session: Session, running: Generation, request: GenerationRequest
-    ) -> Prepared:
+        Without a key that says so, none is taken if two ask the same: either may have a reader.
+        """
+        key = request.idempotency_key
+        sessions = self._sessions(request.tenant, (one.id for one in members))
+        same = [
+            running
+            for session in sessions
+            for running in self._waiting(session)
+            if running.request.idempotency_key == key and running.request.prompt == request.prompt
+        ]
+        if not key:
+            same = [running for running in same if _is_same(running.request, request)]
+        return same[0] if len(same) == 1 or (key and same) else None
+
+    def _taken_over(self, running: Generation, request: GenerationRequest) -> Prepared:
         """Return the request for the turn that runs: it waits behind it if it has its key, and
         else takes its place, since its client has given up on the first attempt."""
+        session = self._state.requests[running]
         found = Found(TimelineUse.CONTINUED, session.session_id, len(request.prompt))
         request = dataclasses.replace(request, session_id=session.session_id, found=found)
         if request.idempotency_key:
@@ -290,3 +297,10 @@ class Families:
         if views:
             nearest = max(views, key=views.__getitem__)
             await self._warm(nearest, views[nearest])
+
+
+def _is_same(running: GenerationRequest, request: GenerationRequest) -> bool:
+    """Whether a request is one that runs, sent again; see `is_again`."""
+    if not request.is_retry and (not request.attempt or running.attempt != request.attempt):
+        return False  # not the same body
+    return is_again(request, running.streams) and TurnRecord.of(running).asks_the_same(request)
