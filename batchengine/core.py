@@ -265,7 +265,8 @@ class PastTurn:
     """A turn of the ledger: its request, and its answer as its client got it.
 
     `tokens` of the answer are durable. `finish_reason` "" = it has not ended, or its daemon was
-    killed. `only`: its session has no other turn.
+    killed. `only`: its session has no other turn but deleted responses. `ended_s`: when it ended,
+    seconds since the Unix epoch; 0 = not known.
     """
 
     request: GenerationRequest
@@ -275,6 +276,7 @@ class PastTurn:
     is_last: bool
     is_running: bool
     only: bool
+    ended_s: int = 0
 
 
 class Presence(enum.Enum):

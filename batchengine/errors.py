@@ -630,10 +630,6 @@ UNKNOWN_PREVIOUS = Problem("BE2423", Kind.MISSING, "previous_response_not_found"
     "Previous response with id '{given:.80}' not found.",
     "It was never made or not stored, its session has changed since, or another key made it",
     "send the whole conversation as input", param="previous_response_id")
-RESPONSE_IN_USE = Problem("BE2424", Kind.CONFLICT, "response_in_use",
-    "response {given:.80} is not deleted",
-    "other responses of its session are made of its tokens, or it is made of theirs",
-    "DELETE /v1/sessions/ID erases all of them")
 SHORT_ID = Problem("BE2425", Kind.INVALID, "invalid_value",
     "{given!r:.82} is too short for a beginning of an id",
     "{least} characters after be_ are needed, or more if several begin so",

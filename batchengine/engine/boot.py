@@ -46,6 +46,7 @@ from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PeerPlans
 from batchengine.engine.remote.turns import RemoteTurns
 from batchengine.engine.sessions.crash_marker import CrashMarker
+from batchengine.engine.sessions.erasing import LedgerCleaning
 from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.parking import Parking
@@ -186,10 +187,11 @@ class Running:
             self.tasks,
             self.maintenance.check_model,
         )
+        cleaning = LedgerCleaning(store.ledger)
         self.operations = SessionOperations(
-            state, store, journal, self.recovery, self.requests, self.parking, made.text
+            state, store, journal, self.recovery, self.requests, self.parking, made.text, cleaning
         )
-        self.past_turns = PastTurns(state, store, self.recovery, made.text)
+        self.past_turns = PastTurns(state, store, self.recovery, made.text, cleaning)
         self.appending = Appending(
             state,
             self.recovery,

@@ -78,9 +78,8 @@ class Engine:
         self.fatal: BaseException | None = None  # for which the daemon must restart
         self._running: Running | None = None
         self._watcher: asyncio.Task[None] | None = None
-        self._turns = defaultdict[str, asyncio.Semaphore](
-            lambda: asyncio.Semaphore(OPERATIONS_MAX)
-        )  # of operations, by tenant
+        # of operations, by tenant
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(OPERATIONS_MAX))
 
     def __repr__(self) -> str:
         state = self.state
@@ -205,6 +204,11 @@ class Engine:
         """Return a turn of the ledger with its answer. Raises BatchEngineError (404)."""
         return await self.running.past_turns.find(tenant, turn_id)
 
+    async def forget_turn(self, tenant: str, turn_id: str) -> dict[str, Any]:
+        """Erase what a response has beside its tokens. Raises BatchEngineError (404, 503)."""
+        forget = self.running.past_turns.forget
+        return await self._to_its_end(tenant, lambda: forget(tenant, turn_id))
+
     async def resume(
         self, tenant: str, session_id: str, from_token: int = 0, turn_id: str = ""
     ) -> Generation:
@@ -292,8 +296,7 @@ class Engine:
     async def park(
         self, tenant: str, session_id: str, tool_call_id: str | None = None
     ) -> dict[str, Any]:
-        """Move the KV of a session that waits for a tool out of its lane; see
-        `SessionOperations.park`."""
+        """Move the KV of a session that waits for a tool out of its lane."""
         park = self.running.operations.park
         return await self._to_its_end(tenant, lambda: park(tenant, session_id, tool_call_id))
 
@@ -309,11 +312,10 @@ class Engine:
 
         Of one tenant OPERATIONS_MAX run at a time, and others wait.
         """
-        turns = self._turns[tenant]
 
         async def outcome() -> dict[str, Any] | BatchEngineError:
             try:
-                async with turns:
+                async with self._turns[tenant]:
                     return await operation()
             except BatchEngineError as error:
                 return error

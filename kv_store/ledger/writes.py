@@ -219,12 +219,29 @@ class AppendTurn(Op, frozen=True):
         db.execute("UPDATE session SET used_seq = ? WHERE id = ?", (seq, self.session))
 
 
+class SetTurnRecord(Op, frozen=True):
+    """A turn gets another record, and no repetition finds it by its key."""
+
+    session: str
+    turn: str
+    sampling: str
+
+    def write(self, db: sqlite3.Connection) -> None:
+        db.execute(
+            "UPDATE turn SET sampling = ?, idempotency_key = NULL WHERE session = ? AND id = ?",
+            (self.sampling, self.session, self.turn),
+        )
+
+
 class FinishTurn(Op, frozen=True):
+    """`ended_s`: the time that the turn's record gets, seconds since the Unix epoch; 0 = none."""
+
     session: str
     epoch: int
     turn: str
     status: str
     finish_reason: str
+    ended_s: int = 0
 
     def write(self, db: sqlite3.Connection) -> None:
         _fence(db, self.session, self.epoch)
@@ -237,6 +254,12 @@ class FinishTurn(Op, frozen=True):
             "UPDATE turn SET status = ?, finish_reason = ? WHERE session = ? AND id = ?",
             (self.status, self.finish_reason, self.session, self.turn),
         )
+        if self.ended_s:
+            db.execute(
+                "UPDATE turn SET sampling = json_set(sampling, '$.ended_s', ?)"
+                " WHERE session = ? AND id = ? AND json_valid(sampling)",
+                (self.ended_s, self.session, self.turn),
+            )
         _join_blobs(db, self.session, row[0])
         oldest_kept = db.execute(
             "SELECT seq FROM turn WHERE session = ? ORDER BY seq DESC LIMIT 1 OFFSET ?",

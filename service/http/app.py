@@ -274,7 +274,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         if found.is_history_missing:
             headers["x-batchengine-warning"] = "history-missing"
     if responses.is_background(job):
-        return responses.later(service, formatter, live)
+        return await responses.in_background(request, formatter, live)
     try:
         if not job.stream:
             return await relay.answer_whole(request, formatter, live)

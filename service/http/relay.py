@@ -34,6 +34,8 @@ BATCHES_MAX = 32  # of all choices of one request, between their tasks and the s
 SLICE = 32  # events between two chances for other tasks; with log-probabilities 100 us each
 PART_BYTES = 128 * 1024  # of a whole answer, between two such chances
 
+LEFT = ("disconnected", "client_too_slow")  # outcomes of requests whose client left
+
 Indexed = tuple[int, GenerationEvent]  # with the index of its choice
 
 
@@ -168,9 +170,14 @@ async def _send_parts(request: web.Request, parts: Iterator[bytes]) -> web.Strea
 
 
 async def answer_stream(
-    request: web.Request, formatter: Formatter, live: Live, first_id: int | None = None
+    request: web.Request,
+    formatter: Formatter,
+    live: Live,
+    first_id: int | None = None,
+    *,
+    keeps: bool = False,
 ) -> web.StreamResponse:
-    """Streams until every choice is done.
+    """Streams until every choice is done. `keeps`: generations whose client leaves go on.
 
     A stream ends with the formatter's last events only when every choice finished; after an error
     event it just ends. With `first_id` events carry ids: the turn of the only choice, and how many
@@ -184,7 +191,7 @@ async def answer_stream(
     try:
         await stream.open()
         await stream.send(sse.encode(formatter.opening()))
-        live.outcome = await _relay(stream, formatter, source, request.app[SERVICE])
+        live.outcome = await _relay(stream, formatter, source, live, request.app[SERVICE])
         live.usage = formatter.answers[0].usage if formatter.is_done else None
         await stream.close()
     except sse.SlowReader:
@@ -198,12 +205,17 @@ async def answer_stream(
         live.outcome = "failed"
         raise
     finally:
-        source.close()
+        if not (keeps and live.outcome in LEFT):
+            source.close()
     return stream.response
 
 
 async def _relay(
-    stream: sse.EventStream, formatter: Formatter, source: OneChoice | FanIn, service: Service
+    stream: sse.EventStream,
+    formatter: Formatter,
+    source: OneChoice | FanIn,
+    live: Live,
+    service: Service,
 ) -> str:
     """Sends events to the socket until the end; returns how it ended."""
     server = service.config.server
@@ -211,6 +223,8 @@ async def _relay(
     while not formatter.is_done:
         quiet_s = time.monotonic() - wrote_at
         ready = await source.next(max(0.001, server.keepalive_s - quiet_s))
+        if live.begun is not None and any(not isinstance(one, QueuedEvent) for _, one in ready):
+            live.begun.set()
         async for events in _sliced(ready):
             out: list[SseEvent] = []
             for index, event in events:

@@ -67,6 +67,29 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
             shown = [event.type for event in events_again]
         assert shown[0] == "response.created"
         assert shown[-1] in ("response.completed", "response.incomplete")
+        listed = client.responses.input_items.list(third.id)
+        assert [item.content[0].text for item in listed] == ["Good. And now?"]
+        assert found.completed_at is not None or found.status == "incomplete"
+        items: Any = [{"type": "item_reference", "id": item} for item in (
+            listed.data[0].id, third.output[0].id)]  # fmt: skip
+        named = client.responses.create(input=[*items, message("user", "More.")], **asked)
+        whole = client.responses.create(
+            input=[listed.data[0].to_dict(), third.output[0].to_dict(), message("user", "More.")],
+            **asked,
+        )
+        assert named.output_text == whole.output_text
+        assert named.usage.input_tokens == whole.usage.input_tokens
+        client.responses.delete(second.id)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(second.id)
+        assert client.responses.retrieve(third.id).output_text == third.output_text
+        more["max_output_tokens"] = 200
+        with client.responses.create(input="Hi", background=True, stream=True, **more) as left:
+            left_id = next(iter(left)).response.id
+        with client.responses.retrieve(left_id, stream=True) as events_again:
+            *_, last = events_again
+        assert last.type in ("response.completed", "response.incomplete")
+        assert last.response.output_text == client.responses.retrieve(left_id).output_text
         for body in captured(asked["model"]):
             with client.responses.stream(**body) as stream:
                 kinds = [event.type for event in stream]

@@ -199,6 +199,10 @@ class FakeEngine:
                 return PastTurn(asked, len(self.reply), text, reason, True, running, only=True)
         raise errors.UNKNOWN_TURN(turn_id=turn_id)
 
+    async def forget_turn(self, tenant: str, turn_id: str) -> Mapping[str, Any]:
+        self.calls.append(("forget", tenant, turn_id))
+        return {"turn_id": turn_id, "state": "forgotten"}
+
     def _last(self, tenant: str | None, session_id: str) -> GenerationRequest:
         for (owner, name), request in self.known.items():
             if name == session_id and tenant in (None, owner):

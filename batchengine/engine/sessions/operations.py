@@ -60,6 +60,7 @@ class SessionOperations:
         requests: Requests,
         parking: Parking,
         text: TextFrontend,
+        cleaning: LedgerCleaning,
     ) -> None:
         self._state = state
         self._store = store
@@ -68,7 +69,7 @@ class SessionOperations:
         self._requests = requests
         self._parking = parking
         self._text = text
-        self._cleaning = LedgerCleaning(store.ledger)
+        self._cleaning = cleaning
         self._outlines = Outlines(text.tokenizer)
 
     # -------------------------------------------------------------------------- operations

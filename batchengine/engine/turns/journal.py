@@ -17,7 +17,7 @@ from concurrent.futures import Future
 
 from batchengine import errors
 from batchengine.core import DoneEvent, ErrorEvent
-from batchengine.engine.turns.records import SessionMeta, TurnRecord, encode
+from batchengine.engine.turns.records import SessionMeta, TurnRecord, encode, unix_s
 from batchengine.engine.turns.stream import ALL_TOKENS
 from batchengine.engine.turns.turn import Turn
 from batchengine.lanes.worker_process import Lane
@@ -216,7 +216,7 @@ class Journal:
     ) -> Future[int]:
         name, epoch = session.name.decode(), session.logged_epoch
         return self._ledger.append(
-            writes.FinishTurn(name, epoch, turn_id, status, reason),
+            writes.FinishTurn(name, epoch, turn_id, status, reason, round(unix_s())),
             writes.SetMeta(name, epoch, PARKED if meta.parked else IDLE, encode(meta)),
         )
 

@@ -17,6 +17,7 @@ import msgspec
 
 from batchengine.core import (
     FORM_CHAT,
+    FORM_RESPONSES,
     PLAIN_OUTPUT,
     Constraint,
     GenerationRequest,
@@ -39,11 +40,15 @@ def unix_s() -> float:
     return datetime.datetime.now(datetime.UTC).timestamp()
 
 
+_OF_LEDGER = ("number", "ended_s")  # fields of a record that no request has
+
+
 class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """Parameters of a turn, which with its timeline define every later token.
 
     Fields may be added with a default, so that older programs and older records are read.
     `number` counts the turns that one run of the engine began; it orders the turns of one commit.
+    `ended_s` is written at its end, seconds since the Unix epoch.
     """
 
     sampling: Sampling
@@ -57,11 +62,12 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     constraint: Constraint | None = None
     echo: str = ""
     number: int = 0
+    ended_s: int = 0
 
     @classmethod
     def of(cls, request: GenerationRequest, number: int = 0) -> TurnRecord:
         """Make the record of a request, which has fields of the same names."""
-        names = (name for name in cls.__struct_fields__ if name != "number")
+        names = (name for name in cls.__struct_fields__ if name not in _OF_LEDGER)
         return cls(**{name: getattr(request, name) for name in names}, number=number)
 
     def request(
@@ -69,10 +75,16 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     ) -> GenerationRequest:
         """Return the request as its client had sent it."""
         fields = msgspec.structs.asdict(self)
-        del fields["number"]
+        for name in _OF_LEDGER:
+            del fields[name]
         return GenerationRequest(
             request_id, tuple(prompt), session_id=session_id, tenant=tenant, **fields
         )
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether it is of a response that its client deleted; others have an echo."""
+        return self.form == FORM_RESPONSES and not self.echo
 
     def says_the_same(self, sampling: Sampling) -> bool:
         """Whether `sampling` picks the same tokens from the same logits."""

@@ -20,6 +20,7 @@ from batchengine import errors
 from batchengine.core import (
     FORM_RESPONSES,
     BatchEngineError,
+    Kind,
     PastTurn,
     QueuedEvent,
 )
@@ -97,17 +98,37 @@ def is_background(job: HttpJob) -> bool:
     return job.asked.form == FORM_RESPONSES and _says(job.echo, "background")
 
 
-def later(service: Service, formatter: Formatter, live: Live) -> web.Response:
-    """The response as it begins; its generation goes on."""
-    _finish_alone(service, live)
+async def in_background(
+    request: web.Request, formatter: Formatter, live: Live
+) -> web.StreamResponse:
+    """The response as it begins, or its events; its generation goes on without a reader."""
+    live.begun = asyncio.Event()
     assert isinstance(formatter, ResponsesFormatter)
+    if live.job.stream:
+        return await _shown(request, formatter, live, in_background=True)
+    _finish_alone(request.app[SERVICE], live)
     return web.Response(body=formatter.begun(), content_type="application/json")
+
+
+async def _shown(
+    request: web.Request, formatter: Formatter, live: Live, *, in_background: bool
+) -> web.StreamResponse:
+    """The events of a response; one in the background goes on when its client leaves."""
+    service = request.app[SERVICE]
+    try:
+        return await relay.answer_stream(request, formatter, live, 0, keeps=in_background)
+    finally:
+        if in_background and live.outcome in relay.LEFT:
+            _finish_alone(service, live)
+        else:
+            if live.begun is not None:
+                live.begun.set()
+            service.leave(live, live.outcome)
 
 
 def _finish_alone(service: Service, live: Live) -> None:
     """Reads a generation to its end, as its turn waits for a reader."""
-
-    begun = live.begun = asyncio.Event()
+    begun = live.begun = live.begun or asyncio.Event()
 
     async def read(generation: GenerationApi) -> None:
         try:
@@ -167,7 +188,7 @@ async def _get(request: web.Request) -> web.StreamResponse:
     is_cut = not past.is_running and past.finish_reason in ("", "shutdown")
     if is_cut and past.is_last and _says(past.request.echo.encode(), "background"):
         await _go_on(service, past)
-        past = dataclasses.replace(past, is_running=True)
+        past = dataclasses.replace(past, is_running=True, finish_reason="")
     return _answer(service, past)
 
 
@@ -185,12 +206,8 @@ async def _stream(request: web.Request, service: Service, past: PastTurn) -> web
         live = service.enter(Live(_job(service, past), [generation], time.monotonic()))
         formatter = ResponsesFormatter(live.job, skip)
     request[HEADERS]["x-batchengine-session-id"] = asked.session_id
-    try:
-        return await relay.answer_stream(request, formatter, live, first_id=0)
-    finally:
-        service.leave(live, live.outcome)
-        if live.outcome == "disconnected" and _says(live.job.echo, "background"):
-            await _go_on(service, past)
+    alone = _says(live.job.echo, "background")
+    return await _shown(request, formatter, live, in_background=alone)
 
 
 def _events_shown(starting_after: str | None) -> int:
@@ -212,24 +229,31 @@ async def _cancel(request: web.Request) -> web.Response:
     """Ends a response that is being made; one that has ended stays as it is."""
     check_changes(request.headers)
     service, past = await _past(request)
-    if past.is_running:
+    if past.is_running and not past.finish_reason:
         service.cancel(past.request.request_id)
         past = dataclasses.replace(past, is_running=False, finish_reason="cancelled")
     return _answer(service, past)
 
 
 async def _delete(request: web.Request) -> web.Response:
-    """Forgets a response: its session is erased if it has no other turn.
+    """Forgets a response: its session is erased if it has no other.
 
-    Otherwise later responses are made of its tokens, and it stays with them.
+    Otherwise its tokens, of which others are made, stay until the last of them is deleted.
     """
     check_changes(request.headers)
     service, past = await _past(request)
-    asked = past.request
+    asked, engine = past.request, service.engine
     assert asked.session_id is not None
-    if not past.only:
-        raise errors.RESPONSE_IN_USE(given=request.match_info["response_id"])
-    await service.engine.drop(asked.tenant, asked.session_id)
+    if past.is_running:
+        service.cancel(asked.request_id)
+    try:
+        if past.only:
+            await engine.drop(asked.tenant, asked.session_id)
+        else:
+            await engine.forget_turn(asked.tenant, asked.request_id)
+    except BatchEngineError as error:
+        if not past.is_running or error.kind is not Kind.MISSING:  # it had not begun
+            raise
     given = request.match_info["response_id"]
     return json_answer({"id": given, "object": "response", "deleted": True})
 
@@ -286,10 +310,8 @@ def _job(service: Service, past: PastTurn) -> HttpJob:
 
 def _answer(service: Service, past: PastTurn) -> web.Response:
     formatter = ResponsesFormatter(_job(service, past))
-    if past.is_running or not past.finish_reason:
-        body = formatter.begun()
-    else:
-        body = formatter.stored(past.text, past.finish_reason, past.tokens)
+    # one that has ended may still run for a reader of its stream
+    body = formatter.stored(past) if past.finish_reason else formatter.begun()
     return web.Response(body=body, content_type="application/json")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from batchengine.core import BatchEngineError, DoneEvent, Kind, TokenEvent, TokenLogprob
+from batchengine.core import BatchEngineError, DoneEvent, Kind, PastTurn, TokenEvent, TokenLogprob
 from service.protocols.formatter import Formatter, SseEvent
 from service.protocols.openai.envelope import (
     LATER,
@@ -85,11 +85,11 @@ def head(job: HttpJob, turn_id: str, echo: Echo) -> Chunk:
     return fields
 
 
-def ended(status: str) -> Chunk:
-    """The fields of a response that ended with this status."""
+def ended(status: str, ended_s: int) -> Chunk:
+    """The fields of a response that ended with this status, at this time if that is known."""
     fields: Chunk = {"status": status}
     if status == "completed":
-        fields["completed_at"] = int(time.time())
+        fields["completed_at"] = ended_s or None
     elif status == "incomplete":
         fields["incomplete_details"] = {"reason": "max_output_tokens"}
     elif status == "failed":
@@ -152,7 +152,7 @@ class ResponsesFormatter(Formatter):
         fields: Chunk = {"status": "failed", "error": error_fields(error)}
         response = self._head | fields | {"output": self._items.done}
         chunks.append({"type": "response.failed", "response": response})
-        return self._events(chunks)
+        return self._last_events(chunks)
 
     def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
         if self._warms:
@@ -171,7 +171,7 @@ class ResponsesFormatter(Formatter):
         response = self._ended(status)
         name = "incomplete" if status == "cancelled" else status  # which has no event of its own
         chunks.append({"type": f"response.{name}", "response": response})
-        return self._events(chunks)
+        return self._last_events(chunks)
 
     # ---- whole answers ----
 
@@ -202,16 +202,16 @@ class ResponsesFormatter(Formatter):
             yield from joined(logprobs)
             yield after
 
-    def stored(self, text: str, finish_reason: str, tokens: int) -> bytes:
+    def stored(self, past: PastTurn) -> bytes:
         """The whole object of an answer of the ledger; what nothing recorded is left out of it."""
         parser = self.answers[0].parser
-        self._items.push([*parser.push(text), *parser.flush()], [])
-        status = STATUS.get(finish_reason, "failed")
+        self._items.push([*parser.push(past.text), *parser.flush()], [])
+        status = STATUS.get(past.finish_reason, "failed")
         self._items.close("completed" if status == "completed" else "incomplete")
-        prompt = len(self.job.requests[0].prompt)
-        counts = {"input_tokens": prompt, "output_tokens": tokens, "total_tokens": prompt + tokens}
-        facts: Chunk = {"completed_at": None, "output": self._items.done, "usage": counts}
-        return _encode({**self._head, **ended(status), **facts})
+        prompt, made = len(self.job.requests[0].prompt), past.tokens
+        counts = {"input_tokens": prompt, "output_tokens": made, "total_tokens": prompt + made}
+        facts: Chunk = {"output": self._items.done, "usage": counts}
+        return _encode({**self._head, **ended(status, past.ended_s), **facts})
 
     # ---- inner ----
 
@@ -226,7 +226,7 @@ class ResponsesFormatter(Formatter):
         numbers = usage.prompt_tokens, usage.cached_tokens, made
         return {
             **self._head,
-            **ended(status),
+            **ended(status, int(time.time())),
             "output": self._items.done,
             "usage": usage_object(*numbers, min(made, self.answers[0].reasoning_tokens)),
             "timings": timings_object(self.answers),
@@ -237,6 +237,11 @@ class ResponsesFormatter(Formatter):
         began = self._sent
         events = [self._event(chunk) for chunk in chunks]
         return events[max(0, self._first - began) :]
+
+    def _last_events(self, chunks: list[Chunk]) -> list[SseEvent]:
+        """At least the last one, whatever the client says to have: no stream is without an end."""
+        *before, last = chunks
+        return [*self._events(before), self._event(last)]
 
     def _event(self, chunk: Chunk) -> SseEvent:
         name = str(chunk["type"])

@@ -68,10 +68,6 @@ def check(body: ResponsesRequest) -> None:
     if body.truncation not in (None, "auto", "disabled"):
         what = f"truncation {body.truncation[:40]!r} is unknown"
         raise errors.INVALID_FIELD(param="truncation", what=what, fix='use "disabled"')
-    if body.background and body.stream:
-        what = "a background response is fetched later, it has no stream of its own"
-        fix = "leave out stream, and GET /v1/responses/ID?stream=true"
-        raise errors.INVALID_FIELD(param="stream", what=what, fix=fix)
     if body.background and warms(body):
         what, fix = "a prompt that is only computed is not fetched later", "leave out background"
         raise errors.INVALID_FIELD(param="background", what=what, fix=fix)

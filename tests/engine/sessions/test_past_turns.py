@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
 
-from batchengine.core import BatchEngineError, GenerationRequest, TimelineUse, TokenEvent
+from batchengine.core import (
+    FORM_RESPONSES,
+    BatchEngineError,
+    GenerationRequest,
+    TimelineUse,
+    TokenEvent,
+)
 from batchengine.engine.engine import Engine
 from tests.support.engines import Answer, Reference, Site, read, request, running_engine, words
 
@@ -66,6 +73,46 @@ async def test_two_at_once_behind_one_turn_both_have_its_answer(site: Site) -> N
         for number, (asked, _) in zip((2, 3), both, strict=True):
             assert list(asked.prompt) == [*words(1, 40), *answer.tokens, END, *words(number, 5)]
             assert (await engine.past_turn("", asked.request_id)).request.prompt == asked.prompt
+
+
+async def test_a_forgotten_response_leaves_its_tokens_to_the_others(site: Site) -> None:
+    """Its record goes at once, also from the next engine; the last one has the session alone."""
+    prompt, echo = words(1, 40), '{"fields":{"store":true}}'
+    secret = "secret " * 1000  # longer than a page of the ledger
+
+    def files_with(text: str) -> set[str]:
+        files = [path for path in site.folder.rglob("meta.db*") if path.is_file()]
+        return {path.name for path in files if text.encode() in path.read_bytes()}
+
+    async def respond(
+        engine: Engine, asked: GenerationRequest, echo: str = echo
+    ) -> GenerationRequest:
+        asked = dataclasses.replace(asked, form=FORM_RESPONSES, echo=echo)
+        return (await made(engine, asked))[0]
+
+    async with running_engine(site) as engine:
+        first = await respond(engine, request(prompt, 8, session="s"))
+        second = await respond(engine, behind(first.request_id, words(2, 5), "x"), secret)
+        third = await respond(engine, behind(second.request_id, words(3, 5), "y"))
+        before = await engine.past_turn("", first.request_id)
+        assert 0 < before.ended_s <= time.time() + 1
+        assert not (await engine.past_turn("", third.request_id)).only
+        assert files_with("secret secret")
+        await engine.forget_turn("", second.request_id)
+        assert not files_with("secret")
+        with pytest.raises(BatchEngineError):
+            await engine.forget_turn("other", first.request_id)
+    async with running_engine(site) as engine:
+        assert (await engine.past_turn("", second.request_id)).request.echo == ""
+        again = await engine.past_turn("", first.request_id)
+        assert (again.text, again.request.echo, again.only) == (before.text, echo, False)
+        last = await engine.past_turn("", third.request_id)
+        assert last.request.prompt == third.prompt
+        follows = await respond(engine, behind(third.request_id, words(4, 5), "z"))
+        assert follows.session_id == "s"
+        for turn_id in (first.request_id, third.request_id):
+            await engine.forget_turn("", turn_id)
+        assert (await engine.past_turn("", follows.request_id)).only
 
 
 async def test_without_a_session_nothing_is_kept(site: Site) -> None:

@@ -509,7 +509,6 @@ async def test_what_is_ignored_is_counted_and_refused_where_asked() -> None:
         ({"input": "x", "n": 2}, "n"),
         ({"input": "x", "truncation": "some"}, "truncation"),
         ({"input": "x", "background": True, "store": False}, "store"),
-        ({"input": "x", "background": True, "stream": True}, "stream"),
         ({"input": "x", "conversation": {}}, "conversation"),
         ({"input": "x", "previous_response_id": ""}, "previous_response_id"),
         ({"input": "x", "reasoning": {"summary": "long"}}, "reasoning.summary"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
 from typing import Any
 
@@ -122,6 +123,44 @@ async def test_a_background_response_goes_on_without_a_reader_and_can_be_cancell
         assert engine.generations[-1].cancelled.is_set()
 
 
+async def test_a_background_response_goes_on_when_the_reader_of_its_stream_leaves() -> None:
+    engine = FakeEngine(delay_s=0.05)
+    async with serving(engine) as served:
+        body = {"input": "hi", "background": True, "stream": True}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(served.base + "/v1/responses", json=body) as reply,
+        ):
+            line = await anext(aiter(reply.content))  # then the connection is closed
+            created = json.loads((await anext(aiter(reply.content))).removeprefix(b"data: "))
+        assert line == b"event: response.created\n"
+        path = "/v1/responses/" + created["response"]["id"]
+        while not served.service.background:  # noqa: ASYNC110  the daemon notices
+            await asyncio.sleep(0.01)
+        assert not engine.generations[0].cancelled.is_set()
+        await asyncio.gather(*served.service.background)
+        _, found = await get(served, path)
+        assert (found["status"], found["background"]) == ("completed", True)
+        _, text = await call(served, "GET", path + "?stream=true")
+        assert isinstance(text, str)
+        assert text.startswith("event: response.created\n")
+        assert not served.service.live
+
+
+async def test_a_stream_after_its_last_event_is_that_event() -> None:
+    async with serving() as served:
+        _, made, _ = await post(served, "/v1/responses", {"input": "hi"})
+        path = f"/v1/responses/{made['id']}?stream=true"
+        _, whole = await call(served, "GET", path)
+        assert isinstance(whole, str)
+        last = whole.count("event: ") - 1
+        for after in (last - 1, last, last + 7):
+            _, text = await call(served, "GET", f"{path}&starting_after={after}")
+            assert isinstance(text, str)
+            (event,) = (json.loads(one[6:]) for one in text.split("\n") if one[:5] == "data:")
+            assert (event["type"], event["sequence_number"]) == ("response.completed", last)
+
+
 async def test_a_background_response_that_a_kill_cut_goes_on_when_it_is_asked_for() -> None:
     engine = FakeEngine()
     async with serving(engine) as served:
@@ -140,6 +179,22 @@ async def test_a_background_response_that_a_kill_cut_goes_on_when_it_is_asked_fo
         await asyncio.gather(*served.service.background)
         engine.past_turn = known
         assert (await get(served, "/v1/responses/" + made["id"]))[1]["status"] == "completed"
+
+
+async def test_a_response_that_others_follow_is_forgotten_alone() -> None:
+    async with serving() as served:
+        _, made, _ = await post(served, "/v1/responses", {"input": "hi"})
+        turn = "req_" + made["id"].removeprefix("resp_")
+        known = served.engine.past_turn
+
+        async def followed(tenant: str, turn_id: str) -> PastTurn:
+            return dataclasses.replace(await known(tenant, turn_id), only=False, is_last=False)
+
+        served.engine.past_turn = followed
+        status, body = await call(served, "DELETE", "/v1/responses/" + made["id"])
+        assert (status, body) == (200, {"id": made["id"], "object": "response", "deleted": True})
+        assert served.engine.calls == [("forget", "", turn)]
+        assert served.engine.known
 
 
 async def test_a_response_is_deleted_with_its_session() -> None:

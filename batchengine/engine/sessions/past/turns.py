@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest, PastTurn
-from batchengine.engine.sessions.directory import name_of
+from batchengine.engine.sessions.directory import durable_name, name_of
+from batchengine.engine.sessions.erasing import LedgerCleaning
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.journal import DONE, RUNNING
-from batchengine.engine.turns.records import TurnRecord, turn_record
+from batchengine.engine.turns.records import TurnRecord, encode, turn_record
 from batchengine.engine.turns.resend import SLICE
 from batchengine.text.detokeniser import StopMatcher
 from batchengine.text.frontend import TextFrontend
 from kv_store.errors import StoreError
+from kv_store.ledger import writes
 from kv_store.ledger.queries import SessionRecord, TurnInfo
 from kv_store.store import Store
 
@@ -40,12 +45,18 @@ class PastTurns:
     """Turns of one engine's ledger. All methods run on its event loop."""
 
     def __init__(
-        self, state: EngineState, store: Store, recovery: SessionRecovery, text: TextFrontend
+        self,
+        state: EngineState,
+        store: Store,
+        recovery: SessionRecovery,
+        text: TextFrontend,
+        cleaning: LedgerCleaning,
     ) -> None:
         self._state = state
         self._store = store
         self._recovery = recovery
         self._text = text
+        self._cleaning = cleaning
 
     async def place(self, tenant: str, turn_id: str) -> TurnPlace:
         """Find a turn of this tenant. Raises BatchEngineError: it is unknown or no longer whole."""
@@ -81,7 +92,8 @@ class PastTurns:
                 raise
             if waiting[0].tenant != tenant or waiting[0].session_id is None:
                 raise
-            return PastTurn(waiting[0], 0, "", "", is_last=True, is_running=True, only=True)
+            found = await self._recovery.find(tenant, waiting[0].session_id)
+            return PastTurn(waiting[0], 0, "", "", True, True, only=found is None)
         turn, tokens = place.turn, place.record.tokens[: place.end]
         asked = place.asked.request(turn.id, place.session_id, tenant, tokens[: turn.prompt_end])
         answer = tokens[turn.prompt_end :]
@@ -92,8 +104,26 @@ class PastTurns:
             finish_reason=_ending(turn),
             is_last=place.is_last,
             is_running=self._is_running(turn_id),
-            only=len(place.record.turns) == 1,
+            only=all(one.id == turn_id or _is_forgotten(one) for one in place.record.turns),
+            ended_s=place.asked.ended_s,
         )
+
+    async def forget(self, tenant: str, turn_id: str) -> dict[str, Any]:
+        """Erase what the record of a response has beside its tokens, which later turns need.
+
+        Raises BatchEngineError: it is unknown, or the disk refuses.
+        """
+        place = await self.place(tenant, turn_id)
+        name = durable_name(tenant, place.session_id)
+        record = encode(msgspec.structs.replace(place.asked, echo=""))
+        try:
+            written = self._store.ledger.append(writes.SetTurnRecord(name, turn_id, record))
+            self._store.ledger.commit()
+            await asyncio.wrap_future(written)
+            await self._cleaning.clean()
+        except StoreError as failure:
+            raise errors.NOT_ERASED(session_id=place.session_id, why=failure) from failure
+        return {"session_id": place.session_id, "turn_id": turn_id, "state": "forgotten"}
 
     def _is_running(self, turn_id: str) -> bool:
         return any(one.turn_id == turn_id for one in self._state.requests)
@@ -119,6 +149,11 @@ class PastTurns:
                     return "".join(texts)
         text, stopped = stops.push(detokeniser.flush())
         return "".join(texts) + text + ("" if stopped else stops.flush())
+
+
+def _is_forgotten(turn: TurnInfo) -> bool:
+    record = turn_record(turn.sampling)
+    return record is not None and record.is_forgotten
 
 
 def _ending(turn: TurnInfo) -> str:
