@@ -111,6 +111,9 @@ class TextProcess:
             what = "memory" if isinstance(error, MemoryError) else "output"
             row = problem_of(self._phase)
             return Refused.of(row(why=f"its {what} passed the limit"), is_last=True), b""
+        except BaseException as error:  # a defect of a library may raise what is no Exception
+            row = problem_of(self._phase)
+            return Refused.of(row(why=f"it failed: {type(error).__name__}"), self._has_grown()), b""
         return Done(self._has_grown()), result
 
     def _handle(self, encoder: TextEncoder, frame: Frame[TextMessage]) -> bytes:

@@ -47,7 +47,6 @@ from service.session_ids import is_kept
 log = logging.getLogger("batchengine.service")
 
 UNREAD = (errors.TOO_MANY_BODIES.code, errors.MALFORMED_HTTP.code)  # the body, or its rest
-UNKNOWN_COUNTED_MAX = 64  # names of ignored fields that one body adds to the metrics
 HEADER_IGNORED = "x-batchengine-ignored-fields"
 _FIELD_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 _TARGET = re.compile(r"[!-~]{1,4096}")
@@ -232,10 +231,10 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             question = msgspec.structs.replace(question, answers=answers)
             found = await _read(request, question, data)
         ignored = [*found.ignored, *betas.unknown(request.headers)]
-        for name in ignored[:UNKNOWN_COUNTED_MAX]:
+        for name in ignored:
             engine.metrics.count_ignored_field(name)
         if named := [name for name in ignored if _FIELD_NAME.fullmatch(name)]:
-            request[HEADERS][HEADER_IGNORED] = ", ".join(named[:UNKNOWN_COUNTED_MAX])
+            request[HEADERS][HEADER_IGNORED] = ", ".join(named)
         job = requests.open_job(
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],

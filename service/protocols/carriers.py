@@ -126,15 +126,22 @@ def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[t
         yield "session_id", body.session_id
     if body.prompt_cache_key is not None:
         yield "prompt_cache_key", body.prompt_cache_key
-    if body.metadata is not None and isinstance(body.metadata.get("session_id"), str):
-        yield "metadata.session_id", body.metadata["session_id"]
-    if body.metadata is not None:
-        yield from _of_user_id(body.metadata.get("user_id"))
+    named = naming(body.metadata)
+    if "session_id" in named:
+        yield "metadata.session_id", named["session_id"]
+    if "user_id" in named:
+        yield from _of_user_id(named["user_id"])
 
 
-def _of_user_id(user_id: object) -> Iterator[tuple[str, str]]:
+def naming(metadata: Mapping[str, object] | None) -> dict[str, str]:
+    """The fields of a body's metadata that may name its session."""
+    found = {name: (metadata or {}).get(name) for name in ("session_id", "user_id")}
+    return {name: value for name, value in found.items() if isinstance(value, str)}
+
+
+def _of_user_id(user_id: str) -> Iterator[tuple[str, str]]:
     """The session in Claude Code's `metadata.user_id`, which is JSON; others name a person."""
-    if not isinstance(user_id, str) or len(user_id) > USER_ID_CHARS_MAX or user_id[:1] != "{":
+    if len(user_id) > USER_ID_CHARS_MAX or user_id[:1] != "{":
         return
     with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         session_id = _read_user_id(user_id).get("session_id")

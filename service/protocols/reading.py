@@ -15,6 +15,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
+from service.protocols import carriers
 from service.protocols.llama import texts
 from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import NOTHING, Prompt
@@ -23,6 +24,7 @@ from service.protocols.schema import Common
 from service.protocols.table import BY_NAME
 
 TASKS = {**texts.TASKS, "input-items": past_items.page}
+IGNORED_MAX = 64  # names of ignored fields that the daemon takes of one body
 READER = "service.protocols.reading:read"  # as the engine passes it to its text processes
 
 
@@ -37,8 +39,9 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Reading(msgspec.Struct, array_like=True, frozen=True):
-    """A body that was read: its fields, the names of ignored ones, and its prompts.
+    """A body that was read: its fields, the first names of ignored ones, and its prompts.
 
+    Of `fields.metadata` it has what names a session: the rest may be as large as a body.
     `tokens` holds the `token_bytes` of each prompt; the rest is as in `Prompt`. `turns`: the body
     refers to these turns and was not read; it is asked again with their answers.
     """
@@ -95,6 +98,7 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     body, ignored = protocol.parse(data)
     protocol.check(body)
     common, limits = protocol.common(body), asked.limits
+    common = msgspec.structs.replace(common, metadata=carriers.naming(common.metadata))
     if turns := protocol.turns(body):
         if asked.answers is None:
             empty = Reading(common, [], [], 0, -1, "", (), PLAIN_OUTPUT, None, NOTHING)
@@ -117,7 +121,7 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     return encode(
         Reading(
             common,
-            ignored,
+            ignored[:IGNORED_MAX],
             list(map(token_bytes, prompt.tokens)),
             prompt.tokens_max,
             prompt.logprobs,

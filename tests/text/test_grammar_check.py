@@ -14,6 +14,8 @@ from batchengine.text.frontend import TextFrontend
 
 
 def read_constraint(encoder: TextEncoder, _question: bytes, body: bytes) -> bytes:
+    if body == b"defect":
+        raise KeyboardInterrupt  # as a panic of the library: no Exception
     encoder.check_constraint(msgspec.json.decode(body, type=Constraint))
     return b"good"
 
@@ -36,5 +38,20 @@ async def test_a_text_process_checks_a_grammar(pocket_path: Path) -> None:
         with pytest.raises(BatchEngineError, match="regex parse error: unclosed character class"):
             await check("json_schema", '{"type": "string", "pattern": "["}')
         assert await check("regex", "a+") == b"good"
+    finally:
+        await text.close()
+
+
+async def test_a_defect_of_the_library_is_a_refusal_by_a_process_that_goes_on(
+    pocket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = await TextFrontend.open(
+        pocket_path, reader="tests.text.test_grammar_check:read_constraint"
+    )
+    try:
+        with pytest.raises(BatchEngineError, match="it failed: KeyboardInterrupt") as caught:
+            await text.read(b"", b"defect")
+        assert caught.value.kind is Kind.INVALID
+        assert not [one for one in caplog.records if one.name == "batchengine.text"]
     finally:
         await text.close()
