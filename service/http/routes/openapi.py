@@ -13,6 +13,8 @@ from msgspec import Struct
 
 import batchengine
 from service.http.routes.route import Route
+from service.protocols.messages.protocol import MESSAGES
+from service.protocols.table import protocol_of
 
 TITLE = "batchengine"
 REF = "#/components/schemas/{name}"
@@ -39,12 +41,30 @@ class Error(Struct):
     error: ErrorFields
 
 
+class MessagesErrorFields(Struct):
+    """The error object of Anthropic's routes, with added fields."""
+
+    type: str
+    message: str
+    param: str | None
+    code: str | None
+    batchengine_code: str
+    fix: str
+
+
+class MessagesError(Struct):
+    type: str
+    error: MessagesErrorFields
+    request_id: str | None
+
+
 def document(routes: Sequence[Route], *, has_keys: bool) -> bytes:
     """The document of these routes, as JSON."""
     bodies = {route.body for route in routes if route.body is not None}
     ordered = sorted(bodies, key=lambda body: body.__name__)
-    refs, schemas = msgspec.json.schema_components([Error, *ordered], ref_template=REF)
-    ref_of = dict(zip([Error, *ordered], refs, strict=True))
+    kinds = [Error, MessagesError, *ordered]
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
+    ref_of = dict(zip(kinds, refs, strict=True))
     paths: dict[str, Object] = {}
     for route in routes:
         operation = _operation(route, ref_of)
@@ -74,9 +94,10 @@ def _operation(route: Route, ref_of: dict[type[Struct], Object]) -> Object:
     parameters = [_parameter(name, "path", "", is_required=True) for name in names]
     parameters += [_parameter(name, "query", text) for name, text in route.query]
     types: Object = {kind: {} for kind in route.content}
+    error = MessagesError if protocol_of(route.path, {}) is MESSAGES else Error
     failure: Object = {
-        "description": "An error, in the form of the route's protocol; OpenAI's is shown.",
-        "content": {"application/json": {"schema": ref_of[Error]}},
+        "description": "An error, in the form of the route's protocol.",
+        "content": {"application/json": {"schema": ref_of[error]}},
     }
     made: Object = {} if route.needs_key else {"security": []}
     made |= {
