@@ -6,7 +6,8 @@ keeps every prefix anyway, are named so that they do not count as unknown.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,6 +16,9 @@ from service.protocols.schema import MESSAGES_MAX, STOP_MAX, TOKENS_MAX, Common,
 
 BLOCKS_MAX = 1024  # of the system prompt
 TOOLS_MAX = 512
+EDITS_MAX = 8
+THINKING = ("adaptive", "disabled", "enabled")
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 USER_ID_CHARS_MAX = 4096  # of one that may be JSON
 SESSION_NAMES = ("session_id", "sessionId")
 
@@ -22,7 +26,7 @@ Object = dict[str, Any]
 
 
 class Thinking(Struct):
-    """Any type but "disabled" asks for reasoning."""
+    """`type` is one of THINKING; any but "disabled" asks for reasoning."""
 
     type: Name
     display: Name | None = None
@@ -45,6 +49,24 @@ class OutputConfig(Struct):
     format: Format | None = None
 
 
+class Amount(Struct):
+    type: Name
+    value: Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+
+
+class Edit(Struct):
+    type: Name
+    trigger: Amount | None = None
+    keep: Amount | Literal["all"] | None = None
+    clear_at_least: Amount | None = None
+    exclude_tools: Annotated[list[Name], Meta(max_length=TOOLS_MAX)] | None = None
+    clear_tool_inputs: bool | Annotated[list[Name], Meta(max_length=TOOLS_MAX)] | None = None
+
+
+class ContextManagement(Struct):
+    edits: Annotated[list[Edit], Meta(max_length=EDITS_MAX)] = []
+
+
 class Diagnostics(Struct):
     previous_message_id: Name | None = None
 
@@ -62,13 +84,16 @@ class MessagesRequest(Common, kw_only=True):
     output_config: OutputConfig | None = None
     output_format: Format | None = None  # an older name of `output_config.format`
     structured_outputs: Object | None = None  # vLLM's, for forms that are no JSON schema
-    context_management: Object | None = None
+    context_management: ContextManagement | None = None
     diagnostics: Diagnostics | None = None
     cache_control: Object | None = None
     container: Any = None
     inference_geo: Name | None = None
     user_profile_id: Name | None = None
     mcp_servers: Annotated[list[Any], Meta(max_length=64)] | None = None
+
+
+PromptCount = Callable[[MessagesRequest], int]  # tokens of a request's prompt
 
 
 def common(body: MessagesRequest) -> Common:

@@ -61,13 +61,14 @@ class Facts(msgspec.Struct, omit_defaults=True):
 
     `fills_context`: max_tokens is what the context has left, and less than was asked for.
     `hides_reasoning`: thinking blocks have a signature only. `warms`: no output is wanted.
+    `edits`: those of the context that were applied, None = none was asked for.
     `marks`: the end of the message's id, "" = none. `miss`: what changed since an earlier request.
     """
 
     fills_context: bool = False
     hides_reasoning: bool = False
     warms: bool = False
-    edits_context: bool = False
+    edits: list[Chunk] | None = None
     marks: str = ""
     miss: Miss | None = None
 
@@ -195,8 +196,8 @@ class MessagesFormatter(Formatter):
     def _added(self) -> Chunk:
         """Fields of the last event, or of the whole message, that some requests ask for."""
         added: Chunk = {"batchengine": serving_object(self.job, self.answers)}
-        if self._facts.edits_context:
-            added["context_management"] = {"applied_edits": []}
+        if self._facts.edits is not None:
+            added["context_management"] = {"applied_edits": self._facts.edits}
         return added
 
 

@@ -9,12 +9,13 @@ import msgspec
 from batchengine import errors
 from batchengine.core import FORM_MESSAGES
 from service.protocols import conversation
-from service.protocols.messages import diagnosis
+from service.protocols.messages import diagnosis, edits
 from service.protocols.messages.blocks import conversation_of, is_thinking
-from service.protocols.messages.body import MessagesRequest, common
+from service.protocols.messages.body import EFFORTS, THINKING, MessagesRequest, common
 from service.protocols.messages.events import Facts, MessagesFormatter, error_object
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
+from service.protocols.schema import TOKENS_MAX
 
 VERSION = "anthropic-version"  # a header of every client of this protocol
 
@@ -27,6 +28,16 @@ def check(body: MessagesRequest) -> None:
     if body.n not in (None, 1):
         what, fix = "a message has one answer", "send several requests"
         raise errors.UNSUPPORTED_FIELD(param="n", what=what, fix=fix)
+    if body.thinking is not None and body.thinking.type not in THINKING:
+        raise errors.INVALID_FIELD(
+            param="thinking.type",
+            what=f"thinking: Input tag '{body.thinking.type[:40]}' found using 'type' does not"
+            f" match any of the expected tags: {_listed(THINKING)}",
+        )
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None and effort not in EFFORTS:
+        what = f"output_config.effort: Input should be {_listed(EFFORTS)}"
+        raise errors.INVALID_FIELD(param="output_config.effort", what=what)
 
 
 def read_prompt(body: MessagesRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
@@ -35,7 +46,10 @@ def read_prompt(body: MessagesRequest, text: PromptEncoder, limits: PromptLimits
     Clients send the largest max_tokens of the model that they think of. So it is no promise that
     the context has room for as many; the answer says when that is what ended it.
     """
-    prompt = conversation.read(conversation_of(body), text, limits)
+    shorter, applied = edits.edited(body, lambda one: _tokens(one, text, limits))
+    meant = conversation_of(shorter)
+    meant.unread = (*meant.unread, *edits.unread(body))
+    prompt = conversation.read(meant, text, limits)
     room = limits.context_tokens - len(prompt.tokens[0])
     asked = prompt.tokens_max if body.max_tokens is None else body.max_tokens
     asks, previous = body.diagnostics is not None, None
@@ -47,7 +61,7 @@ def read_prompt(body: MessagesRequest, text: PromptEncoder, limits: PromptLimits
         and is_thinking(body)
         and body.thinking.display == "omitted",
         warms=asked == 0,
-        edits_context=body.context_management is not None,
+        edits=None if body.context_management is None else applied,
         marks=diagnosis.marks(body, len(prompt.tokens[0])) if asks else "",
         miss=None if previous is None else diagnosis.miss(body, previous),
     )
@@ -56,6 +70,16 @@ def read_prompt(body: MessagesRequest, text: PromptEncoder, limits: PromptLimits
         tokens_max=min(asked, room),
         echo=msgspec.json.encode(facts),
     )
+
+
+def _tokens(body: MessagesRequest, text: PromptEncoder, limits: PromptLimits) -> int:
+    """The tokens of a request's prompt as it stands, however long."""
+    limits = msgspec.structs.replace(limits, context_tokens=TOKENS_MAX)
+    return len(conversation.read(conversation_of(body), text, limits).tokens[0])
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def counted(tokens: int) -> dict[str, object]:

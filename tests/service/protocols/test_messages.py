@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint, Kind
 from service.protocols import strict_json
+from service.protocols.messages import edits as edits_module
 from service.protocols.messages.blocks import conversation_of
 from service.protocols.messages.body import MessagesRequest, common
 from service.protocols.messages.signatures import HiddenReasoning
@@ -193,6 +194,11 @@ def test_the_session_is_the_users_only_where_it_is_json() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"thinking": {"type": "on"}}, "thinking.type"),
+        ({"output_config": {"effort": "lots"}}, "output_config.effort"),
+        ({"context_management": {"edits": [{"keep": "all"}]}}, "context_management.edits[0].type"),
+        ({"context_management": {"edits": [{"type": "x", "keep": "some"}]}},
+         "context_management.edits[0].keep"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
     ],
@@ -207,6 +213,97 @@ async def test_what_cannot_be_read_is_a_400_that_names_it(
     assert (status, answer["type"]) == (400, "error")
     assert answer["error"]["type"] == "invalid_request_error"
     assert answer["error"]["param"] == param
+
+
+def loop(number: int, name: str = "Bash") -> list[dict[str, Any]]:
+    """A call with its thinking, and its result."""
+    call = {"type": "tool_use", "id": f"t{number}", "name": name, "input": {"command": "ls"}}
+    result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": f"result {number}"}
+    thought = {"type": "thinking", "thinking": f"thought {number}", "signature": ""}
+    return [{"role": "assistant", "content": [thought, call]}, user(result)]
+
+
+def edited(*edits: Any, messages: Any = None) -> tuple[str, list[Any], int]:
+    """The messages after the edits as JSON, the report, and how often the prompt was counted."""
+    asked = [user(text("go")), *loop(1), *loop(2, "Read"), user(text("more")), *loop(3), *loop(4)]
+    body = body_of(messages=messages or asked, context_management={"edits": list(edits)})
+    counts = 0
+
+    def count(one: MessagesRequest) -> int:
+        nonlocal counts
+        counts += 1
+        return len(json.dumps(one.messages))
+
+    shorter, applied = edits_module.edited(body, count)
+    return json.dumps(shorter.messages), applied, counts
+
+
+def test_an_edit_clears_the_thinking_of_earlier_turns() -> None:
+    """A turn goes on while results of tools are all that comes from the user."""
+    clear = {"type": "clear_thinking_20251015"}
+    shown, (report,), _ = edited(clear)
+    assert [f"thought {n}" in shown for n in (1, 2, 3, 4)] == [False, False, True, True]
+    assert report["cleared_thinking_turns"] == 1
+    assert report["cleared_input_tokens"] > 0
+    shown, (report,), _ = edited({**clear, "keep": {"type": "thinking_turns", "value": 0}})
+    assert "thought" not in shown.replace('"type": "thinking"', "")
+    assert report["cleared_thinking_turns"] == 2
+    for keep in ("all", {"type": "thinking_turns", "value": 2}):
+        assert edited({**clear, "keep": keep})[1:] == ([], 0)
+
+
+def test_an_edit_clears_old_results_of_tools() -> None:
+    clear: Any = {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 3}}
+    shown, (report,), _ = edited({**clear, "keep": {"type": "tool_uses", "value": 1}})
+    assert [f"result {n}" in shown for n in (1, 2, 3, 4)] == [False, False, False, True]
+    assert (report["cleared_tool_uses"], shown.count("ls")) == (3, 4)
+    shown, (report,), _ = edited({**clear, "exclude_tools": ["Read"],
+                                  "trigger": {"type": "tool_uses", "value": 2},
+                                  "clear_tool_inputs": True,
+                                  "keep": {"type": "tool_uses", "value": 2}})  # fmt: skip
+    assert [f"result {n}" in shown for n in (1, 2, 3, 4)] == [False, True, True, True]
+    assert shown.count("ls") == 3
+    assert edited({**clear, "trigger": {"type": "tool_uses", "value": 4}})[1] == []
+    assert edited({"type": "clear_tool_uses_20250919"})[1] == []  # 100,000 tokens
+    least = {"type": "input_tokens", "value": 10_000}
+    assert edited({**clear, "clear_at_least": least})[1] == []
+
+
+def test_edits_come_one_after_the_other_and_count_each_prompt_once() -> None:
+    trigger = {"type": "input_tokens", "value": 10}
+    _, applied, counts = edited(
+        {"type": "clear_thinking_20251015"}, {"type": "compact_20990101"},
+        *({"type": "clear_tool_uses_20250919", "trigger": trigger},) * 6,
+    )  # fmt: skip
+    kinds = [one["type"] for one in applied]
+    assert kinds == ["clear_thinking_20251015", "clear_tool_uses_20250919"]
+    assert counts == 3
+    odd = [{"role": "user", "content": "x"}, {"role": "user", "content": [7]}, {"content": None}]
+    for kind in ("clear_thinking_20251015", "clear_tool_uses_20250919"):
+        assert edited({"type": kind, "trigger": trigger}, messages=odd)[1] == []
+
+
+async def test_applied_edits_are_reported_and_shorten_the_prompt() -> None:
+    asked: dict[str, Any] = {
+        "messages": [user(text("go")), *loop(1), *loop(2), user(text("more"))], "max_tokens": 5,
+        "context_management": {"edits": [
+            {"type": "clear_tool_uses_20250919", "trigger": {"type": "input_tokens", "value": 1},
+             "keep": {"type": "tool_uses", "value": 1}}, {"type": "compact_20990101"}]},
+    }  # fmt: skip
+    async with serving() as served:
+        _, answer, headers = await post(served, ROUTE, asked)
+        (report,) = answer["context_management"]["applied_edits"]
+        assert report["cleared_tool_uses"] == 1
+        prompt = bytes(served.engine.generations[-1].request.prompt)
+        assert b"result 1" not in prompt
+        assert b"result 2" in prompt
+        ignored = headers["x-batchengine-ignored-fields"]
+        assert ignored == "context_management.edits.compact_20990101"
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(served.base + ROUTE, json={**asked, "stream": True}) as reply,
+        ):
+            assert json.dumps(report, separators=(",", ":")) in await reply.text()
 
 
 async def test_templates_get_one_system_message_and_no_two_of_users_in_a_row() -> None:
