@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from batchengine.kv.slots import Slots
@@ -19,6 +19,11 @@ class PrefixMatcher:
     def __init__(self, store: Store, slots: Slots) -> None:
         self._store = store
         self._slots = slots
+
+    def stored_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
+        """Return how many leading tokens of a prompt have published pages, in memory or on disk;
+        the last token is left to compute."""
+        return page_start(len(self._store.pages.match_prefix(prompt[:-1], salt)))
 
     def extend(
         self,

@@ -137,6 +137,7 @@ class RouteRequest(msgspec.Struct, frozen=True, gc=False):
     tpot_ms: float
     ttlt_ms: float = math.inf
     promote: bool = False  # the caller asks for the fast tier
+    stored_tokens: int = 0  # leading ones whose pages every lane finds in the store
 
 
 class RouteSession(msgspec.Struct, frozen=True, gc=False):
@@ -326,7 +327,9 @@ def best_lane(state: RouteState, tier: str, tokens: int, away_from: str = "") ->
 
 
 def _to_compute(request: RouteRequest, session: RouteSession | None) -> int:
-    n = request.prompt_tokens - (session.reused_tokens if session is not None else 0)
+    n = request.prompt_tokens - (
+        request.stored_tokens if session is None else session.reused_tokens
+    )
     return n if n > 0 else 1
 
 
@@ -340,11 +343,11 @@ def _candidate(
         return Candidate(lane.name, excluded=NO_FIT)
     if lane.full and (session is None or session.lane != lane.name):
         return Candidate(lane.name, excluded=FULL)
-    frontier, move_ms = 0, 0.0
-    n = request.prompt_tokens
+    frontier, move_ms = request.stored_tokens, 0.0
+    n = request.prompt_tokens - frontier
     if session is not None:
         frontier = session.reused_tokens
-        n -= frontier
+        n = request.prompt_tokens - frontier
         if n < 1:
             frontier, n = frontier + n - 1, 1
         move_ms = session.gather_ms

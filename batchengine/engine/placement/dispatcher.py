@@ -165,6 +165,9 @@ class Dispatcher:
         request, home = generation.request, self._state.home.get(session.key)
         asked = self._lanes.asked(request)
         known = None if home is None else self._known(session, home, request.prompt)
+        if known is None and self._state.lanes:
+            stored = self._state.lanes[0].kv.prefix.stored_tokens(request.prompt, session.salt)
+            asked = msgspec.structs.replace(asked, stored_tokens=stored)
         state = self.state(session, tenant=session.tenant)
         decision = router.route(asked, known, state)
         name = decision.begins_on or decision.lane
@@ -190,7 +193,8 @@ class Dispatcher:
         self.log.add(record)
         self._count(record)
         generation.lane_wait_ms = self.wait_ms(request, loop)
-        n = max(1, asked.prompt_tokens - (0 if known is None else known.reused_tokens))
+        reused = asked.stored_tokens if known is None else known.reused_tokens
+        n = max(1, asked.prompt_tokens - reused)
         self._lanes.joined(loop, session.tenant, asked.rank, asked.prompt_tokens - n, n)
         return loop
 

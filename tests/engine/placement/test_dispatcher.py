@@ -52,7 +52,10 @@ class FakeLoop:
     stopping: bool = False
     outage: Any = field(default_factory=lambda: SimpleNamespace(failed_starts=0))
     kv: Any = field(
-        default_factory=lambda: SimpleNamespace(slots=SimpleNamespace(is_attached=True))
+        default_factory=lambda: SimpleNamespace(
+            slots=SimpleNamespace(is_attached=True),
+            prefix=SimpleNamespace(stored_tokens=lambda prompt, salt: 0),
+        )
     )
     raised: list[Any] = field(default_factory=list)
 
@@ -200,6 +203,26 @@ def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown["happened"] is None
     assert shown["request"]["ttlt_ms"] is None  # JSON has no infinity
     json.dumps(shown, allow_nan=False)
+
+
+def test_pages_of_the_store_are_not_predicted_to_be_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fork of a long session is a short request, whose first token comes soon."""
+    ttft_ms: list[float] = []
+    for stored, reason in ((0, Reason.LONG), (2816, Reason.SHORT)):
+        h = dispatcher_scene(monkeypatch)
+        for loop in h.tables.lanes:
+            monkeypatch.setattr(
+                loop.kv.prefix, "stored_tokens", lambda prompt, salt, stored=stored: stored
+            )
+        fresh = h.session("s1", tokens=3000)
+        h.dispatch.choose(fresh, h.generation(fresh, request_id="req-1"))
+        record = h.record("req-1")
+        assert record.decision.reason is reason
+        times = {one.lane: one.ttft_ms for one in record.decision.candidates}
+        ttft_ms.append(times["cpu"])
+    assert ttft_ms[1] < ttft_ms[0] / 5
 
 
 def test_the_outcome_is_compared_with_the_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
