@@ -23,7 +23,7 @@ import pytest
 from batchengine.text.vocab import Tokenizer
 from service.cli.local.child import ChildDaemon
 from service.daemon import CONNECTIONS_SPARE
-from tests.service.http.test_hostile import BAD_BODIES, bad_requests, worst_bodies
+from tests.service.http.hostile.test_bodies import BAD_BODIES, bad_requests, worst_bodies
 from tests.service.least import least
 
 pytestmark = pytest.mark.alone

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from batchengine import errors
-from batchengine.config import Config, LimitsConfig, ModelConfig, ServerConfig
+from batchengine.config import ApiKey, Config, LimitsConfig, ModelConfig, ServerConfig
 from batchengine.core import (
     BatchEngineError,
     Constraint,
@@ -28,6 +28,7 @@ from batchengine.core import (
     PastTurn,
     Presence,
     QueuedEvent,
+    SlaClass,
     Stage,
     TokenEvent,
     TokenLogprob,
@@ -492,6 +493,15 @@ def fake_config(**server: Any) -> Config:
         server=ServerConfig(port=0, **server),
         limits=LimitsConfig(streams_max=400),
     )
+
+
+def with_keys() -> Config:
+    """`fake_config` with two keys, one of background work."""
+    keys = (
+        ApiKey(name="alpha", key="alpha-key-123"),
+        ApiKey(name="beta", key="beta-key-4567", sla_class=SlaClass.BACKGROUND),
+    )
+    return replace(fake_config(), auth=keys)
 
 
 class Served:
