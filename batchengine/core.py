@@ -146,6 +146,9 @@ class Sampling(msgspec.Struct, frozen=True):
 GREEDY = Sampling()
 
 
+CONSTRAINT_CHARS_MAX = 1 << 20
+
+
 class Constraint(msgspec.Struct, frozen=True):
     """A grammar that the whole text of an answer follows, control tokens of the family included.
 

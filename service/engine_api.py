@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from batchengine import errors
 from batchengine.core import (
+    Constraint,
     GenerationEvent,
     GenerationRequest,
     ModelInfo,
@@ -52,6 +53,10 @@ class TextApi(Protocol):
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:
         """What `service.protocols.reading` answers to `body`; leaves the event loop free."""
+        ...
+
+    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str) -> None:
+        """Raises 400 unless an answer can be constrained to this, whose digest is given."""
         ...
 
     def piece(self, token: int) -> bytes: ...

@@ -48,7 +48,8 @@ BACKOFF_S = 0.5  # before another attempt to start the process
 class GrammarLimits:
     """Bounds of the grammar process; a request of it takes milliseconds as a rule."""
 
-    request_s: float = 5.0
+    request_s: float = 5.0  # without any answer
+    waits: int = 6  # so many times that for one request, while others are answered
     start_s: float = 30.0
     threads: int = 4
     memory_bytes: int = 2 << 30  # of all matchers
@@ -125,6 +126,7 @@ class Grammars:
         self._asked: dict[int, float] = {}  # matcher -> since when it has no answer
         self._suspects: deque[Matcher] = deque()  # begin again one after the other
         self._begun = 0  # the one of them that has begun
+        self._answered = 0.0  # when an answer came last
         self._child: ChildProcess | None = None
         self._protocol: FrameProtocol[GrammarMessage] | None = None
         self._started: asyncio.Future[None] | None = None
@@ -275,6 +277,7 @@ class Grammars:
         await asyncio.wait_for(asyncio.shield(started), limits.start_s)
 
     def _on_frame(self, frame: GrammarFrame) -> None:
+        self._answered = time.monotonic()
         match frame.message:
             case Started():
                 if self._started is not None and not self._started.done():
@@ -303,14 +306,18 @@ class Grammars:
             self._begin(matcher)
 
     def _watch(self) -> None:
-        """Kill a process that has not answered a request in time."""
+        """Kill a process that has answered no request for a while, or one of them for long: many
+        that take their time may wait behind each other."""
         self._timer = None
         if not self._asked:
             return
-        loop, limit_s = asyncio.get_running_loop(), self._limits.request_s
-        oldest_s = time.monotonic() - min(self._asked.values())
+        loop, now, limit_s = asyncio.get_running_loop(), time.monotonic(), self._limits.request_s
+        oldest = min(self._asked.values())
+        oldest_s = now - max(
+            oldest, min(self._answered, oldest + (self._limits.waits - 1) * limit_s)
+        )
         if oldest_s > limit_s and self._child is not None:
-            since = time.monotonic() - limit_s
+            since = now - limit_s
             self._asked = {number: at for number, at in self._asked.items() if at <= since}
             self._child.kill(f"took longer than {limit_s:.0f} s")
         else:

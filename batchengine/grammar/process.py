@@ -38,7 +38,7 @@ from batchengine.wire.grammar import (
     Started,
 )
 
-STACK_BYTES = 64 << 20
+STACK_BYTES = 1 << 30  # as in a text process: what passes its check does not end this one
 
 
 @dataclass(slots=True)

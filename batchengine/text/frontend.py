@@ -10,18 +10,20 @@ import asyncio
 import datetime
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from batchengine import errors
-from batchengine.core import PLAIN_OUTPUT, OutputForm
+from batchengine.core import PLAIN_OUTPUT, Constraint, OutputForm
 from batchengine.families import MARKERS
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.pool import TextLimits, TextPool
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
-from batchengine.wire.text import Encode, EncodeChat, Open, Read, token_ids
+from batchengine.wire.text import Check, Encode, EncodeChat, Open, Read, token_ids
 
+GOOD_MAX = 1024  # constraints that are remembered
 logger = logging.getLogger(__name__)
 
 
@@ -31,6 +33,7 @@ class TextFrontend:
     def __init__(self, tokenizer: Tokenizer, pool: TextPool) -> None:
         self.tokenizer = tokenizer
         self._pool = pool
+        self._good = OrderedDict[bytes, None]()  # digests of constraints
         control, name = tokenizer.control, tokenizer.token_text
         self._unmarked = frozenset(token for token in control if name(token) not in MARKERS)
 
@@ -101,6 +104,16 @@ class TextFrontend:
         if len(body) > TEXT_BYTES_MAX:
             raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
         return await self._pool.call(Read(question), body, tenant)
+
+    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str = "") -> None:
+        """Raise GRAMMAR_REFUSED unless an answer can be constrained to this, whose `digest` it is:
+        agents send the same tools with every turn, so what was found good is remembered."""
+        if digest not in self._good:
+            await self._pool.call(Check(), msgspec.msgpack.encode(constraint), tenant)
+            if len(self._good) >= GOOD_MAX:
+                self._good.popitem(last=False)
+            self._good[digest] = None
+        self._good.move_to_end(digest)
 
     def piece(self, token: int) -> bytes:
         """Bytes of one token."""

@@ -7,6 +7,13 @@ vocabulary and the tokens, so every process computes the same ones.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import random
+import re
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,11 +23,11 @@ from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from batchengine.text.vocab import Tokenizer
 
-GRAMMAR_BYTES_MAX = 4 << 20  # of a constraint's text
 # Counts of steps, not times, so that they are reached at the same token on every machine. A mask
-# stays below some 20 ms.
+# stays below some 30 ms. A row has an item for each alternative, and four for each property of an
+# object that may have others: objects of 1,200 properties pass.
 LIMITS = {
-    "max_items_in_row": 2000,
+    "max_items_in_row": 5000,
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
@@ -37,6 +44,15 @@ JSON_OPTIONS = {
     "key_separator": ": ?",
 }
 WHY_CHARS_MAX = 300
+# A check follows answers for some tokens, since some grammars are too much for the parser behind
+# the first ones only.
+CHECK_CPU_S_MAX = 1.0  # 100 tools take 0.2 s
+PARTS_CPU_S = 0.4  # no further schema in a grammar once the check has taken this
+WALKS = (32, 16, 16)  # masks: of a short answer, then of random ones
+WALK_CPU_S = 0.05  # no further walk of one grammar once its walks have taken this
+SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
+COMPILED_MAX = 16  # constraints that stay compiled; a copy takes microseconds
+_SCHEMA = re.compile(r"%json\s+(?=\{)")
 
 
 class GrammarCompiler:
@@ -45,12 +61,27 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._made: LLTokenizer | None = None
+        self._short: list[int] = []  # tokens of SHORT
+        self._compiled = OrderedDict[Constraint, LLMatcher]()
+        self._lock = threading.Lock()  # of those
         self.words = -(-tokenizer.vocab_size // 32)  # 32-bit words of a mask
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
         """A matcher before the first token. Raises GRAMMAR_REFUSED."""
-        if len(constraint.text) > GRAMMAR_BYTES_MAX:
-            raise errors.GRAMMAR_REFUSED(why=f"it has more than {GRAMMAR_BYTES_MAX >> 20} MiB")
+        with self._lock:
+            made = self._compiled.get(constraint)
+            if made is not None:
+                self._compiled.move_to_end(constraint)
+        if made is None:
+            made = self._compile(constraint)
+            GrammarMatcher(made, self.words).mask()  # as in every copy
+            with self._lock:
+                self._compiled[constraint] = made
+                if len(self._compiled) > COMPILED_MAX:
+                    self._compiled.popitem(last=False)
+        return GrammarMatcher(made.deep_copy(), self.words)
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
         try:
             match constraint.kind:
                 case "json_schema":
@@ -61,24 +92,56 @@ class GrammarCompiler:
                 case "regex":
                     grammar = LLMatcher.grammar_from_regex(constraint.text)
             limits = LLParserLimits(**cast(Any, LIMITS))
-            made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
+            return LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         except (ValueError, UnicodeError) as error:
             raise errors.GRAMMAR_REFUSED(why=_line(str(error))) from None
-        matcher = GrammarMatcher(made, self.words)
-        matcher.check()
-        return matcher
 
     def prepare(self) -> None:
         """Read the vocabulary now; else the first matcher does."""
         self._vocabulary()
 
     def check(self, constraint: Constraint) -> None:
-        """Raise GRAMMAR_REFUSED unless the constraint compiles and allows a first token."""
-        self.matcher(constraint).mask()
+        """Raise GRAMMAR_REFUSED unless the constraint compiles, in time, and some answers can
+        begin under it and under each schema in it."""
+        began = time.thread_time()
+        self._follow(constraint)
+        parts = sorted(_schemas_in(constraint), key=len, reverse=True)
+        for part in parts:
+            if time.thread_time() - began > PARTS_CPU_S:
+                break
+            self._follow(Constraint("json_schema", part))
+        if time.thread_time() - began > CHECK_CPU_S_MAX:
+            why = f"its compilation takes more than {CHECK_CPU_S_MAX:.0f} s"
+            raise errors.GRAMMAR_REFUSED(why=why)
+
+    def _follow(self, constraint: Constraint) -> None:
+        """Compile a constraint, and follow some answers: a short one, then random ones."""
+        made, rng = self._compile(constraint), random.Random(len(constraint.text))
+        began = time.thread_time()
+        for number, count in enumerate(WALKS):
+            self._walk(GrammarMatcher(made.deep_copy(), self.words), count, rng if number else None)
+            if time.thread_time() - began > WALK_CPU_S:
+                break
+
+    def _walk(self, matcher: GrammarMatcher, count: int, rng: random.Random | None) -> None:
+        for _ in range(count):
+            bits = int.from_bytes(matcher.mask(), "little")
+            short = () if rng else (one for one in self._short if bits >> one & 1)
+            token = next(iter(short), None)
+            if token is None:
+                first = rng.randrange(bits.bit_length()) if rng else 0
+                above = bits >> first
+                token = first + (above & -above).bit_length() - 1
+            if token in self._tokenizer.eog:
+                return
+            matcher.accept([token])
 
     def _vocabulary(self) -> LLTokenizer:
         if self._made is None:
-            self._made = _Pieces(self._tokenizer).made
+            pieces = _Pieces(self._tokenizer)
+            found = {piece: token for token, piece in enumerate(pieces.tokens) if len(piece) == 1}
+            self._short = [found[bytes([byte])] for byte in SHORT if bytes([byte]) in found]
+            self._made = pieces.made
         return self._made
 
 
@@ -132,6 +195,16 @@ class _Pieces:
         return self.made.greedy_tokenize(
             text if isinstance(text, str) else text.decode("utf-8", "replace")
         )
+
+
+def _schemas_in(constraint: Constraint) -> list[str]:
+    """The schemas in a grammar in Lark."""
+    found: list[str] = []
+    decode = json.JSONDecoder().raw_decode
+    for begin in _SCHEMA.finditer(constraint.text if constraint.kind == "lark" else ""):
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(constraint.text[begin.end() : decode(constraint.text, begin.end())[1]])
+    return found
 
 
 def refusal(error: BaseException) -> BatchEngineError:

@@ -24,6 +24,7 @@ from batchengine.fair_queue import FairQueue
 from batchengine.wire.frames import FrameProtocol
 from batchengine.wire.text import (
     TEXT_LINK,
+    Check,
     Done,
     Open,
     Phase,
@@ -37,6 +38,8 @@ from batchengine.wire.text import (
 log = logging.getLogger("batchengine.text")
 
 SHORT_PROCESSES = 2
+CHECK_PROCESSES = 2
+CHECK_NICE = 5  # grammars are compiled in the shadow of all else, and yet soon
 LONG_NICE = 15  # a long text takes processor time that lanes, short texts and the engine leave
 SHORT_BYTES_MAX = 256 << 10  # takes some 0.1 s at most unless it is hostile
 ATTEMPTS_MAX = 2  # the first loss may be the machine's fault (memory, a killed process)
@@ -48,6 +51,7 @@ class TextLimits:
     """Bounds of one preparation. The defaults fit a prompt of several million characters."""
 
     wall_s: float = 5.0
+    check_s: float = 3.0  # of a grammar, which takes milliseconds as a rule
     bytes_per_s: int = 1 << 20  # a long text gets a second more for each so many bytes
     start_s: float = 30.0  # a cold, loaded machine may take seconds to start an interpreter
     cpu_s: int = 120  # in case the engine itself cannot watch the clock
@@ -104,13 +108,15 @@ class _Job:
 
 
 class TextPool:
-    """Text processes for short texts, and one for long texts, which starts with the first."""
+    """Text processes for short texts; some for grammars and one for long texts, which start with
+    the first."""
 
     def __init__(self, opening: Open, reader: str, limits: TextLimits) -> None:
         short = [TextWorker(opening, reader, limits) for _ in range(SHORT_PROCESSES)]
         long = TextWorker(opening, reader, limits, nice=LONG_NICE)
-        self._all = (*short, long)
-        self._short, self._long = _Line(short), _Line([long])
+        check = [TextWorker(opening, "", limits, CHECK_NICE) for _ in range(CHECK_PROCESSES)]
+        self._all = (*short, long, *check)
+        self._short, self._long, self._check = _Line(short), _Line([long]), _Line(check)
         self._limits = limits
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -130,6 +136,7 @@ class TextPool:
             raise errors.TEXT_UNAVAILABLE(why="the engine stops")
         job = _Job(request, payload, tenant)
         line = self._long if len(payload) > SHORT_BYTES_MAX else self._short
+        line = self._check if isinstance(request, Check) else line
         line.queue.push(tenant, len(payload) + 1024, job)
         self._dispatch(line)
         try:
@@ -142,7 +149,7 @@ class TextPool:
         self._closed = True
         for worker in self._all:
             worker.kill("was closed")
-        for line in (self._short, self._long):
+        for line in (self._short, self._long, self._check):
             while (job := line.queue.pop()) is not None:
                 _fail(job, errors.TEXT_UNAVAILABLE(why="the engine stops"))
         while self._tasks:
@@ -183,6 +190,7 @@ class TextPool:
     async def _attempt(self, worker: TextWorker, job: _Job) -> bytes:
         payload = job.payload
         wall_s = self._limits.wall_s + len(payload) / self._limits.bytes_per_s
+        wall_s = self._limits.check_s if isinstance(job.request, Check) else wall_s
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
                 await worker.start()

@@ -24,13 +24,14 @@ import msgspec
 from batchengine import errors
 from batchengine.child import guard
 from batchengine.child.limits import Memory, confine, set_cpu_limit
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, Constraint
 from batchengine.text.encoder import TextEncoder
 from batchengine.text.renderer import OutputTooLong, Renderer, warm_up
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.frames import BlockingLink, Frame
 from batchengine.wire.text import (
     TEXT_LINK,
+    Check,
     Done,
     Encode,
     EncodeChat,
@@ -125,6 +126,9 @@ class TextProcess:
                 return token_bytes(encoder.encode_chat(messages, tools, kwargs))
             case Read(question) if self._reader is not None:
                 return self._reader(encoder, question, bytes(frame.payload))
+            case Check():
+                encoder.check_constraint(msgspec.msgpack.decode(frame.payload, type=Constraint))
+                return b""
             case other:
                 raise errors.TOKENIZER_FAILED(why=f"no reader for {type(other).__name__}")
 

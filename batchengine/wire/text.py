@@ -14,7 +14,7 @@ from batchengine.core import BatchEngineError
 from batchengine.errors import Problem
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 1
+VERSION = 2
 # phases
 TEMPLATE, TOKENIZER, GRAMMAR = "the chat template", "the tokenizer", "the grammar"
 
@@ -83,10 +83,17 @@ class Refused(Message, tag=7, frozen=True):
         )  # fmt: skip
 
 
-TextMessage = Open | Encode | EncodeChat | Read | Phase | Done | Refused
-TextRequest = Encode | EncodeChat | Read
+class Check(Message, tag=8, frozen=True):
+    """Engine -> process: whether an answer can be constrained to the payload, a
+    `core.Constraint` as msgpack. The result is empty."""
+
+
+TextMessage = Open | Encode | EncodeChat | Read | Check | Phase | Done | Refused
+TextRequest = Encode | EncodeChat | Read | Check
 TextFrame = Frame[TextMessage]
-TEXT_LINK = LinkSchema[TextMessage](VERSION, Open, Encode, EncodeChat, Read, Phase, Done, Refused)
+TEXT_LINK = LinkSchema[TextMessage](
+    VERSION, Open, Encode, EncodeChat, Read, Check, Phase, Done, Refused
+)
 
 
 def problem_of(phase: str) -> Problem:

@@ -18,8 +18,8 @@ from aiohttp import HttpVersion11, web
 
 from batchengine import errors
 from batchengine.config import keys
-from batchengine.core import BatchEngineError
-from service.engine_api import check_serving
+from batchengine.core import BatchEngineError, Kind
+from service.engine_api import EngineApi, check_serving
 from service.http import relay, sessions
 from service.http.access import address_of, has_key
 from service.http.admission import (
@@ -230,6 +230,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             answers = await responses.answers(engine, request[CALLER].tenant, found.turns)
             question = msgspec.structs.replace(question, answers=answers)
             found = await _read(request, question, data)
+        await _check_constraint(engine, found, request[CALLER].tenant)
         ignored = [*found.ignored, *betas.unknown(request.headers)]
         for name in ignored:
             engine.metrics.count_ignored_field(name)
@@ -255,6 +256,18 @@ async def _read(
     text, tenant = request.app[SERVICE].engine.text, request[CALLER].tenant
     answer = await text.read(reading.encode(question), memoryview(data), tenant=tenant)
     return reading.decode_reading(answer)
+
+
+async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> None:
+    """Raises 400 for a constraint that answers cannot follow."""
+    if found.constraint is None:
+        return
+    try:
+        await engine.text.check(found.constraint, found.constraint_digest, tenant=tenant)
+    except BatchEngineError as error:
+        if error.kind is Kind.INVALID:
+            error.param = found.constraint_param
+        raise
 
 
 async def _generate(request: web.Request) -> web.StreamResponse:

@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 import msgspec
 
-from batchengine.core import BatchEngineError, Constraint, OutputForm
+from batchengine.core import BatchEngineError, OutputForm
 from batchengine.families import Family
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
@@ -35,7 +35,6 @@ class PromptEncoder(typing.Protocol):
         tools: list[dict[str, Any]] | None,
         kwargs: dict[str, Any],
     ) -> list[int]: ...
-    def check_constraint(self, constraint: Constraint) -> None: ...
 
 
 class PromptLimits(msgspec.Struct, array_like=True, frozen=True):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from batchengine import errors
-from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
+from batchengine.core import CONSTRAINT_CHARS_MAX, PLAIN_OUTPUT, Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
 from service.protocols import carriers
 from service.protocols.llama import texts
@@ -61,6 +61,8 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     append_to: str = ""
     stored: bool = False
     digest: str = ""
+    constraint_param: str = ""
+    constraint_digest: bytes = b""
     turns: list[str] = []
 
     def prompt(self) -> Prompt:
@@ -112,12 +114,10 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     ignored += prompt.unread
     if ignored and asked.strict:
         raise errors.UNKNOWN_FIELDS(names=", ".join(ignored[:8]), param=ignored[0])
-    if prompt.constraint is not None:
-        try:
-            text.check_constraint(prompt.constraint)
-        except BatchEngineError as error:
-            error.param = prompt.constraint_param
-            raise
+    constraint = prompt.constraint
+    if constraint is not None and len(constraint.text) > CONSTRAINT_CHARS_MAX:
+        why = f"it has {len(constraint.text)} characters, and {CONSTRAINT_CHARS_MAX} are allowed"
+        raise errors.GRAMMAR_REFUSED(why=why, param=prompt.constraint_param)
     return encode(
         Reading(
             common,
@@ -135,8 +135,14 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             prompt.append_to,
             prompt.stored,
             _digest(body),
+            prompt.constraint_param,
+            b"" if constraint is None else _digest_of(constraint),
         )
     )
+
+
+def _digest_of(constraint: Constraint) -> bytes:
+    return hashlib.sha256(f"{constraint.kind} {constraint.text}".encode()).digest()
 
 
 def _digest(body: msgspec.Struct) -> str:

@@ -76,7 +76,7 @@ class FakeText:
     def ends_turn(self, token: int) -> bool:
         return token == ord("\n")
 
-    def check_constraint(self, constraint: Constraint) -> None:
+    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str) -> None:
         """Every grammar will do."""
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:

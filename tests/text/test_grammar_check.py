@@ -1,56 +1,186 @@
-"""A grammar is compiled in the text process that reads its request: what it refuses is a 400."""
+"""The check of a grammar, in a text process of its own: what it refuses is a 400."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
-import msgspec
 import pytest
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint, Kind
-from batchengine.text.encoder import TextEncoder
+from batchengine.families import FAMILIES
 from batchengine.text.frontend import TextFrontend
+from batchengine.text.grammar import CHECK_CPU_S_MAX, GrammarCompiler
+from batchengine.text.pool import TextLimits
+from batchengine.text.vocab import Tokenizer
+from bench.grammar import Words
+from service.protocols.families.grammars import Calls, constraint_of
 
 
-def read_constraint(encoder: TextEncoder, _question: bytes, body: bytes) -> bytes:
-    if body == b"defect":
-        raise KeyboardInterrupt  # as a panic of the library: no Exception
-    encoder.check_constraint(msgspec.json.decode(body, type=Constraint))
-    return b"good"
+def schema(value: object) -> Constraint:
+    return Constraint("json_schema", json.dumps(value))
 
 
-async def test_a_text_process_checks_a_grammar(pocket_path: Path) -> None:
-    """It is confined by then, and serves the next request after a refusal."""
-    reader = "tests.text.test_grammar_check:read_constraint"
-    text = await TextFrontend.open(pocket_path, reader=reader)
+def words(count: int) -> list[str]:
+    return [f"w{number * 7919 % 100_003}" for number in range(count)]
 
-    async def check(kind: str, grammar: str) -> bytes:
-        return await text.read(b"", msgspec.json.encode({"kind": kind, "text": grammar}))
+
+def fields(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "string"} for name in words(count)}}
+
+
+def tool(number: int, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": f"tool_{number}", "parameters": parameters}}
+
+
+def calls(family: str, tools: list[dict[str, Any]], *, required: bool = True) -> Constraint:
+    found = constraint_of(
+        FAMILIES[family],
+        lambda _: None,
+        in_reasoning=False,
+        may_reason=True,
+        calls=Calls(tools, required, True),
+        response=None,
+    )
+    assert found is not None
+    return found
+
+
+TOOLS = [tool(number, fields(3 + number % 12)) for number in range(100)]
+HONEST = {
+    "an enumeration of 3,000 values": schema({"enum": words(3000)}),
+    "the same in an object": schema({"properties": {"a": {"enum": words(3000)}}}),
+    "an object of 500 properties": schema(fields(500)),
+    "500 properties and no others": schema(fields(500) | {"additionalProperties": False}),
+    "500 required properties": schema(fields(500) | {"required": words(500)}),
+    "3,000 alternatives": Constraint("lark", "start: " + " | ".join(f'"{w}"' for w in words(3000))),
+    "100 kinds of objects": schema({"anyOf": [fields(n % 9) for n in range(100)]}),
+    "100 tools": calls("hermes", TOOLS),
+    "100 tools, or text": calls("hermes", TOOLS, required=False),
+    "100 tools in XML": calls("xml", TOOLS),
+    "a tool of 500 properties": calls("hermes", [tool(0, fields(500))]),
+}
+HOSTILE = {
+    "an object of 2,500 properties": schema(fields(2500)),
+    "a tool of 1,500 properties": calls("hermes", [*TOOLS[:5], tool(7, fields(1500))]),
+    "alternatives behind the first token": Constraint(
+        "lark",
+        'start: "{" ('
+        + " | ".join(f"x{n}" for n in range(6000))
+        + ")\n"
+        + "".join(f'x{n}: "{w}" x{n}?\n' for n, w in enumerate(words(6000))),
+    ),
+    "a long literal": schema({"const": "ab " * 100_000}),
+    "the same in a tool": calls(
+        "hermes", [tool(0, {"properties": {"a": {"const": "ab " * 100_000}}, "required": ["a"]})]
+    ),
+    "a product of alternatives": schema(
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{i}{j}": {"type": "null"}}} for j in range(4)]}
+                for i in "abcdef"
+            ]
+        }
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["pocket", "large"])
+def compiler(request: pytest.FixtureRequest, pocket_path: Path) -> GrammarCompiler:
+    """One of 2,048 tokens, and one of 151,936."""
+    made: dict[str, Callable[[], Any]] = {"pocket": lambda: Tokenizer(pocket_path), "large": Words}
+    return GrammarCompiler(cast(Tokenizer, made[request.param]()))
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_what_agents_send_passes(compiler: GrammarCompiler, name: str) -> None:
+    compiler.check(HONEST[name])
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_fails_behind_the_first_token_is_refused(compiler: GrammarCompiler, name: str) -> None:
+    compiler.matcher(Constraint("regex", "a"))  # the vocabulary is read
+    with pytest.raises(BatchEngineError) as caught:
+        compiler.check(HOSTILE[name])
+    assert caught.value.code == errors.GRAMMAR_REFUSED.code
+    assert caught.value.kind is Kind.INVALID
+
+
+def test_a_constraint_that_takes_long_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter((0.0, *[CHECK_CPU_S_MAX + 0.1] * 99))
+    monkeypatch.setattr(time, "thread_time", lambda: next(times))
+    with pytest.raises(BatchEngineError, match="takes more than 1 s"):
+        compiler.check(schema({}))
+
+
+async def test_a_process_checks_grammars(pocket_path: Path) -> None:
+    """It is confined by then, and serves the next one after a refusal."""
+    text = await TextFrontend.open(pocket_path)
+
+    async def check(kind: Any, grammar: str) -> None:
+        await text.check(Constraint(kind, grammar), grammar.encode())
 
     try:
-        assert await check("json_schema", '{"type": "object"}') == b"good"
+        await check("json_schema", '{"type": "object"}')
         for kind, bad in (("lark", "start: missing"), ("regex", "("), ("json_schema", "[")):
-            with pytest.raises(BatchEngineError) as caught:
-                await check(kind, bad)
-            assert caught.value.code == errors.GRAMMAR_REFUSED.code
-            assert caught.value.kind is Kind.INVALID
+            for _ in range(2):
+                with pytest.raises(BatchEngineError) as caught:
+                    await check(kind, bad)
+                assert caught.value.code == errors.GRAMMAR_REFUSED.code
+                assert caught.value.kind is Kind.INVALID
         with pytest.raises(BatchEngineError, match="regex parse error: unclosed character class"):
             await check("json_schema", '{"type": "string", "pattern": "["}')
-        assert await check("regex", "a+") == b"good"
+        await check("regex", "a+")
     finally:
         await text.close()
+
+
+SLOW = schema({"type": "integer", "multipleOf": 999_983})  # seconds inside the library
+
+
+async def test_a_grammar_that_takes_long_delays_no_text_of_its_own_tenant(
+    pocket_path: Path,
+) -> None:
+    """Nor grammars of others; its process is ended."""
+    text = await TextFrontend.open(pocket_path, limits=TextLimits(check_s=2.0))
+    try:
+        await text.encode("the")
+        both = (text.check(schema({}), name.encode(), tenant=name) for name in ("a", "b"))
+        await asyncio.gather(*both)  # both processes run
+        slow = asyncio.ensure_future(text.check(SLOW, b"slow", tenant="a"))
+        await asyncio.sleep(0)
+        assert await text.encode("the", tenant="a")
+        await text.check(schema({"type": "null"}), b"other", tenant="b")
+        assert not slow.done()
+        await text.check(schema({}), b"a", tenant="a")  # known to be good
+        assert not slow.done()
+        with pytest.raises(BatchEngineError, match="took longer") as caught:
+            await slow
+        assert caught.value.code == errors.GRAMMAR_REFUSED.code
+        await text.check(schema({"type": "null"}), b"again", tenant="a")
+    finally:
+        await text.close()
+
+
+def read_defect(*_: object) -> bytes:
+    raise KeyboardInterrupt  # as a panic of the library: no Exception
 
 
 async def test_a_defect_of_the_library_is_a_refusal_by_a_process_that_goes_on(
     pocket_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = await TextFrontend.open(
-        pocket_path, reader="tests.text.test_grammar_check:read_constraint"
-    )
+    reader = "tests.text.test_grammar_check:read_defect"
+    text = await TextFrontend.open(pocket_path, reader=reader)
     try:
         with pytest.raises(BatchEngineError, match="it failed: KeyboardInterrupt") as caught:
-            await text.read(b"", b"defect")
+            await text.read(b"", b"")
         assert caught.value.kind is Kind.INVALID
         assert not [one for one in caplog.records if one.name == "batchengine.text"]
     finally:

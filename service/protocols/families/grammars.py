@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from batchengine.core import Constraint
+from batchengine import errors
+from batchengine.core import CONSTRAINT_CHARS_MAX, Constraint
 from batchengine.families import ARGS, TAG_END, TOOL_CALLS, Family
 
 ANY = r"/(.|\n)*/"
@@ -46,8 +47,13 @@ class _Rules:
     family: Family
     control_id: Callable[[str], int | None]
     lines: list[str] = field(default_factory=list[str])
+    size: int = 0
 
     def add(self, name: str, body: str) -> str:
+        self.size += len(body)
+        if self.size > CONSTRAINT_CHARS_MAX:  # before it is too much for memory
+            why = f"it becomes a grammar of more than {CONSTRAINT_CHARS_MAX} characters"
+            raise errors.GRAMMAR_REFUSED(why=why)
         self.lines.append(f"{name}: {body}")
         return name
 
@@ -78,8 +84,7 @@ def constraint_of(
     """
     reasons = in_reasoning or may_reason
     if response is not None and response.kind == "json_schema":
-        schema = json.dumps(enforceable(json.loads(response.text)), separators=(",", ":"))
-        response = Constraint("json_schema", schema)
+        response = Constraint("json_schema", enforceable(response.text))
     if calls is None and (response is None or not reasons):
         return response
     rules = _Rules(family, control_id)
@@ -203,13 +208,19 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def enforceable(schema: object) -> object:
+def enforceable(schema: str) -> str:
     """A JSON Schema without patterns that no automaton can follow: those that look around or back.
 
     Schemas made from JavaScript's validators have them; the rest of the schema still holds.
     """
+    if '"pattern' not in schema or not _LOOKS_AROUND.search(schema):
+        return schema
+    return json.dumps(_enforceable(json.loads(schema)), separators=(",", ":"))
+
+
+def _enforceable(schema: object) -> object:
     if isinstance(schema, list):
-        return [enforceable(one) for one in cast("list[object]", schema)]
+        return [_enforceable(one) for one in cast("list[object]", schema)]
     if not isinstance(schema, dict):
         return schema
     made: dict[str, object] = {}
@@ -219,15 +230,14 @@ def enforceable(schema: object) -> object:
         if key == "patternProperties" and isinstance(value, dict):
             found = cast("dict[str, object]", value)
             value = {name: one for name, one in found.items() if not _LOOKS_AROUND.search(name)}
-        made[key] = enforceable(value)
+        made[key] = _enforceable(value)
     return made
 
 
 def _json(schema: object, options: dict[str, Any]) -> str:
-    schema = enforceable(schema)
     if isinstance(schema, dict):
         schema = cast("dict[str, Any]", schema) | {"x-guidance": options}
-    return "%json " + json.dumps(schema)
+    return "%json " + enforceable(json.dumps(schema))
 
 
 def _literal(text: str) -> str:
