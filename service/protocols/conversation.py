@@ -71,7 +71,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     messages = conversation.messages
     requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
     is_callable = conversation.tool_choice.mode != "none"
-    tools = conversation.tools or None if is_callable else None
+    tools = conversation.tools or None  # in the prompt of every turn, called or not
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
     first, begun = _split(conversation)
     prepared, template = history.prepare(first, tools, text), conversation.template
@@ -171,6 +171,7 @@ def _constraint(
         may_reason=may_reason and not inside,
         calls=calls,
         response=None if required else response,
+        refuses=choice.mode == "none" and bool(conversation.tools),
     )
 
 

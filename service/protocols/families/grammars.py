@@ -77,15 +77,18 @@ def constraint_of(
     may_reason: bool,
     calls: Calls | None,
     response: Constraint | None,
+    refuses: bool = False,
 ) -> Constraint | None:
     """The grammar of a whole answer; None = any text.
 
-    `calls` None = no call has to be forced or checked; `response` is the form of text.
+    `calls` None = no call has to be forced or checked; `response` is the form of text. `refuses`:
+    the answer must not call, though the prompt has tools.
     """
     reasons = in_reasoning or may_reason
+    refuses = refuses and response is None
     if response is not None and response.kind == "json_schema":
         response = Constraint("json_schema", enforceable(response.text))
-    if calls is None and (response is None or not reasons):
+    if calls is None and not refuses and (response is None or not reasons):
         return response
     rules = _Rules(family, control_id)
     choices: list[str] = []
@@ -96,6 +99,8 @@ def constraint_of(
             choices.append(_calls(rules, calls))
         else:
             choices += _text_or_calls(rules, calls)
+    if refuses:
+        choices.append(_no_call(rules))
     answer = rules.add("answer", " | ".join(choices))
     start = answer
     if reasons:
@@ -124,6 +129,12 @@ def _calls(rules: _Rules, calls: Calls) -> str:
     first = f"{marker} {body}".strip()
     more = f" ({between} {first})*" if calls.parallel else ""
     return rules.add("calls", first + more)
+
+
+def _no_call(rules: _Rules) -> str:
+    """A rule of any text without the marker that begins calls; a control token is none of text."""
+    marker = re.escape(next(iter(rules.family.forms))).replace("/", "\\/")
+    return rules.add("TEXT", rf"{ANY} & ~/(.|\n)*{marker}(.|\n)*/")
 
 
 def _text_or_calls(rules: _Rules, calls: Calls) -> list[str]:

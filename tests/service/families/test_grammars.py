@@ -145,6 +145,26 @@ def test_free_text_that_goes_over_to_calls(
         assert allows(free, f"Let me see.\n\n{one}")
 
 
+@pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)
+def test_text_without_calls(
+    family: str, control_id: Callable[[str], int | None], one: str, two: str
+) -> None:
+    def made(**more: Any) -> Constraint | None:
+        fields: dict[str, Any] = {"in_reasoning": False, "may_reason": True, "calls": None}
+        return constraint_of(
+            FAMILIES[family], control_id, **{**fields, "response": None, "refuses": True, **more}
+        )
+
+    opening, closing = FAMILIES[family].reasoning[0]
+    assert allows(made(), "Hello.\nHow < are [you]? {}")
+    assert allows(made(), f"{opening}\nSo.{closing}\n\nHello.")
+    assert allows(made(in_reasoning=True), f"So.{closing}\n\nHello.")
+    if family != "llama":  # whose calls are objects, which are text here
+        assert not allows(made(), one)
+        assert not allows(made(), f"Let me see.\n\n{two}")
+    assert made(response=FORMAT, may_reason=False) == FORMAT
+
+
 def test_old_mistral_lists() -> None:
     only = {"[TOOL_CALLS]": 257}.get
     two = "[TOOL_CALLS]" + OLD_MISTRAL[:-1] + ', {"name": "now", "arguments": {}}]'

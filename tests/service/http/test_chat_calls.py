@@ -155,7 +155,7 @@ ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, None), ("auto", None), ("none", None), ("required", "start: answer"),
+        (None, None), ("auto", None), ("none", "& ~/"), ("required", "start: answer"),
         (NAMED, "start: answer"), (ALLOWED, "head[suffix="),
     ],
 )  # fmt: skip
@@ -166,6 +166,8 @@ async def test_tool_choices(choice: Any, expected: str | None) -> None:
     assert (constraint is None) == (expected is None)
     assert expected is None or expected in constraint.text
     assert request.output.calls == (choice != "none")
+    _, _, plain = await asked(chat(tools=[TOOL]))
+    assert request.prompt == plain.prompt, "the tools stay, so that the prefix is found again"
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ async def test_message_forms_reach_the_template_as_plain_text() -> None:
         assert kwargs == {"enable_thinking": False, "reasoning_effort": "low"}
         body["tool_choice"] = "none"
         await post(served, "/v1/chat/completions", body)
-        assert served.engine.text.chats[1][1] is None
+        assert served.engine.text.chats[1][1] == tools
 
 
 async def test_n_choices_have_separate_seeds_and_one_session() -> None:
