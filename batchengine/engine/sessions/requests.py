@@ -1,4 +1,4 @@
-"""Requests: admission, the order of a session's requests, and one coroutine for each of them.
+"""Requests: the order of a session's requests, and one coroutine for each of them.
 
 Owns every request from `submit` to its last event. A session computes one request at a time. Agents
 send parallel calls under one id, so these wait in order of arrival, a resume before the others.
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import hashlib
 import itertools
 import logging
 from collections import deque
@@ -28,6 +26,7 @@ from batchengine.core import (
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.move_report import MoveCause
+from batchengine.engine.sessions.admission import RequestAdmission, with_session
 from batchengine.engine.sessions.closing import TurnClosing
 from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.parking import Parking
@@ -37,14 +36,11 @@ from batchengine.engine.state import EngineState
 from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.stream import Continuation, Generation
-from batchengine.engine.turns.turn import Turn, TurnEnd, check_request
-from batchengine.policy import cost
+from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
 from batchengine.text.frontend import TextFrontend
 
 log = logging.getLogger("batchengine.engine")
-
-SESSION_QUEUE_MAX = 16  # requests waiting for one session
 
 
 class Requests:
@@ -65,7 +61,6 @@ class Requests:
     ) -> None:
         """`check_model` raises BatchEngineError if the model's files have changed."""
         self._state = state
-        self._info = info
         self._text = text
         self._grammars = grammars
         self._journal = journal
@@ -75,10 +70,10 @@ class Requests:
         self._tasks = tasks
         self._check_model = check_model
         self.attempts = LeftAttempts()
+        self.admission = RequestAdmission(state, info, dispatcher)
         self._closing = TurnClosing(state, journal, recovery, dispatcher)
         self._running: set[asyncio.Task[None]] = set()
         self._keys = itertools.count(1)
-        self._fatal: BaseException | None = None
 
     def __repr__(self) -> str:
         return f"<Requests {len(self._state.requests)} sessions={len(self._state.lines)}>"
@@ -88,8 +83,8 @@ class Requests:
     def submit(self, request: GenerationRequest, more: Continuation | None = None) -> Generation:
         """Admit one generation, or raise BatchEngineError before anything has changed; `more` is
         what a request without a session goes on with."""
-        request = _with_session(request, self._recovery)
-        self._admit(request)
+        request = with_session(request, self._recovery)
+        self.admission.check(request)
         if request.session_id is None:
             session = Session(next(self._keys), f"be_{request.request_id}", request.tenant)
             generation = self._generation(request, session)
@@ -120,7 +115,7 @@ class Requests:
         Raises BatchEngineError (404, 409, 400), also if `turn_id` is set and not the last turn.
         """
         request = await self._recovery.resumable(tenant, session_id, from_token, turn_id)
-        self._admit(request)
+        self.admission.check(request)
         session = self._session(tenant, session_id)
         generation = self._generation(request, session)
         generation.resumes = from_token
@@ -152,7 +147,7 @@ class Requests:
 
     def drain(self) -> None:
         """Refuse all further requests."""
-        self._closing.draining = True
+        self._closing.draining = self.admission.draining = True
 
     async def over(self, timeout_s: float) -> None:
         """Wait until every request has ended, for `timeout_s` at most."""
@@ -176,27 +171,12 @@ class Requests:
 
     def fail_all(self, error: BaseException) -> None:
         """Fail every request, and refuse new ones, after a defect that stopped the engine."""
-        self._fatal = self._fatal or error
+        self.admission.fatal = self.admission.fatal or error
         for generation in self._state.requests:
             generation.fail(errors.ENGINE_FAILED(defect=type(error).__name__))
         self._state.turns.clear()
 
-    # ------------------------------------------------------------------------------ admission
-
-    def _admit(self, request: GenerationRequest) -> None:
-        """Raise BatchEngineError for any reason to refuse the request."""
-        state = self._state
-        if self._closing.draining:
-            raise errors.DRAINING()
-        if self._fatal is not None:
-            raise errors.ENGINE_FAILED(defect=type(self._fatal).__name__)
-        _check_state(state, request)
-        check_request(request, self._info.context_tokens, self._info.vocab_size)
-        if state.waiting >= state.config.limits.queue_max:
-            retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
-            raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)
-        _check_session(state, request)
-        self._dispatcher.admit(request)
+    # -------------------------------------------------------------------------------- parts
 
     def _generation(self, request: GenerationRequest, session: Session) -> Generation:
         generation = Generation(
@@ -453,38 +433,3 @@ def _refuse_waiting(state: EngineState) -> None:
     for generation in state.requests:
         if generation not in state.turns:
             generation.fail(errors.DRAINING())
-
-
-def _check_state(state: EngineState, request: GenerationRequest) -> None:
-    """Raise BatchEngineError if the engine begins no such request now."""
-    if state.leaving and (request.tenant, request.session_id) not in state.sessions:
-        raise errors.LEAVING()
-    if state.model_changed:
-        raise errors.MODEL_CHANGED(why=state.model_changed)
-
-
-def _check_session(state: EngineState, request: GenerationRequest) -> None:
-    """Raise BatchEngineError if the request's session takes none now."""
-    if request.session_id is None:
-        return
-    name = request.tenant, request.session_id
-    if name in state.dropping:
-        raise errors.SESSION_DROPPED(session_id=request.session_id)
-    session = state.sessions.get(name)
-    queue = None if session is None else state.queues.get(session.key)
-    if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
-        raise errors.SESSION_BUSY(queued=len(queue))
-
-
-def _with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
-    """Return the request with a session id: its own, that of its tool calls, or one from its key.
-
-    By an id from its idempotency key, a retry finds what the first attempt computed.
-    """
-    if request.session_id is not None:
-        return request
-    found = recovery.calls.find(request.tenant, request.tool_call_ids, request.prompt)
-    if found is None and request.idempotency_key:
-        digest = hashlib.sha256(b"batchengine idempotency\0" + request.idempotency_key.encode())
-        found = f"idem_{digest.hexdigest()[:32]}"
-    return request if found is None else dataclasses.replace(request, session_id=found)

@@ -1,0 +1,75 @@
+"""Admission of requests by the engine: the reasons to refuse one before anything has changed.
+
+Owns the bound on a session's queue, and whether the engine takes requests at all. Bounds per lane
+and per tenant are the dispatcher's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+from batchengine import errors
+from batchengine.core import GenerationRequest, ModelInfo
+from batchengine.engine.placement.dispatcher import Dispatcher
+from batchengine.engine.sessions.recovery import SessionRecovery
+from batchengine.engine.state import EngineState
+from batchengine.engine.turns.turn import check_request
+from batchengine.policy import cost
+
+SESSION_QUEUE_MAX = 16  # requests waiting for one session
+
+
+class RequestAdmission:
+    """Checks the requests of one engine."""
+
+    def __init__(self, state: EngineState, info: ModelInfo, dispatcher: Dispatcher) -> None:
+        self.draining = False
+        self.fatal: BaseException | None = None  # the defect that stopped the engine
+        self._state = state
+        self._info = info
+        self._dispatcher = dispatcher
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raise BatchEngineError for any reason to refuse the request."""
+        state = self._state
+        if self.draining:
+            raise errors.DRAINING()
+        if self.fatal is not None:
+            raise errors.ENGINE_FAILED(defect=type(self.fatal).__name__)
+        if state.leaving and (request.tenant, request.session_id) not in state.sessions:
+            raise errors.LEAVING()
+        if state.model_changed:
+            raise errors.MODEL_CHANGED(why=state.model_changed)
+        check_request(request, self._info.context_tokens, self._info.vocab_size)
+        if state.waiting >= state.config.limits.queue_max:
+            retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
+            raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)
+        self._check_session(request)
+        self._dispatcher.admit(request)
+
+    def _check_session(self, request: GenerationRequest) -> None:
+        """Raise BatchEngineError if the request's session takes none now."""
+        if request.session_id is None:
+            return
+        state, name = self._state, (request.tenant, request.session_id)
+        if name in state.dropping:
+            raise errors.SESSION_DROPPED(session_id=request.session_id)
+        session = state.sessions.get(name)
+        queue = None if session is None else state.queues.get(session.key)
+        if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
+            raise errors.SESSION_BUSY(queued=len(queue))
+
+
+def with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
+    """Return the request with a session id: its own, that of its tool calls, or one from its key.
+
+    By an id from its idempotency key, a retry finds what the first attempt computed.
+    """
+    if request.session_id is not None:
+        return request
+    found = recovery.calls.find(request.tenant, request.tool_call_ids, request.prompt)
+    if found is None and request.idempotency_key:
+        digest = hashlib.sha256(b"batchengine idempotency\0" + request.idempotency_key.encode())
+        found = f"idem_{digest.hexdigest()[:32]}"
+    return request if found is None else dataclasses.replace(request, session_id=found)
