@@ -31,14 +31,13 @@ from batchengine.engine import boot, report
 from batchengine.engine.boot import Launch, Running
 from batchengine.engine.lane.supervisor import store_error
 from batchengine.engine.placement.migration import OnPoint, pass_point
-from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
+from batchengine.engine.remote import move
 from batchengine.engine.sessions import directory
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.lanes.worker_process import WORKER
 from batchengine.peers.transitions import LinkState
 from batchengine.policy.router import BULK, FAST
-from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
 from kv_store.errors import StoreError
 from kv_store.ledger.ledger import COMPACT_BYTES_MAX
@@ -347,34 +346,11 @@ class Engine:
             if await self.presence(tenant, session_id) is Presence.STORED:
                 raise errors.SESSION_AT_REST(session_id=session_id)
             raise errors.UNKNOWN_SESSION(given=session_id)
-        if to is None and tier == FAST:
-            peer, reason = self.running.dispatcher.peer_for(session)
-            if peer:
-                return (await self._to_peer(session, peer, reason)).as_dict()
-        moved = await self.running.remote.away.relocate(session, to)
-        if moved is None:
-            moved = await self.running.dispatcher.relocate(session, to, tier)
+        running = self.running
+        moved = await move.relocate(
+            self.state, running.dispatcher, running.remote.away, session, to, tier
+        )
         return moved.as_dict()
-
-    async def _to_peer(self, session: Session, peer: str, reason: str) -> MoveReport:
-        """Have a peer compute the session's turn, which the router chose for `reason`. If it
-        refuses, move the session to the best lane here, if there is another one."""
-        try:
-            moved = await self.running.remote.away.relocate(session, peer, reason)
-            if moved is not None:
-                return moved
-            why = f"{peer} is no peer any more"
-        except BatchEngineError as error:
-            why = f"not to peer {peer}: {error.why}"
-        try:
-            moved = await self.running.dispatcher.relocate(session, None, FAST)
-        except BatchEngineError as error:
-            home = self.state.home.get(session.key)
-            name = "none" if home is None else home.lane.name
-            stayed, cause = MoveOutcome.STAYED, MoveCause.PROMOTION
-            why = f"{why}; {error.why}"
-            return MoveReport(session.session_id, name, name, cause, outcome=stayed, why=why)
-        return dataclasses.replace(moved, reason=why)
 
     # ------------------------------------------------------------------------------- operator
 
