@@ -46,6 +46,8 @@ from service.protocols.responses.formatter import (
 
 log = logging.getLogger("batchengine.service")
 
+TEXT_SLICE = 4096  # characters of an answer that are read between two chances for other tasks
+
 
 async def behind(engine: EngineApi, tenant: str, prompt: Prompt) -> Prompt:
     """The prompt of a request that follows a response: without instructions that it has already.
@@ -189,7 +191,7 @@ async def _get(request: web.Request) -> web.StreamResponse:
     if is_cut and past.is_last and _says(past.request.echo.encode(), "background"):
         await _go_on(service, past)
         past = dataclasses.replace(past, is_running=True, finish_reason="")
-    return _answer(service, past)
+    return await _answer(service, past)
 
 
 async def _stream(request: web.Request, service: Service, past: PastTurn) -> web.StreamResponse:
@@ -232,7 +234,7 @@ async def _cancel(request: web.Request) -> web.Response:
     if past.is_running and not past.finish_reason:
         service.cancel(past.request.request_id)
         past = dataclasses.replace(past, is_running=False, finish_reason="cancelled")
-    return _answer(service, past)
+    return await _answer(service, past)
 
 
 async def _delete(request: web.Request) -> web.Response:
@@ -308,10 +310,14 @@ def _job(service: Service, past: PastTurn) -> HttpJob:
     )
 
 
-def _answer(service: Service, past: PastTurn) -> web.Response:
+async def _answer(service: Service, past: PastTurn) -> web.Response:
     formatter = ResponsesFormatter(_job(service, past))
-    # one that has ended may still run for a reader of its stream
-    body = formatter.stored(past) if past.finish_reason else formatter.begun()
+    body = formatter.begun()
+    if past.finish_reason:  # one that has ended may still run for a reader of its stream
+        for start in range(0, len(past.text), TEXT_SLICE):
+            formatter.add(past.text[start : start + TEXT_SLICE])
+            await asyncio.sleep(0)
+        body = formatter.stored(past)
     return web.Response(body=body, content_type="application/json")
 
 

@@ -52,6 +52,7 @@ class FamilyParser:
         self._family: Family = FAMILIES[form.family]
         self._reader = Reader()
         self._parts: list[OutputPart] = []
+        self._more: list[str] = []  # texts that belong to the last part
         self._calls = 0
         self._held = ""  # white space that is text if more text follows
         self._shown = False  # whether any text was
@@ -76,20 +77,36 @@ class FamilyParser:
             self._over = next(self._run, True) is True
 
     def _take_parts(self) -> list[OutputPart]:
+        self._join()
         parts, self._parts = self._parts, []
         return parts
+
+    def _join(self) -> None:
+        """Adds to the last part what belongs to it."""
+        if not self._more:
+            return
+        more = "".join(self._more)
+        self._more.clear()
+        match self._parts[-1]:
+            case Text(text):
+                self._parts[-1] = Text(text + more)
+            case Reasoning(text):
+                self._parts[-1] = Reasoning(text + more)
+            case CallArguments(call, json):
+                self._parts[-1] = CallArguments(call, json + more)
+            case CallStart():
+                raise AssertionError  # `_add` joins nothing to it
 
     def _add(self, part: OutputPart) -> None:
         """Adds a part, joined to the last one where both are of one kind."""
         last = self._parts[-1] if self._parts else None
         match part, last:
-            case Text(new), Text(old):
-                self._parts[-1] = Text(old + new)
-            case Reasoning(new), Reasoning(old):
-                self._parts[-1] = Reasoning(old + new)
-            case CallArguments(call, new), CallArguments(_, old):
-                self._parts[-1] = CallArguments(call, old + new)
+            case (Text(new), Text()) | (Reasoning(new), Reasoning()):
+                self._more.append(new)
+            case CallArguments(_, new), CallArguments():
+                self._more.append(new)
             case _:
+                self._join()
                 self._parts.append(part)
 
     def _text(self, text: str) -> None:

@@ -20,6 +20,7 @@ Sink = Callable[[str], None]
 
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_BETWEEN = re.compile(r'[^"\[\]{}]+')
 _SCALAR = re.compile(r"[-+.\w]+")
 
 
@@ -131,7 +132,7 @@ class Reader:
                 closing.pop()
                 sink(self.take())
             elif closing:
-                sink(self.take())
+                sink(self._match(_BETWEEN) or self.take())
                 continue
             elif not (yield from self._json_scalar(sink)):
                 return False

@@ -202,10 +202,14 @@ class ResponsesFormatter(Formatter):
             yield from joined(logprobs)
             yield after
 
+    def add(self, text: str) -> None:
+        """Reads more text of an answer of the ledger."""
+        self._items.push(self.answers[0].parser.push(text), [])
+
     def stored(self, past: PastTurn) -> bytes:
-        """The whole object of an answer of the ledger; what nothing recorded is left out of it."""
-        parser = self.answers[0].parser
-        self._items.push([*parser.push(past.text), *parser.flush()], [])
+        """The whole object of an answer of the ledger, whose text was added; what nothing recorded
+        is left out of it."""
+        self._items.push(self.answers[0].parser.flush(), [])
         status = STATUS.get(past.finish_reason, "failed")
         self._items.close("completed" if status == "completed" else "incomplete")
         prompt, made = len(self.job.requests[0].prompt), past.tokens

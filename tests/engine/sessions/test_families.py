@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchengine.core import BatchEngineError, GenerationRequest, Sampling, TimelineUse
 from batchengine.engine import Engine
+from batchengine.engine.sessions.timelines.outline import MARKS_MAX, Outline, Outlines
 from batchengine.policy.timelines.choice import MEMBERS_MAX
+from batchengine.text.vocab import Tokenizer
 from tests.support.engines import (
     Reference,
     Site,
@@ -250,3 +254,16 @@ async def test_the_open_page_of_an_idle_timeline_is_shared_too(site: Site) -> No
         assert families.items() <= {row["session_id"]: row["family"] for row in rows}.items()
         assert (await engine.session_detail("", "child"))["parent"] == "s"
         assert (await engine.session_detail("", "s"))["parent"] is None
+
+
+def test_the_outline_of_a_hostile_prompt_costs_no_more(pocket_path: Path) -> None:
+    """A prompt of token ids may be messages without any text."""
+    tokenizer = Tokenizer(pocket_path)
+    outlines = Outlines(tokenizer)
+    (mark,) = outlines.marks
+    user = tokenizer.encode("user\nHello", special=False, add_bos=False)
+    few, many = (mark,) * (MARKS_MAX - 1), (mark,) * 100_000
+    assert outlines.of((*few, mark, *user)) == Outline(len(few), len(few) + 1 + len(user), True)
+    began = time.process_time()
+    assert outlines.of((*many, *user)) == Outline()
+    assert time.process_time() - began < 0.1

@@ -227,6 +227,18 @@ def test_hostile_answers_cost_time_in_proportion(text: str) -> None:
     assert time.process_time() - began < 5.0
 
 
+@pytest.mark.parametrize("inner", ["1,", "[],", '"",', "\\n"])
+def test_a_text_that_arrives_at_once_costs_time_in_proportion(inner: str) -> None:
+    """As one of the ledger does."""
+    opening, end = '<tool_call>{"name": "f", "arguments": {"a": ', "}}</tool_call>"
+    pair = ('"', '"') if inner == "\\n" else ("[", "1]")
+    text = opening + pair[0] + inner * (300_000 // len(inner)) + pair[1] + end
+    began = time.process_time()
+    parts = parts_of(text)
+    assert time.process_time() - began < 2.5
+    assert arguments_of(parts, 0) == text[len(opening) - len('{"a": ') : -len("}</tool_call>")]
+
+
 def test_families_are_chosen_by_template_then_vocabulary() -> None:
     def no_token(text: str) -> bool:
         return False

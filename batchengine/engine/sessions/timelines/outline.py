@@ -17,6 +17,7 @@ ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>|<start_of_turn>
 ROLE = re.compile(r"\s*(system|developer|user|assistant|model|tool|ipython)\b")
 MARK_OF_USER = b"[INST]"  # no role follows it
 ROLE_TOKENS = 4  # that a role's name has at most
+MARKS_MAX = 64  # before the first user's message: what is looked at does not grow with the prompt
 
 
 class Outline(NamedTuple):
@@ -48,8 +49,12 @@ class Outlines:
     def of(self, prompt: Sequence[int]) -> Outline:
         """Return the outline of a prompt."""
         head = self._next(prompt, 0)
-        while head < len(prompt) and self.role(prompt, head) != "user":
+        for _ in range(MARKS_MAX):
+            if head == len(prompt) or self.role(prompt, head) == "user":
+                break
             head = self._next(prompt, head + 1)
+        else:
+            return Outline()
         if head == len(prompt):
             return Outline()
         end = self._next(prompt, head + 1)
