@@ -17,13 +17,17 @@ from typing import Literal
 # function  NAME>, parameters as <parameter=KEY>VALUE</parameter>, closed by </function>
 # objects   JSON {"name", "parameters"}, several with a semicolon between them
 # list      a JSON list of such objects, or NAME[ARGS]{...}
-CallForm = Literal["object", "function", "objects", "list"]
+# named     function SEP NAME and a block of code with JSON, or NAME SEP JSON, between two marks
+CallForm = Literal["object", "function", "objects", "list", "named"]
 
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 FUNCTION = "<function="
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+CALL_SEP = "<｜tool▁sep｜>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +35,9 @@ class Family:
     """Markup of one family.
 
     `forms`: the form of calls behind each marker that begins them. `bare`: an answer that begins
-    with a JSON object of a call's fields is a call. `writes`: the form in which the family is made
-    to call. `reasoning`: pairs of markers around reasoning, which stands before all else.
-    `inner`: further markers, inside calls.
+    with a JSON object of a call's fields is a call, or with [NAME(KEY=VALUE, ...)]. `writes`: the
+    form in which the family is made to call. `reasoning`: pairs of markers around reasoning, which
+    stands before all else. `inner`: further markers, inside calls.
     """
 
     name: str
@@ -42,6 +46,16 @@ class Family:
     reasoning: tuple[tuple[str, str], ...] = (THINK,)
     bare: bool = False
     inner: tuple[str, ...] = ()
+
+    @property
+    def opening(self) -> str:
+        """The marker that begins calls as the family is made to write them."""
+        return next(marker for marker, form in self.forms.items() if form == self.form)
+
+    @property
+    def form(self) -> CallForm:
+        """The form behind `opening`."""
+        return "object" if self.writes == "function" else self.writes
 
     @property
     def has_bare_values(self) -> bool:
@@ -63,13 +77,25 @@ FAMILIES = {
     for family in (
         Family("hermes", "object", _TAGGED, inner=(TAG_END,)),
         Family("xml", "function", _TAGGED, inner=(TAG_END,)),
-        Family("llama", "objects", {PYTHON_TAG: "objects", FUNCTION: "function"}, bare=True),
+        Family(
+            "llama",
+            "objects",
+            {PYTHON_TAG: "objects", **_TAGGED},
+            bare=True,
+            inner=(TAG_END,),
+        ),
         Family(
             "mistral",
             "list",
-            {TOOL_CALLS: "list"},
+            {TOOL_CALLS: "list", **_TAGGED},
             reasoning=(("[THINK]", "[/THINK]"), THINK),
-            inner=_BRACKETS,
+            inner=(TAG_END, *_BRACKETS),
+        ),
+        Family(
+            "deepseek",
+            "named",
+            {CALLS_BEGIN: "named", CALL_BEGIN: "named", **_TAGGED},
+            inner=(TAG_END, CALL_SEP, CALL_END, CALLS_END),
         ),
         Family(
             "generic",
@@ -83,6 +109,7 @@ FAMILIES = {
 MARKERS = frozenset[str]().union(*(family.markers for family in FAMILIES.values()))
 
 _FAMILY_SIGNS = (
+    ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("xml", re.compile(r"<function=|<parameter=")),
     ("hermes", re.compile(re.escape(TAG))),
     ("mistral", re.compile(r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]")),

@@ -6,6 +6,7 @@ hostile text or template: it runs in a text process (see `process`), never in th
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -32,8 +33,8 @@ class TextEncoder:
         self._renderer = renderer
         self._on_phase = on_phase
         self._guard = ControlGuard(tokenizer)
-        self.family: Family = family_of(renderer.source, tokenizer.special_ids.__contains__)
-        starts = [start for start, _ in self.family.reasoning]
+        self._family = family_of(renderer.source, tokenizer.special_ids.__contains__)
+        starts = [start for start, _ in self._family.reasoning]
         known = (renderer.source, tokenizer.special_ids)
         self.reasons = any(start in one for start in starts for one in known)
         self._takes: dict[str, bool] = {}
@@ -67,6 +68,14 @@ class TextEncoder:
     def ends_turn(self, token: int) -> bool:
         """Whether the token ends a message of the model."""
         return token in self._tokenizer.eog
+
+    @property
+    def family(self) -> Family:
+        """The family of the model; calls that its template cannot show are written in the form
+        that stands in the prompt instead."""
+        if self._family.writes != "object" and not self.takes("calls"):
+            self._family = dataclasses.replace(self._family, writes="object")
+        return self._family
 
     def takes(self, probe: str) -> bool:
         """Whether the template shows the last text of a probe of `messages.PROBES`."""

@@ -56,6 +56,15 @@ def test_a_template_is_probed_once_and_faults_are_no(mistral_path: Path) -> None
     assert not encoder(mistral_path, "{{ raise_exception('no') }}").takes("system")
 
 
+def test_calls_are_written_as_the_prompt_shows_them(mistral_path: Path) -> None:
+    """A template without calls has those of a conversation as text, in the form of its tools."""
+    bare = encoder(mistral_path, "[TOOL_CALLS]{{ messages[0].content }}").family
+    assert (bare.name, bare.writes, bare.opening) == ("mistral", "object", "<tool_call>")
+    shown = "{% for one in messages[1].tool_calls %}[TOOL_CALLS]{{ one.function.name }}{% endfor %}"
+    full = encoder(mistral_path, shown).family
+    assert (full.name, full.writes, full.opening) == ("mistral", "list", "[TOOL_CALLS]")
+
+
 def test_only_markers_of_a_family_are_shown(mistral_path: Path) -> None:
     async def main() -> tuple[str, str]:
         frontend = await TextFrontend.open(mistral_path)

@@ -15,7 +15,17 @@ from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, Constraint
-from batchengine.families import ARGS, TAG_END, TOOL_CALLS, Family
+from batchengine.families import (
+    ARGS,
+    CALL_BEGIN,
+    CALL_END,
+    CALL_SEP,
+    CALLS_BEGIN,
+    CALLS_END,
+    TAG_END,
+    TOOL_CALLS,
+    Family,
+)
 
 ANY = r"/(.|\n)*/"
 # As `tojson` of the templates writes it, and never white space without end.
@@ -133,7 +143,7 @@ def _calls(rules: _Rules, calls: Calls) -> str:
 
 def _no_call(rules: _Rules) -> str:
     """A rule of any text without the marker that begins calls; a control token is none of text."""
-    marker = re.escape(next(iter(rules.family.forms))).replace("/", "\\/")
+    marker = re.escape(rules.family.opening).replace("/", "\\/")
     return rules.add("TEXT", rf"{ANY} & ~/(.|\n)*{marker}(.|\n)*/")
 
 
@@ -142,9 +152,8 @@ def _text_or_calls(rules: _Rules, calls: Calls) -> list[str]:
     marker, body, between = _forms(rules, calls)
     if not marker:  # a call begins the answer
         more = f" ({between} {body})*" if calls.parallel else ""
-        return [rules.add("calls", body + more), rules.add("text", r"/([^{ \n](.|\n)*)?/")]
-    opening = next(iter(rules.family.forms))
-    head = rules.up_to("head", opening)
+        return [rules.add("calls", body + more), rules.add("text", r"/([^{\[ \n](.|\n)*)?/")]
+    head = rules.up_to("head", rules.family.opening)
     more = f" ({between} {marker} {body})*" if calls.parallel else ""
     return [rules.add("calls", f"{head} {body}{more}"), rules.add("text", ANY)]
 
@@ -165,6 +174,11 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
             case "list" if rules.control_id(ARGS) is not None:
                 args = rules.add(f"args{number}", _json(schema, EXACT))
                 body = f"{_literal(name)} {rules.marker(ARGS)} {args}"
+            case "named":
+                args = rules.add(f"args{number}", _json(schema, EXACT))
+                head = f"{_literal('function')} {rules.marker(CALL_SEP)}"
+                head += f" {_literal(name + chr(10) + '```json' + chr(10))}"
+                body = f"{head} {args} {_literal(chr(10) + '```')} {rules.marker(CALL_END)}"
             case "list":
                 body = _object(rules, number, name, schema, "arguments")
         bodies.append(rules.add(f"call{number}", body))
@@ -174,6 +188,12 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
             return rules.marker("<tool_call>"), body, _literal("\n")
         case "objects":
             return "", body, _literal("; ")
+        case "named":
+            begin = rules.marker(CALL_BEGIN)
+            several = f" ({_literal(chr(10))} {begin} {body})*" if calls.parallel else ""
+            end = rules.marker(CALLS_END)
+            named = rules.add("named", f"{begin} {body}{several} {end}")
+            return rules.marker(CALLS_BEGIN), named, ""
         case "list" if rules.control_id(ARGS) is not None:
             return rules.marker(TOOL_CALLS), body, ""
         case "list":

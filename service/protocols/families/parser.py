@@ -7,6 +7,7 @@ passed on as they come, so a call that the model writes wrong has arguments that
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from typing import cast
@@ -16,7 +17,11 @@ import msgspec
 from batchengine.core import OutputForm
 from batchengine.families import (
     ARGS,
+    CALL_BEGIN,
+    CALL_END,
     CALL_ID,
+    CALL_SEP,
+    CALLS_END,
     FAMILIES,
     FUNCTION,
     TAG_END,
@@ -36,6 +41,7 @@ from service.protocols.output import (
 
 NAME_CHARS_MAX = 256
 _NAME = re.compile(r"[\w.:/-]")
+_PYTHON_NAME = re.compile(r"[\w.]")
 _TAG_NAME = re.compile(r"[^<>\n]")
 _NAME_KEYS = ("name", "function", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
@@ -127,10 +133,12 @@ class FamilyParser:
         family, reader = self._family, self._reader
         if family.bare:
             reader.keep()
-            is_object = (yield from reader.space()) == "{"
+            following = yield from reader.space()
             self._held += reader.kept()
-            if is_object:
+            if following == "{":
                 yield from self._objects("", strict=True)
+            elif following == "[":
+                yield from self._bracket()
         openers = tuple(family.forms)
         while marker := (yield from reader.until(openers, self._text)):
             yield from self._call(family.forms[marker], marker)
@@ -185,6 +193,8 @@ class FamilyParser:
                 yield from self._objects(marker)
             case "list":
                 yield from self._listed(marker)
+            case "named":
+                yield from self._named(marker)
 
     def _tagged(self, marker: str) -> Reading[None]:
         reader = self._reader
@@ -250,6 +260,87 @@ class FamilyParser:
         self._start(name)
         yield from reader.json_value(self._arguments)
         self._calls += 1
+
+    def _named(self, marker: str) -> Reading[None]:
+        """Calls, each between two marks, of whose first `marker` may be one."""
+        reader = self._reader
+        is_begun = marker == CALL_BEGIN
+        while True:
+            reader.keep()
+            yield from reader.space()
+            if not is_begun and not (yield from reader.has(CALL_BEGIN)):
+                break
+            is_begun = False
+            name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
+            has_name = yield from reader.has(CALL_SEP)
+            if has_name and name == "function":
+                name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
+                yield from reader.space()
+                yield from reader.has("```json")
+            if not has_name or not name.strip() or (yield from reader.space()) != "{":
+                break
+            reader.kept()
+            marker = ""
+            self._start(name.strip())
+            yield from reader.json_value(self._arguments)
+            self._calls += 1
+            yield from reader.space()
+            yield from reader.has("```")
+            yield from reader.space()
+            yield from reader.has(CALL_END)
+        if not (yield from reader.has(CALLS_END)):
+            self._text(marker + reader.kept())
+
+    def _bracket(self) -> Reading[None]:
+        """An answer that begins with a bracket: that of a marker, or of calls as Python's."""
+        for marker, form in self._family.forms.items():
+            if marker[0] == "[" and (yield from self._reader.has(marker)):
+                yield from self._call(form, marker)
+                return
+        yield from self._pythonic()
+
+    def _pythonic(self) -> Reading[None]:
+        """[NAME(KEY=VALUE, ...), ...]; text where it begins otherwise."""
+        reader = self._reader
+        reader.keep()
+        reader.take()
+        while True:
+            yield from reader.space()
+            name = yield from reader.word(_PYTHON_NAME, NAME_CHARS_MAX)
+            if not name or not (yield from reader.has("(")):
+                break
+            key = yield from self._keyword()
+            if key is None or (not key and (yield from reader.peek()) != ")"):
+                break
+            reader.kept()
+            self._start(name)
+            before = "{"
+            while key:
+                value = yield from reader.python_value()
+                if value is None:
+                    return
+                self._arguments(f"{before}{_quoted(key)}: {_from_python(value)}")
+                before = ", "
+                key = (yield from self._keyword()) if (yield from reader.has(",")) else ""
+            self._arguments("{}" if before == "{" else "}")
+            yield from reader.has(")")
+            self._calls += 1
+            reader.keep()
+            yield from reader.space()
+            if not (yield from reader.has(",")):
+                if (yield from reader.has("]")):
+                    return
+                break
+        self._text(reader.kept())
+
+    def _keyword(self) -> Reading[str | None]:
+        """The name of an argument, with the sign behind it; "" where there is none, None where
+        something else is."""
+        reader = self._reader
+        yield from reader.space()
+        key = yield from reader.word(_PYTHON_NAME, NAME_CHARS_MAX)
+        yield from reader.space()
+        return key if not key or (yield from reader.has("=")) else None
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.
@@ -394,6 +485,16 @@ def _as_value(text: str) -> str:
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
     return bare if bare == "null" or _decoded(bare) is not None else _quoted(text)
+
+
+def _from_python(text: str) -> str:
+    """A value as Python writes it as JSON; what is none is text."""
+    try:
+        value = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
+        value.encode()  # half a surrogate cannot be
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return _as_value(text)
+    return value
 
 
 def _decoded(text: str) -> object:

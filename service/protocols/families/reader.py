@@ -139,6 +139,29 @@ class Reader:
             if not closing:
                 return True
 
+    def python_value(self) -> Reading[str | None]:
+        """Takes one value as Python writes it, up to a comma or bracket behind it; None where the
+        text ends inside it."""
+        pieces: list[str] = []
+        depth, quote = 0, ""
+        while True:
+            character = yield from self.peek()
+            if character == "":
+                return None
+            if not quote and not depth and character in ",)]}":
+                return "".join(pieces)
+            if quote and character == "\\":
+                pieces.append(self.take())
+                if (yield from self.peek()) == "":
+                    return None
+            elif quote:
+                quote = "" if character == quote else quote
+            elif character in "'\"":
+                quote = character
+            else:
+                depth += (character in "([{") - (character in ")]}")
+            pieces.append(self.take())
+
     def json_text(self) -> Reading[str | None]:
         """The value of a JSON string; None where there is none."""
         pieces: list[str] = []

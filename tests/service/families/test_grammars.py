@@ -105,12 +105,18 @@ XML = (
 LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
 MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
 OLD_MISTRAL = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
+BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DEEPSEEK = (
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather"
+    '\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>'
+)
 FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("hermes", no_control, HERMES, f"{HERMES}\n{HERMES}"),
     ("generic", no_control, HERMES, f"{HERMES}\n{HERMES}"),
     ("xml", no_control, XML, f"{XML}\n{XML}"),
     ("llama", no_control, LLAMA, f"{LLAMA}; {LLAMA}"),
     ("mistral", CONTROL.get, MISTRAL, MISTRAL + MISTRAL),
+    ("deepseek", no_control, f"{BEGIN}{DEEPSEEK}{END}", f"{BEGIN}{DEEPSEEK}\n{DEEPSEEK}{END}"),
 ]
 
 

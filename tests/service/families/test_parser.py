@@ -108,6 +108,46 @@ RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
         ("So.", "Wait.", [("search", ARGUMENTS), ("now", {})]),
     ),
     ("generic", XML, ("", "", [("search", XML_ARGUMENTS)])),
+    (
+        "deepseek",
+        "<think>\nSo.\n</think>\n\nWait.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>search"
+        f"\n```json\n{SEARCH}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{{}}"
+        "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("So.", "Wait.", [("search", ARGUMENTS), ("now", {})]),
+    ),
+    (
+        "deepseek",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>search<｜tool▁sep｜>{SEARCH}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        ("", "", [("search", ARGUMENTS)]),
+    ),
+    (
+        "deepseek",
+        f"<｜tool▁call▁begin｜>search<｜tool▁sep｜>{SEARCH}",
+        ("", "", [("search", ARGUMENTS)]),
+    ),
+    ("deepseek", XML, ("", "", [("search", XML_ARGUMENTS)])),
+    (
+        "llama",
+        """[search(query='a </tool_call> " b', limit=3), now()]""",
+        ("", "", [("search", ARGUMENTS), ("now", {})]),
+    ),
+    (
+        "llama",
+        r"""[f( a = {'b': [1, True, None]}, c="d'\n)", e = -1.5, g=("x",), h=raw)]""",
+        (
+            "",
+            "",
+            [("f", {"a": {"b": [1, True, None]}, "c": "d'\n)", "e": -1.5, "g": ["x"], "h": "raw"})],
+        ),
+    ),
+    ("llama", "[text](http://a) and (b)", ("", "[text](http://a) and (b)", [])),
+    ("llama", "[see(it), or not]", ("", "[see(it), or not]", [])),
+    ("llama", "[1, 2]", ("", "[1, 2]", [])),
+    (
+        "llama",
+        f'<tool_call>{{"name": "f", "arguments": {SEARCH}}}</tool_call>',
+        ("", "", [("f", ARGUMENTS)]),
+    ),
     ("generic", f"[TOOL_CALLS]search{SEARCH}", ("", "", [("search", ARGUMENTS)])),
     ("generic", "Just < text [with] {braces}.", ("", "Just < text [with] {braces}.", [])),
 ]
@@ -131,6 +171,14 @@ BROKEN = [
     ("llama", '<|python_tag|>search.call(query="x")'),
     ("llama", '{"name": "f", "parameters'),
     ("mistral", "[TOOL_CALLS] what?"),
+    ("deepseek", "<｜tool▁calls▁begin｜> what?"),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n[1]",
+    ),
+    ("llama", "[f(a"),
+    ("llama", "[f(a, b=1)]"),
+    ("llama", "[f(1)]"),
     ("mistral", "[TOOL_CALLS][1, 2]"),
     ("mistral", "[TOOL_CALLS]search[ARGS]nothing"),
 ]
@@ -217,6 +265,7 @@ def test_text_without_markup_is_never_changed(text: str, family: str) -> None:
         '<tool_call>{"a": ' + '"x", "a": ' * 20_000,
         '<tool_call>{"name": "f", "arguments": ' + '{"a": [' * 30_000,
         "<" * 100_000,
+        "<｜tool▁call▁begin｜>function" * 20_000,
         "<tool_call>{" + " " * 100_000,
         "<function=f><parameter=a>" + "\n" * 50_000 + "</parameter" * 5_000,
     ],
@@ -248,4 +297,5 @@ def test_families_are_chosen_by_template_then_vocabulary() -> None:
     assert family_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
     assert family_of("<|start_header_id|>", no_token).name == "llama"
     assert family_of("<|im_start|>", no_token).name == "generic"
+    assert family_of("{{'<｜tool▁calls▁begin｜>'}}", no_token).name == "deepseek"
     assert family_of("<|im_start|>", "<tool_call>".__eq__).name == "hermes"
