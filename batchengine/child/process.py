@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,21 @@ class ChildProcess:
         child = cls(process, pidfd, on_end)
         asyncio.get_running_loop().add_reader(pidfd, child.reap)
         return child
+
+    @classmethod
+    def start_linked(
+        cls, words: Sequence[str], on_end: Callable[[str, int], None]
+    ) -> tuple[ChildProcess, socket.socket]:
+        """Starts a command line whose descriptor 0 is one end of a link, and which writes nowhere
+        else; returns the other end, too. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with theirs:
+            try:
+                return cls.start(words, on_end, stdin=theirs.fileno(), **silent), ours
+            except OSError:
+                ours.close()
+                raise
 
     def kill(self, reason: str) -> None:
         """SIGKILL; `on_end` is called once the process is reaped, or after KILL_S.

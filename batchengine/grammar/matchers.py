@@ -11,8 +11,6 @@ import asyncio
 import itertools
 import logging
 import os
-import socket
-import subprocess
 import time
 from array import array
 from collections import deque
@@ -248,19 +246,9 @@ class Grammars:
 
     async def _spawn(self) -> None:
         loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._child = child = ChildProcess.start(
-                    python_command(self._module, str(os.getpid())),
-                    self._on_end,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            except OSError:
-                ours.close()
-                raise
+        words = python_command(self._module, str(os.getpid()))
+        self._child, ours = ChildProcess.start_linked(words, self._on_end)
+        child = self._child
         self._ended.clear()
 
         def on_lost(_: Exception | None) -> None:  # it exits, or it sent a bad frame

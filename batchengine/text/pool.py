@@ -11,7 +11,6 @@ import asyncio
 import logging
 import os
 import socket
-import subprocess
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -336,23 +335,10 @@ class TextWorker:
         await loop.create_connection(lambda: protocol, sock=sock)
 
     def _start_child(self) -> tuple[ChildProcess, socket.socket]:
-        ours, theirs = socket.socketpair()
         words = python_command(
             "batchengine.text.process", str(os.getpid()), self._reader, str(self._nice)
         )
-        with theirs:
-            try:
-                child = ChildProcess.start(
-                    words,
-                    self._on_end,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                )
-            except OSError:
-                ours.close()
-                raise
-        return child, ours
+        return ChildProcess.start_linked(words, self._on_end)
 
     def _on_end(self, how: str, _: int) -> None:
         assert self._end is not None

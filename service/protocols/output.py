@@ -77,10 +77,15 @@ def calls_of(parts: Iterable[OutputPart]) -> list[CallStart]:
     return [part for part in parts if isinstance(part, CallStart)]
 
 
-def arguments_of(parts: Iterable[OutputPart], call: int) -> str:
-    """The arguments of call number `call`."""
-    found = (part for part in parts if isinstance(part, CallArguments))
-    return "".join(part.json for part in found if part.call == call)
+def arguments_of(parts: Iterable[OutputPart]) -> list[str]:
+    """The arguments of an answer's calls, in the order of `calls_of`."""
+    found: list[list[str]] = []
+    for part in parts:
+        if isinstance(part, CallStart):
+            found.append([])
+        elif isinstance(part, CallArguments):
+            found[part.call].append(part.json)
+    return list(map("".join, found))
 
 
 def call_id_of(request_id: str, call: int, prefix: str = "call_") -> str:

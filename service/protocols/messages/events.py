@@ -50,7 +50,7 @@ STOP_REASONS = {
     "tool_calls": "tool_use",
 }
 
-CUT = "partial_json"
+PARTIAL = "partial_json"  # name of the arguments of a call that was cut
 
 Chunk = dict[str, Any]
 _encode = msgspec.json.Encoder().encode
@@ -302,8 +302,8 @@ def _input(text: str) -> object:
     try:
         value: object = msgspec.json.decode(text or "{}")
     except (msgspec.DecodeError, RecursionError):
-        return {CUT: text}
-    return msgspec.Raw(text.encode() or b"{}") if isinstance(value, dict) else {CUT: text}
+        return {PARTIAL: text}
+    return msgspec.Raw(text.encode() or b"{}") if isinstance(value, dict) else {PARTIAL: text}
 
 
 def error_object(error: BatchEngineError, request_id: str = "") -> dict[str, object]:

@@ -219,8 +219,8 @@ class ChatFormatter(OpenAIFormatter):
     def _choice(self, index: int, answer: Answer) -> Chunk:
         parts = answer.parts
         calls = [
-            self._call(index, call, name, arguments_of(parts, call))
-            for call, name in calls_of(parts)
+            self._call(index, call, name, arguments)
+            for (call, name), arguments in zip(calls_of(parts), arguments_of(parts), strict=True)
         ]
         text = plain_text(parts)
         message: Chunk = {

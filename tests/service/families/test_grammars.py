@@ -135,7 +135,7 @@ def test_forced_calls(
     parser = parser_of(form)
     parts = [*parser.push(one), *parser.flush()]
     assert [call.name for call in calls_of(parts)] == ["weather"]
-    assert json.loads(arguments_of(parts, 0))["city"] == "Paris"
+    assert json.loads(arguments_of(parts)[0])["city"] == "Paris"
 
 
 @pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)

@@ -43,7 +43,7 @@ def parts_of(text: str, cuts: list[int] | None = None, **fields: Any) -> list[Ou
 
 
 def summary(parts: list[OutputPart]) -> tuple[str, str, list[tuple[str, object]]]:
-    calls = [(one.name, json.loads(arguments_of(parts, one.call))) for one in calls_of(parts)]
+    calls = [(one.name, json.loads(arguments_of(parts)[one.call])) for one in calls_of(parts)]
     return reasoning_text(parts), plain_text(parts), calls
 
 
@@ -197,7 +197,7 @@ def test_a_call_after_a_broken_one_is_found() -> None:
 def test_a_call_that_is_cut_off_keeps_what_was_written() -> None:
     parts = parts_of('<tool_call>{"name": "f", "arguments": {"a": "x')
     assert [type(part).__name__ for part in parts] == ["CallStart", "CallArguments"]
-    assert arguments_of(parts, 0) == '{"a": "x'
+    assert arguments_of(parts)[0] == '{"a": "x'
 
 
 def test_raw_line_breaks_in_arguments_are_escaped() -> None:
@@ -285,7 +285,7 @@ def test_a_text_that_arrives_at_once_costs_time_in_proportion(inner: str) -> Non
     began = time.process_time()
     parts = parts_of(text)
     assert time.process_time() - began < 2.5
-    assert arguments_of(parts, 0) == text[len(opening) - len('{"a": ') : -len("}</tool_call>")]
+    assert arguments_of(parts)[0] == text[len(opening) - len('{"a": ') : -len("}</tool_call>")]
 
 
 def test_families_are_chosen_by_template_then_vocabulary() -> None:

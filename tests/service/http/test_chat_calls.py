@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -18,6 +19,7 @@ from batchengine.core import (
 )
 from service.protocols import requests
 from service.protocols.openai.chat import ChatFormatter
+from service.protocols.output import CallArguments, CallStart, OutputPart
 from tests.support.fake_engine import FakeEngine, chat, serving
 
 REPLY = (
@@ -294,3 +296,18 @@ async def test_limits_and_penalties_by_other_names() -> None:
     assert request.sampling.repetition_penalty == 1.5
     _, _, request = await asked(chat(n_predict=3))
     assert request.tokens_max == 3
+
+
+def test_an_answer_of_many_calls_costs_time_in_proportion() -> None:
+    """It is made on the event loop."""
+    formatter = formatter_of()
+    answer, parts = formatter.answers[0], list[OutputPart]()
+    for call in range(5000):
+        parts += [CallStart(call, "f"), CallArguments(call, "{"), CallArguments(call, "}")]
+    answer.parts, answer.calls, answer.finish_reason = parts, 5000, "stop"
+    began = time.process_time()
+    (choice,) = json.loads(b"".join(formatter.whole()))["choices"]
+    assert time.process_time() - began < 1.0
+    calls = choice["message"]["tool_calls"]
+    assert {one["function"]["arguments"] for one in calls} == {"{}"}
+    assert len({one["id"] for one in calls}) == 5000
