@@ -40,6 +40,46 @@ class CallArguments(NamedTuple):
 OutputPart = Text | Reasoning | CallStart | CallArguments
 
 
+class GrowingParts:
+    """Parts as a parser finds them; those of one kind that follow each other are joined."""
+
+    def __init__(self) -> None:
+        self._parts: list[OutputPart] = []
+        self._more: list[str] = []  # texts that belong to the last part
+
+    def add(self, part: OutputPart) -> None:
+        """Adds a part."""
+        last = self._parts[-1] if self._parts else None
+        match part, last:
+            case (Text(new), Text()) | (Reasoning(new), Reasoning()):
+                self._more.append(new)
+            case CallArguments(_, new), CallArguments():
+                self._more.append(new)
+            case _:
+                self._join()
+                self._parts.append(part)
+
+    def take(self) -> list[OutputPart]:
+        """The parts since the last call."""
+        self._join()
+        parts, self._parts = self._parts, []
+        return parts
+
+    def _join(self) -> None:
+        more, self._more = "".join(self._more), []
+        if not more:
+            return
+        match self._parts[-1]:
+            case Text(text):
+                self._parts[-1] = Text(text + more)
+            case Reasoning(text):
+                self._parts[-1] = Reasoning(text + more)
+            case CallArguments(call, json):
+                self._parts[-1] = CallArguments(call, json + more)
+            case CallStart():
+                raise AssertionError  # `add` joins nothing to it
+
+
 class OutputParser(Protocol):
     """Splits the text of one choice; holds back text whose kind is not certain yet."""
 

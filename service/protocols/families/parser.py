@@ -32,6 +32,7 @@ from service.protocols.families.reader import Reader, Reading
 from service.protocols.output import (
     CallArguments,
     CallStart,
+    GrowingParts,
     OutputParser,
     OutputPart,
     PlainText,
@@ -57,8 +58,7 @@ class FamilyParser:
         self._form = form
         self._family: Family = FAMILIES[form.family]
         self._reader = Reader()
-        self._parts: list[OutputPart] = []
-        self._more: list[str] = []  # texts that belong to the last part
+        self._parts = GrowingParts()
         self._calls = 0
         self._held = ""  # white space that is text if more text follows
         self._shown = False  # whether any text was
@@ -69,51 +69,18 @@ class FamilyParser:
         if text:
             self._reader.feed(text)
             self._advance()
-        return self._take_parts()
+        return self._parts.take()
 
     def flush(self) -> list[OutputPart]:
         self._reader.end()
         self._advance()
-        return self._take_parts()
+        return self._parts.take()
 
     # ---- inner ----
 
     def _advance(self) -> None:
         if not self._over:
             self._over = next(self._run, True) is True
-
-    def _take_parts(self) -> list[OutputPart]:
-        self._join()
-        parts, self._parts = self._parts, []
-        return parts
-
-    def _join(self) -> None:
-        """Adds to the last part what belongs to it."""
-        if not self._more:
-            return
-        more = "".join(self._more)
-        self._more.clear()
-        match self._parts[-1]:
-            case Text(text):
-                self._parts[-1] = Text(text + more)
-            case Reasoning(text):
-                self._parts[-1] = Reasoning(text + more)
-            case CallArguments(call, json):
-                self._parts[-1] = CallArguments(call, json + more)
-            case CallStart():
-                raise AssertionError  # `_add` joins nothing to it
-
-    def _add(self, part: OutputPart) -> None:
-        """Adds a part, joined to the last one where both are of one kind."""
-        last = self._parts[-1] if self._parts else None
-        match part, last:
-            case (Text(new), Text()) | (Reasoning(new), Reasoning()):
-                self._more.append(new)
-            case CallArguments(_, new), CallArguments():
-                self._more.append(new)
-            case _:
-                self._join()
-                self._parts.append(part)
 
     def _text(self, text: str) -> None:
         """Adds text of the answer; white space waits until other text follows."""
@@ -122,13 +89,13 @@ class FamilyParser:
             self._held += text
             return
         whole, self._held = self._held + body, text[len(body) :]
-        self._add(Text(whole))
+        self._parts.add(Text(whole))
         self._shown = True
 
     def _answer(self) -> Reading[bool]:
         yield from self._reasoning()
         if not self._form.calls:
-            yield from self._reader.until((), lambda text: self._add(Text(text)))
+            yield from self._reader.until((), lambda text: self._parts.add(Text(text)))
             return True
         family, reader = self._family, self._reader
         if family.bare:
@@ -143,7 +110,7 @@ class FamilyParser:
         while marker := (yield from reader.until(openers, self._text)):
             yield from self._call(family.forms[marker], marker)
         if self._held and (self._shown or not self._calls):
-            self._add(Text(self._held))
+            self._parts.add(Text(self._held))
         return True
 
     def _reasoning(self) -> Reading[None]:
@@ -159,7 +126,7 @@ class FamilyParser:
             else:
                 self._held = space
                 if not self._form.calls and space:
-                    self._add(Text(space))
+                    self._parts.add(Text(space))
                 return
         yield from reader.space()
         held = ""
@@ -168,7 +135,7 @@ class FamilyParser:
             nonlocal held
             body = text.rstrip()
             if body:
-                self._add(Reasoning(held + body))
+                self._parts.add(Reasoning(held + body))
                 held = ""
             held += text[len(body) :]
 
@@ -176,11 +143,11 @@ class FamilyParser:
             yield from reader.space()
 
     def _start(self, name: str) -> None:
-        self._add(CallStart(self._calls, name))
+        self._parts.add(CallStart(self._calls, name))
         self._held, self._shown = "", False
 
     def _arguments(self, text: str) -> None:
-        self._add(CallArguments(self._calls, text))
+        self._parts.add(CallArguments(self._calls, text))
 
     def _call(self, form: CallForm, marker: str) -> Reading[None]:
         """One call, or several, behind `marker`, which is text if there is none."""
