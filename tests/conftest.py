@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Random tests draw other examples in each `make soak`, 1,000 of them; otherwise the same 100, or
 # their part of it, so that a change passes or fails for what it changes.
 settings.register_profile("soak", max_examples=1000, deadline=None)
-settings.register_profile("suite", derandomize=True)
+settings.register_profile("suite", derandomize=True, deadline=None)  # machines are shared
 settings.load_profile("suite")
 
 

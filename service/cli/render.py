@@ -12,7 +12,7 @@ AGE_UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def move_line(move: Facts) -> str:
-    """One hand-over, from the report of promote and demote or from a decision's log."""
+    """One move, from the report of promote and demote or from a decision's log."""
     source, target = move.get("source", move.get("from")), move.get("target", move.get("to"))
     result = str(move["result"])
     why = f" ({move['reason']})" if move.get("reason") else ""
@@ -81,7 +81,7 @@ def explain_lines(found: Facts) -> list[str]:
             f"now       {found['state']}"
             + (f" on lane {found['lane']}" if found.get("lane") else "")
             + f", {found.get('tokens', 0):,} tokens"
-            + (", a hand-over is on the way" if found.get("moving") else "")
+            + (", it moves now" if found.get("moving") else "")
         )
         lines += [f"{title:<9} {text}" for title, text in held_lines(found).items()]
     decisions: Sequence[Facts] = found["decisions"]
@@ -109,7 +109,7 @@ def _decision(one: Facts) -> list[str]:
         f"decision  {_where(one)}: {one['reason']}",
         f"asked     {asked['prompt_tokens']:,} prompt tokens, about {asked['tokens_out']:,} to"
         f" come{_promises(asked)}" + (", promotion wanted" if asked.get("promote") else ""),
-        f"KV        {_kv(one.get('session'))}",
+        f"KV        {_kv(one.get('session'), asked.get('stored_tokens', 0))}",
     ]
     lines += _candidates(one["candidates"], one["lane"])
     lines += _outlooks(one.get("outlooks", ()))
@@ -138,9 +138,9 @@ def _promises(asked: Facts) -> str:
     return "; " + ", ".join(found) if found else ""
 
 
-def _kv(session: Facts | None) -> str:
+def _kv(session: Facts | None, stored: int) -> str:
     if session is None:
-        return "the session had none"
+        return "the session had none" + (f", the store {stored:,} tokens" if stored else "")
     rows = f", {session['open_rows']:,} rows in its open page" if session["open_rows"] else ""
     reused = f"{session['reused_tokens']:,} tokens of the prompt"
     return f"the session had {reused} on {session['lane']}{rows}"

@@ -414,7 +414,7 @@ def _held_back(state: EngineState, session: Session, home: LaneLoop) -> str:
     if not state.config.router.promote_auto and home.up:
         return "router.promote_auto is off"
     if session.key in state.moves:
-        return "a hand-over is on the way"
+        return "it moves already"
     if session.kv.held and home.up:
         return "peers hold pages of it"
     return ""

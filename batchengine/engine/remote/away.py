@@ -255,7 +255,7 @@ class AwayTurns:
         if turn.matcher is not None:
             return "its answer follows a grammar, whose masks are computed here"
         if session.key in self._state.moves:
-            return "a hand-over is on the way"
+            return "it moves already"
         if session.kv.n_held or session.kv.later:
             names = sorted({segment.peer for segment in session.kv.held} - {SELF})
             return f"peers keep {session.kv.n_held} of its pages: {', '.join(names)}"
