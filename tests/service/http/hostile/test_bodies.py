@@ -16,6 +16,7 @@ from batchengine.text.frontend import TextFrontend
 from service.protocols import reading
 from tests.service.http.hostile import CHAT, TEXT
 from tests.service.least import least
+from tests.support.engines import until
 from tests.support.fake_engine import (
     CONTEXT_TOKENS,
     VOCAB_SIZE,
@@ -286,7 +287,7 @@ async def test_a_bad_request_does_not_affect_others() -> None:
     engine = FakeEngine(reply=["x"] * 50, delay_s=0.01)
     async with serving(engine) as served:
         stream = asyncio.create_task(post(served, CHAT, chat()))
-        await asyncio.sleep(0.05)
+        await until(lambda: bool(engine.generations))
         async with aiohttp.ClientSession(served.base) as client:
             for body, _ in BAD_BODIES:
                 async with client.post(

@@ -1,0 +1,1 @@
+"""The dispatcher on plain data: fake lanes, a clock that tests set."""
