@@ -174,6 +174,7 @@ async def answer_stream(
     formatter: Formatter,
     live: Live,
     first_id: int | None = None,
+    known: int = 0,
     *,
     keeps: bool = False,
 ) -> web.StreamResponse:
@@ -181,12 +182,12 @@ async def answer_stream(
 
     A stream ends with the formatter's last events only when every choice finished; after an error
     event it just ends. With `first_id` events carry ids: the turn of the only choice, and how many
-    of its tokens were sent so far, counted from there.
+    of its tokens were sent so far, counted from there; `known` events behind them are not sent.
     """
     server = request.app[SERVICE].config.server
     stream = sse.EventStream(request, request[HEADERS], server.reader_stall_s)
     if first_id is not None:
-        formatter.ids = EventIds(first_id, lambda: live.generations[0].turn_id)
+        formatter.ids = EventIds(first_id, lambda: live.generations[0].turn_id, known)
     source = source_of(live.generations)
     try:
         await stream.open()

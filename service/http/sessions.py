@@ -128,7 +128,7 @@ async def _stream(request: web.Request) -> web.StreamResponse:
     if not given:
         what, fix = "session_id is required", "GET /v1/stream?session_id=…&from=0"
         raise errors.INVALID_FIELD(param="session_id", what=what, fix=fix)
-    turn_id, from_token = _position(request)
+    turn_id, from_token, known = _position(request)
     with service.admit(caller.tenant):
         session_id = operations.own_session(service.engine, caller.tenant, given)
         try:
@@ -157,13 +157,14 @@ async def _stream(request: web.Request) -> web.StreamResponse:
         headers["x-batchengine-session-id"] = generation.session_id or session_id
         live = service.enter(Live(job, [generation], time.monotonic()))
     try:
-        return await relay.answer_stream(request, formatter, live, first_id=from_token)
+        return await relay.answer_stream(request, formatter, live, from_token, known)
     finally:
         service.leave(live, f"resumed from {from_token}, {live.outcome}")
 
 
-def _position(request: web.Request) -> tuple[str, int]:
-    """(turn, tokens of it that the reader has); Last-Event-ID wins over `turn` and `from`.
+def _position(request: web.Request) -> tuple[str, int, int]:
+    """(turn, tokens of it that the reader has, events behind them); Last-Event-ID wins over `turn`
+    and `from`.
 
     The turn is "" = the last one only for a reader that has no token yet.
     """
@@ -174,7 +175,8 @@ def _position(request: web.Request) -> tuple[str, int]:
     else:
         named, _, text = text.rpartition(":")
         turn_id = named or turn_id
-    if not (text.isascii() and text.isdecimal() and len(text) <= 8) or int(text) > TOKENS_MAX:
+    text, point, events = text.partition(".")
+    if not _is_count(text) or not _is_count(events if point else "0"):
         raise errors.INVALID_FIELD(
             param=param,
             what=f"{param} has a wrong value",
@@ -197,7 +199,12 @@ def _position(request: web.Request) -> tuple[str, int]:
             fix=f"send all of the last id: line as {LAST_EVENT} (TURN:{text}), or turn=TURN beside"
             " the number; from=0 streams the last turn from its beginning",
         )
-    return turn_id, int(text)
+    return turn_id, int(text), int(events or "0")
+
+
+def _is_count(text: str) -> bool:
+    is_number = text.isascii() and text.isdecimal() and len(text) <= 8
+    return is_number and int(text) <= TOKENS_MAX
 
 
 ROUTES = (

@@ -28,31 +28,53 @@ class SseEvent(NamedTuple):
 
 
 class EventIds:
-    """Ids of the events of a stream that can be resumed: its turn, and how many tokens were sent.
+    """Ids of the events of a stream that can be resumed: its turn, how many tokens were sent, and
+    behind a point how many events of what follows them: the next token, or the end.
 
     Tokens that show no text count too, so the number is exactly what `from=` takes. The turn is
     part of the id: by the time the rest is asked for, the session may have had another.
     """
 
-    def __init__(self, first: int, turn_of: Callable[[], str]) -> None:
-        """`turn_of` is called once a token was sent: an earlier request may have begun the turn."""
+    def __init__(self, first: int, turn_of: Callable[[], str], events: int = 0) -> None:
+        """`events`: how many behind token `first` the reader has. `turn_of` is called once a token
+        was sent: an earlier request may have begun the turn."""
         self._first = first
         self._sent = first
         self._turn_of = turn_of
+        self._known = events
 
     @property
     def has_begun(self) -> bool:
         """Whether a token was sent: events have ids from then on."""
         return self._sent > self._first
 
-    def count(self) -> None:
-        """Counts one more sent token."""
-        self._sent += 1
+    def of_token(self, events: list[SseEvent]) -> list[SseEvent]:
+        """The events of one more token with their ids, but for those that the reader has."""
+        before, self._sent = self._place, self._sent + 1
+        last = [event._replace(id=self._place) for event in events[-1:]]
+        return self._unknown(_numbered(before, events[:-1]) + last)
+
+    def of_end(self, events: list[SseEvent]) -> list[SseEvent]:
+        """The events of the end likewise; at least the last: no stream is without one."""
+        last = [event._replace(id="") for event in events[-1:]]
+        return self._unknown(_numbered(self._place, events[:-1])) + last
 
     @property
     def current(self) -> str:
-        """The id of an event that is sent now, which `Last-Event-ID` brings back; "" = none yet."""
-        return f"{self._turn_of()}:{self._sent}" if self.has_begun else ""
+        """The id of an event that changes nothing; "" = none yet."""
+        return self._place if self.has_begun else ""
+
+    @property
+    def _place(self) -> str:
+        return f"{self._turn_of()}:{self._sent}"
+
+    def _unknown(self, events: list[SseEvent]) -> list[SseEvent]:
+        known, self._known = self._known, 0
+        return events[known:]
+
+
+def _numbered(place: str, events: list[SseEvent]) -> list[SseEvent]:
+    return [event._replace(id=f"{place}.{n}") for n, event in enumerate(events, 1)]
 
 
 @dataclass(slots=True)
@@ -126,16 +148,12 @@ class Formatter(ABC):
 
     def token(self, index: int, event: TokenEvent) -> list[SseEvent]:
         """The events of one token of choice `index`; none where it shows nothing yet."""
-        if self.ids is not None:
-            self.ids.count()
         answer = self.answers[index]
         answer.bare += event.logprob is None
         parts = answer.push(event.text)
-        if not parts and event.logprob is None:
-            return []
-        events = self._token(index, event, parts)
-        # an id says that the reader has the whole token, so the last event alone has it
-        return [*(other._replace(id="") for other in events[:-1]), *events[-1:]]
+        shows = parts or event.logprob is not None
+        events = self._token(index, event, parts) if shows else []
+        return events if self.ids is None else self.ids.of_token(events)
 
     def skip(self, index: int, event: SkippedEvent) -> None:
         """Notes one token of choice `index` that the reader has from an earlier stream."""
@@ -143,7 +161,8 @@ class Formatter(ABC):
 
     def finish(self, index: int, event: DoneEvent) -> list[SseEvent]:
         """The last events of choice `index`, and those of the stream once every choice is over."""
-        return self._finish(index, self._end(index, event))
+        events = self._finish(index, self._end(index, event))
+        return events if self.ids is None else self.ids.of_end(events)
 
     @abstractmethod
     def noop(self) -> list[SseEvent]:

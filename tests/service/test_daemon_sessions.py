@@ -79,7 +79,7 @@ class Reader:
                 return
             if line.startswith("id: "):
                 named = line[4:-1]
-                pending = int(named.rpartition(":")[2])
+                pending = int(named.rpartition(":")[2].partition(".")[0])
             elif line == "data: [DONE]\n":
                 self.is_done = True
             elif line.startswith("data: {") and line.endswith("}\n"):

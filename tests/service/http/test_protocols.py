@@ -113,7 +113,7 @@ def test_event_ids_begin_with_the_first_token() -> None:
     assert made.token(0, TokenEvent(1, "")) == []
     assert made.token(0, TokenEvent(1, "x"))[0].id == "turn:6"
     closing = made.finish(0, DoneEvent("stop", Usage()))
-    assert [event.id for event in closing] == ["turn:6", ""]
+    assert [event.id for event in closing] == ["turn:6.1", ""]
     assert closing[-1].data == b"[DONE]"
     assert made.failure(errors.STEP_MISMATCH())[0][1:] == ("error", "")
 
@@ -237,7 +237,7 @@ async def test_streams_equal_the_recorded_bytes() -> None:
             chunk % (head, '{"role":"assistant","content":""}', "null") + "}\n\n"
             "id: REQ:1\n" + chunk % (head, '{"content":"a"}', "null") + "}\n\n"
             "id: REQ:3\n" + chunk % (head, '{"content":"b"}', "null") + "}\n\n"
-            "id: REQ:3\n" + chunk % (head, "{}", '"stop"') + ",FACTS\n\n"
+            "id: REQ:3.1\n" + chunk % (head, "{}", '"stop"') + ",FACTS\n\n"
             "data: [DONE]\n\n"
         )
         head = '{"id":"cmpl","object":"text_completion","created":0,"model":"fake",' + fingerprint

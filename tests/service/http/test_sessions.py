@@ -65,7 +65,7 @@ def numbered_texts(blocks: list[str]) -> list[tuple[int | None, str]]:
         number: int | None = None
         for line in block.split("\n"):
             if line.startswith("id: "):
-                number = int(line.rpartition(":")[2])
+                number = int(line.rpartition(":")[2].partition(".")[0])
             elif line.startswith("data: {"):
                 choices = json.loads(line[6:])["choices"]
                 text = choices[0]["delta"].get("content") if choices else ""
@@ -297,7 +297,7 @@ async def test_comments_after_ids_do_not_break_the_sdk() -> None:
         assert [text for text in texts if text] == ["Hel", "lo", " wörld"]
     ids = EventIds(0, lambda: "req_1")
     assert sse.comment("x", after_id=ids.has_begun) == b": x\n\n"
-    ids.count()
+    ids.of_token([])
     assert sse.comment("x", after_id=ids.has_begun) == b": x\n"
     assert ids.current == "req_1:1"
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from batchengine import errors
 from batchengine.core import DoneEvent, GenerationRequest, SkippedEvent, TokenEvent, Usage
 from service.protocols import requests
-from service.protocols.formatter import EventIds
 from service.protocols.messages.events import Facts, MessagesFormatter, error_object
 from service.protocols.messages.signatures import SHOWN, HiddenReasoning, reasoning_of
 from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
@@ -252,13 +251,3 @@ def test_a_resumed_stream_goes_on_in_the_open_block() -> None:
     assert json.loads(rest[0])["index"] == 1
     done = DoneEvent("stop", USAGE)
     assert resumed.finish(0, done) == made.finish(0, done)
-
-
-def test_the_last_event_of_a_token_has_its_id() -> None:
-    """A reader that goes on behind an earlier one gets all of the token again."""
-    made = formatter([[Text("a")], [Text("b"), CallStart(0, "f"), CallArguments(0, "{")]])
-    made.ids = EventIds(0, lambda: "req_1234")
-    for number in (1, 2):
-        events = made.token(0, TokenEvent(number, "x"))
-        assert len(events) > 1
-        assert [event.id for event in events] == [""] * (len(events) - 1) + [f"req_1234:{number}"]
