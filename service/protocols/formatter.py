@@ -161,8 +161,13 @@ class Formatter(ABC):
 
     def finish(self, index: int, event: DoneEvent) -> list[SseEvent]:
         """The last events of choice `index`, and those of the stream once every choice is over."""
-        events = self._finish(index, self._end(index, event))
-        return events if self.ids is None else self.ids.of_end(events)
+        parts = self._end(index, event)
+        if self.ids is None:
+            return self._finish(index, parts)
+        if not self.answers[index].cut:
+            return self.ids.of_end(self._finish(index, parts))
+        # a reader that goes on gets what was held back, and events that are not these
+        return [event._replace(id=self.ids.current) for event in self._finish(index, [])]
 
     @abstractmethod
     def noop(self) -> list[SseEvent]:

@@ -68,6 +68,21 @@ def test_each_event_comes_once_however_a_stream_is_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_stream_that_the_daemon_cut_goes_on_where_it_was(name: str) -> None:
+    """Its last events, which end it for the client, are none of the answer."""
+    whole = events_of(name)
+    for count in range(1, len(REPLY)):
+        made = formatter_of(name, EventIds(0, lambda: TURN))
+        made.opening()
+        begun: list[SseEvent] = []
+        for number, text in enumerate(REPLY[:count], 1):
+            begun += made.token(0, TokenEvent(number, text))
+        cut = made.finish(0, DoneEvent("shutdown", Usage()))
+        assert {event.id for event in cut} <= {"", f"{TURN}:{count}"}
+        assert without_times(begun + events_of(name, count)) == without_times(whole)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_no_stream_is_without_an_end(name: str) -> None:
     for tokens, events in ((len(REPLY), 99), (0, 10**8)):
         assert events_of(name, tokens, events)[-1].data == events_of(name)[-1].data
