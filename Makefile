@@ -12,7 +12,7 @@ LIST := $(PY) -c 'import sys, tomllib; p = tomllib.load(open("pyproject.toml", "
 CMAKE := .venv/bin/cmake -S kernels -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja -DPython_EXECUTABLE=$(CURDIR)/$(PY) -DCMAKE_BUILD_TYPE=Release
 NATIVE := $(shell find kernels -name '*.cpp' -o -name '*.h' -o -name 'CMakeLists.txt' 2>/dev/null)
 
-.PHONY: env wheel native free-order sanitize check-arm demo test browser check bench soak docs clients clean
+.PHONY: env wheel native free-order sanitize check-arm check-systemd demo test browser check bench soak docs clients clean
 
 # What serving needs: prebuilt packages, and the kernels compiled in place.
 .venv/.run-stamp: pyproject.toml
@@ -83,6 +83,11 @@ test: env native
 # The dashboard in headless Chromium (Debian package chromium).
 browser: env native
 	$(PY) -m pytest -q -rs -m slow tests/service/http/dashboard/test_browser.py
+
+# The service under a real systemd, in a container. As root; needs the Debian packages debootstrap and
+# systemd-container, and the wheel. About four minutes.
+check-systemd: wheel
+	$(PY) -m tools.check_systemd
 
 check: env native
 	$(PY) -m ruff check .

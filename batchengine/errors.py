@@ -60,9 +60,7 @@ _NEW_FILE = "use an intact GGUF file (download or convert it again)"
 CONFIG_UNREADABLE = Problem("BE1100", Kind.INVALID, _USAGE,
     "cannot read {path}", "{why}", "name a TOML file that this user can read")
 CONFIG_NOT_TOML = Problem("BE1101", Kind.INVALID, _USAGE,
-    "{path} is not TOML",
-    "{why}",
-    "correct that line: tables are written [name] or [[lane]], each table once, keys name = value")
+    "{path} is not TOML", "{why}", "{fix}")
 CONFIG_UNKNOWN_KEY = Problem("BE1102", Kind.INVALID, _USAGE, "unknown key {key}{where}. {hint}")
 CONFIG_TYPE = Problem("BE1103", Kind.INVALID, _USAGE, "{what}", fix="{fix}")
 CONFIG_BOUNDS = Problem("BE1104", Kind.INVALID, _USAGE, "{what}", fix="{fix}")
@@ -82,8 +80,8 @@ API_KEY_FILE = Problem("BE1112", Kind.INVALID, _USAGE,
 ADMIN_SOCKET = Problem("BE1113", Kind.INTERNAL, _DEFECT,
     "cannot open the admin socket {path}",
     "{why}",
-    "stop the other daemon, or give this one a name: serve --instance NAME has a socket, a store"
-    " and a port of its own")
+    "name another path with --admin-socket; if another daemon has it, stop that one or give this"
+    " one a name: serve --instance NAME has a socket, a store and a port of its own")
 NO_C_PARSER = Problem("BE1114", Kind.INTERNAL, _DEFECT,
     "aiohttp runs without its C parser",
     fix="reinstall aiohttp from a wheel, and unset AIOHTTP_NO_EXTENSIONS")
@@ -141,6 +139,8 @@ AGENT_FILE = Problem("BE1141", Kind.INVALID, _USAGE,
     "name another file with --file, or add what the command shows without --write")
 SERVICE_FILE = Problem("BE1149", Kind.INTERNAL, "service_file",
     "cannot install {path}", "{why}", "run it with sudo, or name another folder with --root")
+OUTPUT_LOST = Problem("BE1150", Kind.INTERNAL, "output_lost",
+    "the output cannot be written", "{why}", "free disk space, or send the output elsewhere")
 
 # ------------------------------------------------------------------- 12: admission, engine, lanes
 LOADING = Problem("BE1201", Kind.UNAVAILABLE, "loading_model",
@@ -236,7 +236,7 @@ MODEL_UNREADABLE = Problem("BE1301", Kind.INVALID, _USAGE,
     "check the path, and that the daemon's user may read the file and enter its folders")
 GGUF_MAGIC = Problem("BE1302", Kind.INTERNAL, _DEFECT,
     "{file} is not a GGUF file",
-    "it starts with {found!r}, not {wanted!r}",
+    "it starts with {found!r}, not 'GGUF'",
     "convert the model to GGUF, or name another file")
 GGUF_VERSION = Problem("BE1303", Kind.INTERNAL, _DEFECT,
     "{file} cannot be read", "{why}", "{fix}")
@@ -381,7 +381,8 @@ UNKNOWN_MODEL = Problem("BE1702", Kind.MISSING, "model_not_found",
     "the model {asked!r:.82} is not served here",
     "this daemon serves one model and never substitutes another",
     "use one of: {served}", param="model")
-MISSING_FIELD = Problem("BE1703", Kind.INVALID, "missing_field", "{param} is required")
+MISSING_FIELD = Problem("BE1703", Kind.INVALID, "missing_field",
+    "{param} is required", fix="send it; GET /openapi.json has every field")
 UNSUPPORTED_FIELD = Problem("BE1704", Kind.INVALID, "unsupported_parameter",
     "{what}", "this daemon does not implement it and does not ignore it", "{fix}")
 BODY_TOO_LARGE = Problem("BE1705", Kind.TOO_LARGE, "request_too_large",

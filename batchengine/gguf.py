@@ -280,7 +280,7 @@ def _open_file(path: Path) -> tuple[int, Identity]:
         if status.st_size < 24:
             head = os.pread(fd, len(MAGIC), 0)
             if head != MAGIC[: len(head)]:
-                raise errors.GGUF_MAGIC(file=path, found=head, wanted=MAGIC)
+                raise errors.GGUF_MAGIC(file=path, found=head.decode("latin-1"))
             raise errors.GGUF_CUT_SHORT(file=path, why=f"it has {status.st_size} bytes")
     except BaseException:
         os.close(fd)
@@ -399,7 +399,7 @@ def _read_version(cursor: _Cursor) -> int:
     start = cursor.take(4, "the magic number")
     magic = bytes(cursor.buffer[start : start + 4])
     if magic != MAGIC:
-        raise errors.GGUF_MAGIC(file=cursor.name, found=magic, wanted=MAGIC)
+        raise errors.GGUF_MAGIC(file=cursor.name, found=magic.decode("latin-1"))
     version = cursor.u32("the version")
     if version in VERSIONS:
         return version

@@ -89,7 +89,8 @@ def fsck(
         report.findings.append(Finding("info", what, why, nothing, is_repairable=False))
         return report
     if not os.path.isfile(ledger):
-        raise StoreUnsupported(f"{path} holds no store", why="there is no meta.db in it")
+        why = "there is no meta.db in it" if os.path.isdir(path) else "it is no folder"
+        raise StoreUnsupported(f"{path} holds no store", why=why)
     lock_fd = take_lock(path)
     try:
         check_version(ledger)

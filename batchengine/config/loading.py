@@ -27,6 +27,7 @@ from batchengine.config.machine import (
     disk_bytes,
     folder_of,
     free_port,
+    model_hint,
 )
 from batchengine.config.peers import build_peers, is_loopback
 from batchengine.config.settings import (
@@ -121,14 +122,14 @@ def check_model_file(path: str) -> None:
             if os.access(path, os.R_OK):
                 return
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        why = "it is not a regular file"
+        why = "it is a folder" if os.path.isdir(path) else "it is not a regular file"
     except PermissionError as error:
         raise errors.MODEL_UNREADABLE(path=path, why=(error.strerror or "").lower()) from None
     except (OSError, ValueError) as error:
         why = ((error.strerror if isinstance(error, OSError) else str(error)) or "").lower()
     if path.startswith("/home"):
         why += "; a service may not see home directories (ProtectHome)"
-    raise errors.NO_MODEL_FILE(path=path, why=why, fix="name an existing GGUF file")
+    raise errors.NO_MODEL_FILE(path=path, why=why, fix=model_hint(path))
 
 
 def openness(path: str) -> str:

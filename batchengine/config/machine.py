@@ -121,3 +121,13 @@ def disk_bytes(path: str) -> tuple[int, int] | None:
             if probe == probe.parent:
                 return None
             probe = probe.parent
+
+
+def model_hint(path: str) -> str:
+    """What to give instead of `path`, which is no model file: one in that folder, if there is."""
+    folder = Path(path) if os.path.isdir(path) else Path(path).parent
+    found: str | None = None
+    with contextlib.suppress(OSError, ValueError):
+        found = min(map(str, folder.glob("*.gguf")), default=None)
+    such_as = f", such as {found}" if found else ""
+    return f"give the path of a GGUF file{such_as}; no model is downloaded"

@@ -32,6 +32,11 @@ KINDS: dict[type, str] = {
 }
 
 
+TOML_FIX = (
+    "correct that line: tables are written [name] or [[lane]], each table once, keys name = value"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """The parsed file and its text, for line numbers in errors."""
@@ -49,8 +54,11 @@ class Source:
             return Source(path, text, tomllib.loads(text))
         except OSError as error:
             raise errors.CONFIG_UNREADABLE(path=path, why=(error.strerror or "").lower()) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise errors.CONFIG_NOT_TOML(path=path, why=_toml_reason(error)) from None
+        except UnicodeDecodeError as error:
+            why, fix = f"byte {error.start} is not UTF-8", "save it as UTF-8 text"
+            raise errors.CONFIG_NOT_TOML(path=path, why=why, fix=fix) from None
+        except tomllib.TOMLDecodeError as error:
+            raise errors.CONFIG_NOT_TOML(path=path, why=_toml_reason(error), fix=TOML_FIX) from None
 
     def error(
         self, row: errors.Problem, dotted: str, problem: str, *, fix: str = ""
@@ -85,8 +93,6 @@ class Source:
 
 def _toml_reason(error: ValueError) -> str:
     """A parser's message; keys as they are written in the file, and not as a Python tuple."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not UTF-8: byte {error.start}"
     names = re.compile(r"\(('[^()]*?')(?:, ('[^()]*?'))*,?\)")
     plain = names.sub(lambda m: ".".join(re.findall(r"'([^']*)'", m[0])), str(error))
     return plain[:1].lower() + plain[1:]

@@ -87,9 +87,9 @@ def run(url: str, api_key: str, options: Options, model: Path | None) -> int:
     """The conversation; with `model` a daemon is started for it and stopped after it."""
     if model is None:
         return converse(Client(url, api_key), options)
-    from batchengine.config import check_model_file  # loads psutil, which few commands need
+    from service.cli.machine.check import check_header  # loads psutil, which few commands need
 
-    check_model_file(str(model))
+    check_header(str(model))
     stop_on_signals()
     with ChildDaemon(model, lambda line: print(line, file=sys.stderr)) as daemon:
         return converse(Client(daemon.wait_ready()), options)

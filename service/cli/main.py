@@ -11,7 +11,10 @@ start again · 130 interrupted.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +52,17 @@ EXIT_CODES = {
     "store_locked": EXIT_LOCKED,
 }
 LANES_MAX = 16
+# options of llama-server, vLLM and Ollama for `serve` -> what stands for them here
+OPTIONS_OF_PEERS = {
+    **dict.fromkeys(("-m", "--model"), "MODEL.gguf"),
+    **dict.fromkeys(
+        ("-c", "--ctx-size", "--max-model-len", "--num-ctx"), "MODEL.gguf --ctx TOKENS"
+    ),
+    **dict.fromkeys(("-a", "--alias", "--served-model-name"), "MODEL.gguf --model-id NAME"),
+    **dict.fromkeys(("-t", "--n-threads"), "MODEL.gguf --threads N"),
+    "--api-key": "MODEL.gguf --api-key-file FILE",
+    **dict.fromkeys(("-np", "--parallel", "--max-num-seqs"), "MODEL.gguf; it batches by itself"),
+}
 
 app = cyclopts.App(
     name="batchengine",
@@ -70,6 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """One command; returns the exit code, prints errors as one readable line."""
     debug = "--debug" in arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a name of a session may be in no other encoding
+            stream.reconfigure(errors="backslashreplace")
     try:
         result = app(
             list(arguments),
@@ -77,12 +94,11 @@ def run(arguments: Sequence[str]) -> int:
             print_error=False,
             result_action="return_value",
         )
+        if sys.stdout is not None:
+            sys.stdout.flush()  # a full disk is an error here, not one that the interpreter drops
         return result if isinstance(result, int) else 0
     except cyclopts.CycloptsError as error:
-        text = " ".join(str(error).split())
-        if isinstance(error, cyclopts.UnusedCliTokensError):
-            text = f"unexpected argument {' '.join(error.unused_tokens or [])!r}."
-        print(f"batchengine: {text} Fix: see `batchengine --help`", file=sys.stderr)
+        print(f"batchengine: {_usage(error, arguments)}", file=sys.stderr)
         return EXIT_USAGE
     except BatchEngineError as error:
         if debug:
@@ -95,17 +111,41 @@ def run(arguments: Sequence[str]) -> int:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `batchengine ps | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            _drop_output()
+            _print_error(errors.OUTPUT_LOST(why=str(error.strerror).lower()), "--json" in arguments)
+            return EXIT_FAILED
         print(
             f"batchengine: {errors.INTERNAL_ERROR.code} unexpected {type(error).__name__}: {error}."
             " Fix: run again with --debug and report the traceback",
             file=sys.stderr,
         )
         return EXIT_FAILED
+
+
+def _drop_output() -> None:
+    """What is left in the buffer of stdout has no place to go to."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
+    """What is wrong with the arguments, and what to type or read instead."""
+    text = " ".join(str(error).split())
+    text = re.sub(r'unable to convert ("[^"]*") into (int|float)', r"\1 is no \2", text)
+    text = re.sub(r"is no int\b", "is no whole number", text).replace("is no float", "is no number")
+    if isinstance(error, cyclopts.UnusedCliTokensError):
+        text = f"unexpected argument {' '.join(error.unused_tokens or [])!r}."
+    command = f" {arguments[0]}" if arguments and arguments[0] in app else ""
+    if isinstance(error, cyclopts.UnknownOptionError) and command == " serve":
+        option = str(error.token.value or error.token.keyword).partition("=")[0]
+        if ours := OPTIONS_OF_PEERS.get(option):
+            return f"Unknown option: {option}. Fix: write it as `batchengine serve {ours}`"
+    return f"{text} Fix: see `batchengine{command} --help`"
 
 
 def _print_error(error: BatchEngineError, as_json: bool) -> None:
@@ -246,17 +286,16 @@ def _key_overrides(path: Path | None) -> dict[str, object]:
 
 
 def _load(path: Path | None, overrides: dict[str, object]) -> Any:
-    """The configuration; the model's header is read here, before an address is taken."""
+    """The configuration; the model's header and the folders are looked at here, before an address
+    is taken."""
     from batchengine import config as configuration
-    from batchengine.gguf import GgufFile
-    from batchengine.weights import plan_tensors, read_spec
+    from service.cli.machine.check import check_folders, check_header
 
     loaded = configuration.load(None if path is None else str(path), overrides)
     if not loaded.model.path:
         raise errors.NO_MODEL()
-    configuration.check_model_file(loaded.model.path)
-    with GgufFile(loaded.model.path) as gguf:
-        plan_tensors(gguf, read_spec(gguf))
+    check_header(loaded.model.path)
+    check_folders(loaded)
     return loaded
 
 
@@ -274,8 +313,8 @@ def check(
     from service.cli.machine.check import check as check_all
     from service.protocols.openai.envelope import error_object
 
-    given = None if config is None else str(config)
-    overrides: dict[str, object] = {"model.path": None if model is None else str(model)}
+    given, path = None if config is None else str(config), model_file(model)
+    overrides: dict[str, object] = {"model.path": None if path is None else str(path)}
     found = check_all(configuration.load(given, overrides))
     if model is None and config is None:  # the defaults alone name no model
         found.problems = [e for e in found.problems if e.code != errors.NO_MODEL.code]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
-from service.cli.options import ConfigFile, Debug, Json, show, table_lines
+from service.cli.options import ConfigFile, Debug, Json, model_file, show, table_lines
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 MEASURE_S = 0.3
@@ -26,7 +26,7 @@ def add(app: App) -> None:
 
 
 def plan(
-    model: Annotated[Path, Parameter(help="The GGUF file.")],
+    model: Annotated[Path, Parameter(help="The GGUF file, or `pocket`.")],
     /,
     *,
     config: ConfigFile = None,
@@ -40,6 +40,7 @@ def plan(
     from batchengine import config as configuration
     from batchengine.policy import capacity
 
+    model = model_file(model) or model
     loaded = configuration.load(None if config is None else str(config), {"model.path": str(model)})
     configuration.check_model_file(str(model))
     facts, size = read_model(model, loaded.limits.context_tokens)
@@ -173,7 +174,7 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
     ]
     for one in plans:
         lines += ["", *_lane_lines(facts, one)]
-    lines += ["", "Speeds are predictions from the peaks above; `bench engine` measures them."]
+    lines += ["", "Speeds are predictions from the peaks above; `batchengine bench` measures them."]
     return lines
 
 

@@ -21,6 +21,23 @@ from service.admin.client import admin
 GIB = 1 << 30
 
 
+def check_header(path: str) -> None:
+    """Raises what `serve` would refuse a model file for, by its header."""
+    from batchengine.gguf import GgufFile
+    from batchengine.weights import plan_tensors, read_spec
+
+    check_model_file(path)
+    with GgufFile(path) as gguf:
+        plan_tensors(gguf, read_spec(gguf))
+
+
+def check_folders(config: Config) -> None:
+    """Raises if the store or the packed weights cannot be written, before a model is loaded."""
+    found = Findings()
+    _store(config, None, found)
+    _cache(config, None, found)
+
+
 @dataclass(slots=True)
 class Findings:
     """Problems, which `serve` would refuse, and warnings, with which it starts."""
@@ -30,12 +47,16 @@ class Findings:
     facts: dict[str, Any] = field(default_factory=dict[str, Any])  # of the model
 
 
-def check(config: Config) -> Findings:
-    """Every check, in the order of a start."""
+def check(config: Config, *, may_run: bool = False) -> Findings:
+    """Every check, in the order of a start. A daemon of this configuration that runs is a warning,
+    unless it `may_run`."""
     found = Findings()
     found.warnings += warnings(config) + disk_warnings(config)
     running = _running(config)
-    for part in (_model, _gpu, _address, _admin_socket, _store, _cache, _peers):
+    parts = [_model, _gpu, _address, _admin_socket, _store, _cache, _peers]
+    if may_run and running is not None:
+        parts.remove(_address)
+    for part in parts:
         try:
             found.warnings += part(config, running, found)
         except BatchEngineError as error:

@@ -43,8 +43,9 @@ def doctor(
     debug: Debug = False,
 ) -> int:
     """Look for what is wrong with machine, configuration, daemon and peers, and say the fix."""
-    found = [*_machine(), *_configuration(None if config is None else str(config))]
-    found += _daemon(admin_path(admin_socket))
+    path = admin_path(admin_socket)
+    found = [*_machine(), *_configuration(None if config is None else str(config), path)]
+    found += _daemon(path)
     answer = {"ok": all(one.state != PROBLEM for one in found)}
     rows = [one._asdict() for one in found]
     show({**answer, "findings": rows}, json, lambda: map(_line, found))
@@ -74,14 +75,15 @@ def _machine() -> Iterator[Diagnosis]:
         yield Diagnosis(WARNING, "machine", f"{hard} open files at most: few streams", fix)
 
 
-def _configuration(path: str | None) -> Iterator[Diagnosis]:
+def _configuration(path: str | None, admin_socket: str) -> Iterator[Diagnosis]:
+    """What `serve` would refuse. The daemon that runs keeps its address: that is no finding."""
     from batchengine import config as configuration
     from batchengine import errors
     from service.cli.machine.check import check
 
     try:
-        loaded = configuration.load(path)
-        found = check(loaded)
+        loaded = configuration.load(path, {"server.admin_socket": admin_socket})
+        found = check(loaded, may_run=True)
     except BatchEngineError as error:
         yield _of("config", error)
         return

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 import batchengine
+from batchengine import errors
 
 ROOT = Path(__file__).resolve().parents[3]
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
@@ -176,6 +177,12 @@ BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
     (["chat", "/nowhere/x.gguf"], 2, ("BE1116", "no such file", "Fix:")),
     (["serve", "/dev/null"], 2, ("BE1116", "not a regular file")),
     (["serve", "x" * 5000], 2, ("BE1116", "name too long", "Fix:")),
+    (["serve", str(POCKET.parent)], 2, ("BE1116", "it is a folder", str(POCKET))),
+    (["serve", str(POCKET), "--store", "/dev/null"], 1, ("BE1603", "not a directory")),
+    (["serve", "--model", "x.gguf"], 2, ("`batchengine serve MODEL.gguf`",)),
+    (["serve", "x.gguf", "--max-model-len=4096"], 2, ("--ctx TOKENS",)),
+    (["serve", "x.gguf", "--ctx", "16k"], 2, ('"16k" is no whole number', "serve --help")),
+    (["plan", "pocket", "--config", "/nowhere/c.toml"], 2, ("BE1100",)),
 ]
 
 
@@ -200,6 +207,17 @@ def test_a_key_that_no_header_can_hold_is_an_error_of_one_line() -> None:
         assert done.returncode == 1
         assert done.stderr.startswith("batchengine: BE1136"), done.stderr
         assert key not in done.stderr
+
+
+def test_output_that_cannot_be_written_is_said_and_no_letter_stops_a_command() -> None:
+    command = [sys.executable, "-m", "service.cli.main", "version"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"batchengine: {errors.OUTPUT_LOST(why='no space left on device')}\n"
+    assert cli("--help", PYTHONIOENCODING="ascii").returncode == 0
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    assert subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE).stderr == b""
 
 
 def test_debug_shows_the_traceback() -> None:
