@@ -1,8 +1,8 @@
 """The installed service under a real systemd: `make check-systemd`, as root.
 
-A Debian 12 is made once below build/systemd (Debian packages debootstrap and systemd-container, and a
-network), the newest wheel of dist/ is installed there with its packages, and systemd is started as
-process 1 of a container without network, where `systemd_guest.py` makes the checks.
+A Debian 12 is made once below build/systemd (Debian packages debootstrap and systemd-container, and
+a network), the newest wheel of dist/ is installed there with its packages, and systemd is started
+as process 1 of a container without network, where `systemd_guest.py` makes the checks.
 """
 
 from __future__ import annotations

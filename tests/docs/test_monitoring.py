@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from batchengine.metrics import Metrics
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "monitoring"
+PROMTOOL = shutil.which("promtool")
 FROM_PROMETHEUS = {"instance", "job", "le"}
 VALUES = {
     "class": {"interactive", "standard", "background", "batch"},
@@ -109,6 +112,23 @@ def test_the_scrape_sample_fits_the_alerts() -> None:
     sample = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
     assert sample["rule_files"] == ["alerts.yml"]
     assert [one["job_name"] for one in sample["scrape_configs"]] == ["batchengine"]
+
+
+@pytest.mark.skipif(
+    PROMTOOL is None, reason="promtool (Debian package prometheus) is not installed"
+)
+def test_promtool_finds_nothing_wrong() -> None:
+    """With the rules, the scrape sample that names them, and the text of /metrics."""
+    metrics = Metrics()
+    metrics.lane_up.labels(lane="fast").set(1)
+    for arguments, text in (
+        (["config", str(FOLDER / "prometheus.yml")], None),
+        (["rules", "--lint-fatal", str(FOLDER / "alerts.yml")], None),
+        (["metrics"], metrics.render()[0]),
+    ):
+        command = [str(PROMTOOL), "check", *arguments]
+        done = subprocess.run(command, input=text, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, b""), done
 
 
 @pytest.mark.parametrize(
