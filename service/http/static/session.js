@@ -8,13 +8,14 @@ const GAP_S = 4; // a longer pause is drawn as long as this
 const ROW = 26, LEFT = 70;
 let shown = "";
 let chosen = ""; // request whose decision is open
+let said = ""; // what came of the last move that was asked for
 let onClose = () => {};
 let known = []; // names of all lanes: they have their colours from their places
 
 export function name(lanes) { known = lanes; }
 
 export function open(id, closed) {
-  [shown, chosen, onClose] = [id, "", closed];
+  [shown, chosen, said, onClose] = [id, "", "", closed];
   byId("session").hidden = false;
   byId("session").replaceChildren(h("p", { class: "quiet" }, "loading"));
   return refresh(true);
@@ -47,17 +48,20 @@ export async function refresh(take = false) {
 }
 
 function header(id, detail) {
-  const note = h("span", { class: "quiet", role: "status" });
+  const note = h("span", { class: "quiet", role: "status" }, said);
   const act = (what) => async () => {
+    let text;
     try {
       const found = await post(`/v1/sessions/${encodeURIComponent(id)}/${what}`);
-      note.textContent = `${found.source} → ${found.target}: ${found.result}`;
-      await refresh();
-    } catch (error) { note.textContent = error.message; }
+      text = `${found.source} → ${found.target}: ${found.result}`;
+    } catch (error) { text = error.message; }
+    if (id !== shown) return;
+    said = text;
+    await refresh();
   };
   const button = (name, on) => h("button", { type: "button", "data-focus": name, on: { click: on } }, name);
   const facts = [detail.state, detail.tokens == null ? null : `${count(detail.tokens)} tokens`,
-    detail.pages == null ? null : `${count(detail.pages)} pages`, detail.turns ? `${count(detail.turns.length)} turns` : null];
+    detail.pages == null ? null : `${count(detail.pages)} pages`, detail.turns ? `${count(detail.turns.length)} turn${detail.turns.length === 1 ? "" : "s"}` : null];
   return h("header", {}, h("div", {}, h("h3", { id: "session-title" }, detail.name || id),
     h("span", { class: "quiet" }, facts.filter(Boolean).join(" · ")), " ", note),
   h("div", { class: "actions" }, button("Promote", act("promote")), button("Demote", act("demote")), button("Close", close)));

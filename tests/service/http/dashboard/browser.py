@@ -94,9 +94,13 @@ class Page:
             await asyncio.sleep(0.05)
         return found
 
-    async def press(self, key: str, text: str = "") -> None:
-        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, text=text)
-        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+    async def press(self, key: str, text: str = "", code: int = 0) -> None:
+        """`code` is the number of keys such as Tab (9), which move the focus by it."""
+        for kind, typed in (("keyDown", text), ("keyUp", "")):
+            await self.call(
+                "Input.dispatchKeyEvent",
+                type=kind, key=key, text=typed, windowsVirtualKeyCode=code,
+            )  # fmt: skip
 
     async def size(self, width: int, height: int) -> None:
         await self.call(

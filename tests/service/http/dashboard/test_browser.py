@@ -82,7 +82,7 @@ async def open_scene(served: Served, page: Page, *names: str) -> list[str]:
         body = (await post(served, "/v1/chat/completions", chat(session_id=name)))[1]
         ids.append(body["batchengine"]["session_id"])
     await page.open(served.base + "/")
-    await page.until(f"{NAMES}.length >= {len(names)}")
+    await page.until(f"{NAMES}.length >= {min(60, len(names))}")
     return ids
 
 
@@ -129,6 +129,51 @@ async def test_a_session_is_opened_and_closed_by_keys() -> None:
         await page.press("Escape")
         await page.until("document.getElementById('session').hidden")
         await page.until(f"document.activeElement.dataset.session === {json.dumps(chosen)}")
+        assert page.problems == []
+
+
+async def test_a_session_is_promoted_and_demoted_by_mouse_and_keys() -> None:
+    """What came of it stays to be read, also when the page has been drawn again."""
+    assert PROGRAM is not None
+    engine = Scene()
+    async with serving(engine) as served, browsing(PROGRAM) as page:
+        (found,) = await open_scene(served, page, "one")
+        moves = [call for call in engine.calls if call[0] in ("promote", "demote")]
+        assert moves == []
+        await page.value("document.querySelector('.chip').click()")
+        button = "document.querySelector('#session [data-focus=\"{}\"]')"
+        await page.until("!!" + button.format("Promote"))
+        await page.value(button.format("Promote") + ".click()")
+        status = "document.querySelector('#session [role=status]')?.textContent"
+        await page.until(f"{status} === 'bulk → fast: moved'")
+        await page.value(button.format("Promote") + ".focus()")
+        await page.press("Tab", code=9)
+        await page.until("document.activeElement.dataset.focus === 'Demote'")
+        await page.press("Enter", "\r", code=13)
+        await page.until(f"{status} === 'bulk → bulk: moved'")
+        assert [call[0] for call in engine.calls if call[0] in ("promote", "demote")] == [
+            "promote", "demote",
+        ]  # fmt: skip
+        await page.value("window.drawn = document.querySelector('#session header')")
+        await page.until("window.drawn !== document.querySelector('#session header')")
+        assert await page.value(status) == "bulk → bulk: moved"
+        assert await page.value("document.activeElement.dataset.focus") == "Demote"
+        engine.asleep.append(("", found))
+        await page.value(button.format("Promote") + ".click()")
+        await page.until(f"{status}.includes('BE')")
+        await page.value(button.format("Close") + ".click()")
+        await page.until("document.getElementById('session').hidden")
+
+
+async def test_a_thousand_sessions_are_drawn_in_time() -> None:
+    """Chips are bounded, and the newest ones are shown."""
+    assert PROGRAM is not None
+    engine = Scene()
+    async with serving(engine) as served, browsing(PROGRAM) as page:
+        await open_scene(served, page, *(f"s{i}" for i in range(1000)))
+        assert await page.until(f"{NAMES}.length === 60")
+        assert "and 940 more" in await page.value("document.getElementById('lanes').innerText")
+        assert await page.value("document.documentElement.scrollWidth <= innerWidth")
         assert page.problems == []
 
 
