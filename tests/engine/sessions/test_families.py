@@ -149,6 +149,23 @@ async def test_a_repeat_without_a_stream_takes_the_running_stream_over(
         assert (await read(generation)).error is not None
 
 
+async def test_a_turn_that_was_taken_over_is_taken_over_again(
+    site: Site, reference: Reference
+) -> None:
+    """A library's retry, then the same request without a stream, while nobody is seen to leave."""
+    first, more = words(1, 100), {"attempt": "body", "tokens_max": 60}
+    async with running_engine(site) as engine:
+        generation = await engine.begin(of_family(first, streams=True, **more))
+        await until(lambda: generation.completion_tokens > 5)
+        retry = await engine.begin(of_family(first, streams=True, is_retry=True, **more))
+        await until(lambda: retry.resumed_tokens > 5)
+        repeat, answer = await asks(engine, first, **more)
+        assert repeat.session_id == "s"
+        assert answer.tokens == reference.tokens(first, 60)
+        for left in (generation, retry):
+            assert (await read(left)).error is not None
+
+
 @pytest.mark.parametrize("more", [{"is_retry": True}, {"attempt": "body"}])
 async def test_of_two_that_ask_the_same_none_is_taken_over(
     site: Site, reference: Reference, more: dict[str, Any]

@@ -71,7 +71,12 @@ class Families:
                 taken = await self._requests.resume(
                     request.tenant, request.session_id, 0, prepared.turn_id
                 )
-                taken.request = dataclasses.replace(taken.request, found=request.found)
+                taken.request = dataclasses.replace(
+                    taken.request,
+                    found=request.found,
+                    attempt=request.attempt,
+                    streams=request.streams,
+                )
             except BatchEngineError as error:
                 if error.kind is not Kind.CONFLICT:  # it has ended meanwhile
                     raise
