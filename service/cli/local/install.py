@@ -157,7 +157,9 @@ def unit_text(sample: str, program: str, config: Config | None) -> str:
 def networks(config: Config) -> list[str]:
     """What IPAddressAllow needs beside localhost: a daemon that others reach cannot know who they
     are, unless it is only its peers."""
-    if not _is_loopback(config.server.host):
+    from batchengine.config.peers import is_loopback  # not for every command
+
+    if not is_loopback(config.server.host):
         return ["any"]
     hosts = {peer.address.rpartition(":")[0].strip("[]") for peer in config.peers.known}
     if config.peers.listen and not hosts:
@@ -166,7 +168,7 @@ def networks(config: Config) -> list[str]:
         found = sorted(str(ipaddress.ip_address(host)) for host in hosts)
     except ValueError:  # a name, which may get another address at any time
         return ["any"]
-    return [host for host in found if not _is_loopback(host)]
+    return [host for host in found if not is_loopback(host)]
 
 
 def hints(program: str) -> Iterator[str]:
@@ -214,15 +216,6 @@ def _address(config: Config | None) -> str:
         return "127.0.0.1:7717"
     host = config.server.host
     return f"[{host}]:{config.server.port}" if ":" in host else f"{host}:{config.server.port}"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _read_config(path: Path) -> Config | None:

@@ -152,7 +152,7 @@ async def test_a_repeat_without_a_stream_takes_the_running_stream_over(
 async def test_a_turn_that_was_taken_over_is_taken_over_again(
     site: Site, reference: Reference
 ) -> None:
-    """A library's retry, then the same request without a stream, while nobody is seen to leave."""
+    """By a library's retry, then by a repeat without a stream, while no client is seen to leave."""
     first, more = words(1, 100), {"attempt": "body", "tokens_max": 60}
     async with running_engine(site) as engine:
         generation = await engine.begin(of_family(first, streams=True, **more))
