@@ -6,6 +6,9 @@ serves the bundled model with a longer context. That model cannot follow an agen
 proxy makes every request name the only text that its answer may have (`structured_outputs`): the
 daemon decodes, parses and streams it as it would a capable model's.
 
+`--versions` names a set of `versions.toml`: `pinned`, which the figures in `bench/results` are of,
+`newest`, and earlier ones.
+
 `reused_second_turn`: of the prompt of an agent's second question, the share that had KV. The first
 run installs the clients into `build/clients` and needs a network; later ones need none.
 """
@@ -18,14 +21,14 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench import report
-from bench.clients import install
 from bench.clients.agents import AGENTS, CONTEXT_TOKENS, MODEL, Agent
-from bench.clients.libraries import LIBRARIES, PROMPT, RESULT
+from bench.clients.install import PINNED, SETS, Installation, environment
+from bench.clients.libraries import LIBRARIES, PACKAGES, PROMPT, RESULT
 from bench.clients.long_model import long_model
 from bench.clients.proxy import Exchange, Proxy, Script
 from service.cli.local.child import ChildDaemon
@@ -33,7 +36,9 @@ from service.cli.local.child import ChildDaemon
 SECONDS_MAX = 300.0  # of one question
 TEXT = "pong"
 SECOND = "Say pong."
-POCKET = Path(__file__).resolve().parents[2] / "pocket" / "pocket-q4_0.gguf"
+KEY = "bench-clients-key"  # the daemon answers nobody without it
+ROOT = Path(__file__).resolve().parents[2]
+POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 
 
 @dataclass
@@ -41,9 +46,11 @@ class Outcome:
     """How one client fared; `why` "" = it passed."""
 
     name: str
+    version: str
     why: str = ""
     reused: float | None = None
     requests: int = 0
+    sessions: list[str] = field(default_factory=list[str])
     seconds: float = 0.0
 
 
@@ -90,26 +97,34 @@ def fault(exchanges: list[Exchange], code: int, output: str) -> str:
     return "" if TEXT in output else f"its output has no {TEXT!r}: {output.strip()[-600:]}"
 
 
-async def try_agent(agent: Agent, daemon: str, folder: Path) -> Outcome:
-    """Both questions of one agent."""
+async def connect(agent: Agent, url: str, env: dict[str, str]) -> str:
+    """Lets `batchengine connect` write the agent's configuration; "" or why it could not."""
+    program = [sys.executable, "-m", "service.cli", "connect", agent.name, "--url", url]
+    code, output = await run([*program, "--write", "--yes"], ROOT, env)
+    return f"connect: exit code {code}: {output}" if code else ""
+
+
+async def try_agent(agent: Agent, daemon: str, folder: Path, clients: Installation) -> Outcome:
+    """Both questions of one agent, with the configuration that `connect` writes."""
     home, work = folder / agent.name, folder / agent.name / "work"
     (home / "tmp").mkdir(parents=True)
     work.mkdir()
-    (work / RESULT).write_text("a file\n")
-    outcome = Outcome(agent.name)
+    outcome = Outcome(agent.name, clients.version(agent.package))
     async with Proxy(daemon, script_of(agent.tool, agent.arguments)) as proxy:
-        env = install.environment(home, agent.configure(home, proxy.url))
+        env = environment(home, agent.env | {"BATCHENGINE_API_KEY": KEY})
 
         async def ask(command: tuple[str, ...], prompt: str) -> tuple[str, list[Exchange]]:
             before = len(proxy.exchanges)
             words = {"prompt": prompt, "home": str(home), "folder": str(work)}
             program, *rest = (part.format(**words) for part in command)
-            code, output = await run([str(install.program(program)), *rest], work, env)
+            code, output = await run([str(clients.program(program)), *rest], work, env)
             made = proxy.exchanges[before:]
             return fault(made, code, output), made
 
-        outcome.why, made = await ask(agent.first, PROMPT)
-        if not outcome.why and not any(RESULT in json.dumps(e.body) for e in made):
+        outcome.why = await connect(agent, proxy.url, env)
+        if not outcome.why:
+            outcome.why, made = await ask(agent.first, PROMPT)
+        if not outcome.why and not any(RESULT in json.dumps(e.body) for e in proxy.exchanges):
             outcome.why = "the tool's result never came back"
         if not outcome.why:
             outcome.why, made = await ask(agent.second, SECOND)
@@ -117,39 +132,43 @@ async def try_agent(agent: Agent, daemon: str, folder: Path) -> Outcome:
             if asked:
                 outcome.reused = round(asked[0].cached_tokens / asked[0].prompt_tokens, 4)
         outcome.requests = len(proxy.exchanges)
+        outcome.sessions = sorted({e.session_id for e in proxy.exchanges} - {""})
     return outcome
 
 
-async def try_library(name: str, daemon: str, folder: Path) -> Outcome:
+async def try_library(name: str, daemon: str, folder: Path, clients: Installation) -> Outcome:
     """One library's call of a tool and the answer after it."""
     home = folder / name
     (home / "tmp").mkdir(parents=True)
     async with Proxy(daemon, script_of("list_files", {"command": "ls"})) as proxy:
         program = Path(__file__).with_name("libraries.py")
-        command = [str(install.python(name)), "-P", str(program), name, proxy.url]
+        command = [str(clients.python(name)), "-P", str(program), name, proxy.url, KEY]
         extra = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-        code, output = await run(command, home, install.environment(home, extra))
+        code, output = await run(command, home, environment(home, extra))
         why = fault(proxy.exchanges, code, output)
         if not why and not any(RESULT in json.dumps(e.body) for e in proxy.exchanges):
             why = "the tool's result never came back"
-        return Outcome(name, why, requests=len(proxy.exchanges))
+        version = clients.version(PACKAGES.get(name, name), name)
+        return Outcome(name, version, why, requests=len(proxy.exchanges))
 
 
-async def try_all(names: list[str], daemon: str, folder: Path) -> list[Outcome]:
+async def try_all(
+    names: list[str], daemon: str, folder: Path, clients: Installation
+) -> list[Outcome]:
     """Every client, one after the other."""
     agents = {agent.name: agent for agent in AGENTS}
     outcomes: list[Outcome] = []
     for name in names:
         began = asyncio.get_running_loop().time()
         if name in agents:
-            outcome = await try_agent(agents[name], daemon, folder)
+            outcome = await try_agent(agents[name], daemon, folder, clients)
         else:
-            outcome = await try_library(name, daemon, folder)
+            outcome = await try_library(name, daemon, folder, clients)
         outcome.seconds = round(asyncio.get_running_loop().time() - began, 1)
         outcomes.append(outcome)
         reused = "" if outcome.reused is None else f", {outcome.reused:.1%} of turn 2 reused"
         state = outcome.why or f"passed ({outcome.requests} requests{reused})"
-        print(f"  {name:<18}{outcome.seconds:>6.1f} s  {state}", flush=True)
+        print(f"  {name:<18}{outcome.version:<12}{outcome.seconds:>6.1f} s  {state}", flush=True)
     return outcomes
 
 
@@ -157,12 +176,14 @@ def main(argv: list[str]) -> int:
     every = [*LIBRARIES, *(agent.name for agent in AGENTS)]
     parser = argparse.ArgumentParser(prog="bench clients", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=every, default=every)
+    parser.add_argument("--versions", choices=SETS, default=PINNED, help="a set of versions.toml")
     parser.add_argument("--no-install", action="store_true", help="use what is installed")
     parser.add_argument("--verbose", action="store_true", help="the daemon's output on stderr")
     parser.add_argument("--json", help="write the outcomes to this file")
     args = parser.parse_args(argv)
+    clients = Installation(args.versions)
     if not args.no_install:
-        install.install()
+        clients.install()
 
     def show(line: str) -> None:
         if args.verbose:
@@ -171,14 +192,19 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="batchengine-clients-") as scratch:
         folder = Path(scratch)
         model = long_model(POCKET, folder / "long.gguf", CONTEXT_TOKENS)
-        with ChildDaemon(model, show, "--model-id", MODEL) as daemon:
+        keys = folder / "keys"
+        keys.write_text(KEY)
+        keys.chmod(0o600)
+        options = ("--model-id", MODEL, "--api-key-file", str(keys))
+        with ChildDaemon(model, show, *options) as daemon:
             url = daemon.wait_ready().removesuffix("/v1")
-            outcomes = asyncio.run(try_all(args.only, url, folder))
+            outcomes = asyncio.run(try_all(args.only, url, folder, clients))
     passed = [outcome for outcome in outcomes if not outcome.why]
     result = {
         "clients": len(outcomes),
         "passed": len(passed),
         "reused_second_turn": {o.name: o.reused for o in outcomes if o.reused is not None},
     }
-    report.finish(result, details={"outcomes": [vars(o) for o in outcomes]}, json_path=args.json)
+    details = {"versions": args.versions, "outcomes": [vars(o) for o in outcomes]}
+    report.finish(result, details=details, json_path=args.json)
     return 0 if len(passed) == len(outcomes) else 1

