@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -97,11 +98,15 @@ def fault(exchanges: list[Exchange], code: int, output: str) -> str:
     return "" if TEXT in output else f"its output has no {TEXT!r}: {output.strip()[-600:]}"
 
 
-async def connect(agent: Agent, url: str, env: dict[str, str]) -> str:
-    """Lets `batchengine connect` write the agent's configuration; "" or why it could not."""
+async def connect(agent: Agent, url: str, env: dict[str, str]) -> tuple[str, list[str]]:
+    """Lets `batchengine connect` write the agent's configuration: "" or why it could not, and the
+    options with which it says to start the agent."""
     program = [sys.executable, "-m", "service.cli", "connect", agent.name, "--url", url]
-    code, output = await run([*program, "--write", "--yes"], ROOT, env)
-    return f"connect: exit code {code}: {output}" if code else ""
+    code, output = await run([*program, "--write", "--yes", "--json"], ROOT, env)
+    if code:
+        return f"connect: exit code {code}: {output}", []
+    words = shlex.split(json.loads(output)["start"])
+    return "", words[words.index(agent.name) + 1 :]
 
 
 async def try_agent(agent: Agent, daemon: str, folder: Path, clients: Installation) -> Outcome:
@@ -115,13 +120,13 @@ async def try_agent(agent: Agent, daemon: str, folder: Path, clients: Installati
 
         async def ask(command: tuple[str, ...], prompt: str) -> tuple[str, list[Exchange]]:
             before = len(proxy.exchanges)
-            words = {"prompt": prompt, "home": str(home), "folder": str(work)}
-            program, *rest = (part.format(**words) for part in command)
-            code, output = await run([str(clients.program(program)), *rest], work, env)
+            words = [part.format(prompt=prompt) for part in command]
+            program = str(clients.program(agent.name))
+            code, output = await run([program, *options, *words], work, env)
             made = proxy.exchanges[before:]
             return fault(made, code, output), made
 
-        outcome.why = await connect(agent, proxy.url, env)
+        outcome.why, options = await connect(agent, proxy.url, env)
         if not outcome.why:
             outcome.why, made = await ask(agent.first, PROMPT)
         if not outcome.why and not any(RESULT in json.dumps(e.body) for e in proxy.exchanges):

@@ -30,17 +30,15 @@ class Agent:
 
 
 CLAUDE_FLAGS = ("--output-format", "json", "--dangerously-skip-permissions")
-CODEX_FLAGS = ("--profile", "batchengine", "--skip-git-repo-check")
-CODEX_FREE = "--dangerously-bypass-approvals-and-sandbox"
-OPENCLAW = ("openclaw", "agent", "--local", "--session-id", "bench", "--json", "--message")
-PI_FLAGS = ("--provider", "batchengine", "--model", MODEL, "-p")
+CODEX = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+OPENCLAW = ("agent", "--local", "--session-id", "bench", "--json", "--message")
 
 AGENTS = (
     Agent(
         "claude",
         "@anthropic-ai/claude-code",
-        ("claude", *CLAUDE_FLAGS, "-p", "{prompt}"),
-        ("claude", *CLAUDE_FLAGS, "-c", "-p", "{prompt}"),
+        (*CLAUDE_FLAGS, "-p", "{prompt}"),
+        (*CLAUDE_FLAGS, "-c", "-p", "{prompt}"),
         "Bash",
         {"command": PRINT},
         {"IS_SANDBOX": "1"},  # it refuses to run as root without
@@ -48,16 +46,16 @@ AGENTS = (
     Agent(
         "codex",
         "@openai/codex",
-        ("codex", "exec", *CODEX_FLAGS, CODEX_FREE, "{prompt}"),
-        ("codex", "exec", *CODEX_FLAGS, CODEX_FREE, "resume", "--last", "{prompt}"),
+        (*CODEX, "{prompt}"),
+        (*CODEX, "resume", "--last", "{prompt}"),
         "exec_command",
         {"cmd": PRINT},
     ),
     Agent(
         "opencode",
         "opencode-ai",
-        ("opencode", "run", "{prompt}"),
-        ("opencode", "run", "-c", "{prompt}"),
+        ("run", "{prompt}"),
+        ("run", "-c", "{prompt}"),
         "bash",
         {"command": PRINT, "description": "list files"},
         {
@@ -77,8 +75,8 @@ AGENTS = (
     Agent(
         "pi",
         "@mariozechner/pi-coding-agent",
-        ("pi", *PI_FLAGS, "{prompt}"),
-        ("pi", *PI_FLAGS, "-c", "{prompt}"),
+        ("-p", "{prompt}"),
+        ("-p", "-c", "{prompt}"),
         "bash",
         {"command": PRINT},
         {"PI_OFFLINE": "1"},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -52,10 +53,15 @@ def connect(
         client.url.removesuffix("/v1"), row["id"], row["context_length"], key or KEY_DEFAULT
     )
     path = file or Path(recipe.path)
+    start = recipe.start.format(
+        model=shlex.quote(endpoint.model),
+        context=endpoint.context,
+        key="$BATCHENGINE_API_KEY" if key else KEY_DEFAULT,
+    )
     old, new = _texts(path, recipe, endpoint)
     diff = _diff(path, old, new)
     if json:
-        print_json({"agent": agent, "path": str(path), "content": new, "start": recipe.start})
+        print_json({"agent": agent, "path": str(path), "content": new, "start": start})
     elif old == new:
         print(f"{path} has this configuration already")
     elif not write:
@@ -68,7 +74,7 @@ def connect(
             return 1
         _write(path, old, new)
     if not json:
-        _say_next(recipe, endpoint, write)
+        _say_next(recipe.note, start, endpoint, write)
     return 0
 
 
@@ -118,13 +124,13 @@ def _put(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _say_next(recipe: Recipe, endpoint: Endpoint, written: bool) -> None:
+def _say_next(note: str, start: str, endpoint: Endpoint, written: bool) -> None:
     facts: list[tuple[str, Any]] = [
         ("daemon", f"{endpoint.v1}  model {endpoint.model}  context {endpoint.context:,}"),
-        ("start", recipe.start),
+        ("start", start),
     ]
-    if recipe.note:
-        facts.append(("note", recipe.note))
+    if note:
+        facts.append(("note", note))
     if not written:
         facts.append(("write", "the same command with --write"))
     print("\n".join(f"{name:<8}{text}" for name, text in facts))

@@ -40,7 +40,8 @@ class Endpoint:
 
 class Recipe(NamedTuple):
     """The configuration of one agent: `path` of its file, `merge` of the text that stands there
-    with what is needed, and how to start the agent then."""
+    with what is needed, and how to start the agent then, where `{model}`, `{context}` and `{key}`
+    stand for the daemon's."""
 
     path: str
     merge: Callable[[str, Endpoint], str]
@@ -96,17 +97,14 @@ def _claude(text: str, to: Endpoint) -> str:
 
 
 def _codex(text: str, to: Endpoint) -> str:
-    """A profile: keys outside of tables would have to stand before every table of the file."""
+    """The provider alone: keys outside of tables would have to stand before every table of the
+    file, and versions disagree on where a profile is written. `start` names the rest."""
     provider = (
         f"[model_providers.batchengine]\n"
         f'name = "batchengine"\nbase_url = "{to.v1}"\nwire_api = "responses"\n'
         f'env_key = "BATCHENGINE_API_KEY"\n'
         f"stream_idle_timeout_ms = {PATIENCE_S * 1000}\n"
-        f"request_max_retries = 2\nstream_max_retries = 2\n\n"
-        f"[profiles.batchengine]\n"
-        f'model_provider = "batchengine"\nmodel = "{to.model}"\n'
-        f"model_context_window = {to.context}\n"
-        f'web_search = "disabled"\n'
+        f"request_max_retries = 2\nstream_max_retries = 2\n"
     )
     return with_block(text, provider)
 
@@ -230,7 +228,8 @@ def recipes() -> dict[str, Recipe]:
         "codex": Recipe(
             _home("CODEX_HOME", "~/.codex", "config.toml"),
             _codex,
-            "BATCHENGINE_API_KEY=local codex --profile batchengine",
+            "BATCHENGINE_API_KEY={key} codex -c model_provider=batchengine -c model={model}"
+            " -c model_context_window={context}",
         ),
         "opencode": Recipe(
             _home("XDG_CONFIG_HOME", "~/.config", "opencode/opencode.json"), _opencode, "opencode"
@@ -249,7 +248,7 @@ def recipes() -> dict[str, Recipe]:
         "llm": Recipe(
             _home("LLM_USER_PATH", "~/.config/io.datasette.llm", "extra-openai-models.yaml"),
             _llm,
-            "llm keys set batchengine --value local; llm -m MODEL 'Hello'",
+            "llm keys set batchengine --value {key}; llm -m {model} 'Hello'",
         ),
         "aider": Recipe(
             os.path.expanduser("~/.aider.conf.yml"),
