@@ -33,6 +33,7 @@ from bench.clients.libraries import LIBRARIES, PACKAGES, PROMPT, RESULT
 from bench.clients.long_model import long_model
 from bench.clients.proxy import Exchange, Proxy, Script
 from service.cli.local.child import ChildDaemon
+from service.session_ids import family_of
 
 SECONDS_MAX = 300.0  # of one question
 TEXT = "pong"
@@ -40,6 +41,20 @@ SECOND = "Say pong."
 KEY = "bench-clients-key"  # the daemon answers nobody without it
 ROOT = Path(__file__).resolve().parents[2]
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What all clients of a run have in common."""
+
+    daemon: str  # its origin
+    folder: Path
+    clients: Installation
+    record: Path | None = None  # a folder for their requests
+
+    def proxy(self, client: str, tool: str, arguments: dict[str, Any]) -> Proxy:
+        script = script_of(tool, arguments)
+        return Proxy(self.daemon, script, self.record and self.record / client)
 
 
 @dataclass
@@ -109,19 +124,20 @@ async def connect(agent: Agent, url: str, env: dict[str, str]) -> tuple[str, lis
     return "", words[words.index(agent.name) + 1 :]
 
 
-async def try_agent(agent: Agent, daemon: str, folder: Path, clients: Installation) -> Outcome:
+async def try_agent(agent: Agent, scene: Scene) -> Outcome:
     """Both questions of one agent, with the configuration that `connect` writes."""
-    home, work = folder / agent.name, folder / agent.name / "work"
+    home = scene.folder / agent.name
+    work = home / "work"
     (home / "tmp").mkdir(parents=True)
     work.mkdir()
-    outcome = Outcome(agent.name, clients.version(agent.package))
-    async with Proxy(daemon, script_of(agent.tool, agent.arguments)) as proxy:
+    outcome = Outcome(agent.name, scene.clients.version(agent.package))
+    async with scene.proxy(agent.name, agent.tool, agent.arguments) as proxy:
         env = environment(home, agent.env | {"BATCHENGINE_API_KEY": KEY})
 
         async def ask(command: tuple[str, ...], prompt: str) -> tuple[str, list[Exchange]]:
             before = len(proxy.exchanges)
             words = [part.format(prompt=prompt) for part in command]
-            program = str(clients.program(agent.name))
+            program = str(scene.clients.program(agent.name))
             code, output = await run([program, *options, *words], work, env)
             made = proxy.exchanges[before:]
             return fault(made, code, output), made
@@ -137,42 +153,41 @@ async def try_agent(agent: Agent, daemon: str, folder: Path, clients: Installati
             if asked:
                 outcome.reused = round(asked[0].cached_tokens / asked[0].prompt_tokens, 4)
         outcome.requests = len(proxy.exchanges)
-        outcome.sessions = sorted({e.session_id for e in proxy.exchanges} - {""})
+        outcome.sessions = sorted({family_of(e.session_id) for e in proxy.exchanges} - {""})
     return outcome
 
 
-async def try_library(name: str, daemon: str, folder: Path, clients: Installation) -> Outcome:
+async def try_library(name: str, scene: Scene) -> Outcome:
     """One library's call of a tool and the answer after it."""
-    home = folder / name
+    home = scene.folder / name
     (home / "tmp").mkdir(parents=True)
-    async with Proxy(daemon, script_of("list_files", {"command": "ls"})) as proxy:
+    async with scene.proxy(name, "list_files", {"command": "ls"}) as proxy:
         program = Path(__file__).with_name("libraries.py")
-        command = [str(clients.python(name)), "-P", str(program), name, proxy.url, KEY]
+        command = [str(scene.clients.python(name)), "-P", str(program), name, proxy.url, KEY]
         extra = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
         code, output = await run(command, home, environment(home, extra))
         why = fault(proxy.exchanges, code, output)
         if not why and not any(RESULT in json.dumps(e.body) for e in proxy.exchanges):
             why = "the tool's result never came back"
-        version = clients.version(PACKAGES.get(name, name), name)
+        version = scene.clients.version(PACKAGES.get(name, name), name)
         return Outcome(name, version, why, requests=len(proxy.exchanges))
 
 
-async def try_all(
-    names: list[str], daemon: str, folder: Path, clients: Installation
-) -> list[Outcome]:
+async def try_all(names: list[str], scene: Scene) -> list[Outcome]:
     """Every client, one after the other."""
     agents = {agent.name: agent for agent in AGENTS}
     outcomes: list[Outcome] = []
     for name in names:
         began = asyncio.get_running_loop().time()
         if name in agents:
-            outcome = await try_agent(agents[name], daemon, folder, clients)
+            outcome = await try_agent(agents[name], scene)
         else:
-            outcome = await try_library(name, daemon, folder, clients)
+            outcome = await try_library(name, scene)
         outcome.seconds = round(asyncio.get_running_loop().time() - began, 1)
         outcomes.append(outcome)
         reused = "" if outcome.reused is None else f", {outcome.reused:.1%} of turn 2 reused"
-        state = outcome.why or f"passed ({outcome.requests} requests{reused})"
+        named = f", {len(outcome.sessions)} sessions" if outcome.sessions else ""
+        state = outcome.why or f"passed ({outcome.requests} requests{named}{reused})"
         print(f"  {name:<18}{outcome.version:<12}{outcome.seconds:>6.1f} s  {state}", flush=True)
     return outcomes
 
@@ -184,6 +199,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--versions", choices=SETS, default=PINNED, help="a set of versions.toml")
     parser.add_argument("--no-install", action="store_true", help="use what is installed")
     parser.add_argument("--verbose", action="store_true", help="the daemon's output on stderr")
+    parser.add_argument("--record", type=Path, help="write each request to this folder")
     parser.add_argument("--json", help="write the outcomes to this file")
     args = parser.parse_args(argv)
     clients = Installation(args.versions)
@@ -203,7 +219,7 @@ def main(argv: list[str]) -> int:
         options = ("--model-id", MODEL, "--api-key-file", str(keys))
         with ChildDaemon(model, show, *options) as daemon:
             url = daemon.wait_ready().removesuffix("/v1")
-            outcomes = asyncio.run(try_all(args.only, url, folder, clients))
+            outcomes = asyncio.run(try_all(args.only, Scene(url, folder, clients, args.record)))
     passed = [outcome for outcome in outcomes if not outcome.why]
     result = {
         "clients": len(outcomes),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientSession, ClientTimeout, web
@@ -53,6 +54,7 @@ class Proxy:
 
     target: str  # origin of the daemon
     script: Script
+    folder: Path | None = None  # gets a file of each request
     exchanges: list[Exchange] = field(default_factory=list[Exchange])
     url: str = ""
 
@@ -78,6 +80,7 @@ class Proxy:
             body = json.loads(data)
             noted = Exchange(request.path, body)
             self.exchanges.append(noted)
+            self._record(request, body)
             said = {"structured_outputs": {"choice": [self.script.answer(body)]}}
             data = json.dumps(body | said).encode()
         headers = {k: v for k, v in request.headers.items() if k.lower() not in HOP}
@@ -87,18 +90,26 @@ class Proxy:
         async with sent as reply:
             kept = {k: v for k, v in reply.headers.items() if k.lower() not in HOP}
             answer = web.StreamResponse(status=reply.status, headers=kept)
-            await answer.prepare(request)
             received = bytearray()
-            async for part in reply.content.iter_any():
-                received += part
-                await answer.write(part)
+            with contextlib.suppress(ConnectionResetError):  # a client that has read enough
+                await answer.prepare(request)
+                async for part in reply.content.iter_any():
+                    received += part
+                    await answer.write(part)
+                await answer.write_eof()
             if noted is not None:
                 note(
                     noted, reply.status, reply.headers.get("x-batchengine-session-id", ""), received
                 )
-            with contextlib.suppress(ConnectionResetError):  # a client that has read enough
-                await answer.write_eof()
             return answer
+
+    def _record(self, request: web.Request, body: dict[str, Any]) -> None:
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole = {"path": request.path_qs, "headers": dict(request.headers), "body": body}
+        path = self.folder / f"{len(self.exchanges):03}.json"
+        path.write_text(json.dumps(whole, indent=1, ensure_ascii=False))
 
 
 def note(exchange: Exchange, status: int, session_id: str, data: bytes | bytearray) -> None:
@@ -107,8 +118,8 @@ def note(exchange: Exchange, status: int, session_id: str, data: bytes | bytearr
     if status != 200:
         exchange.error = bytes(data[:1000]).decode("utf-8", "replace")
         return
-    lines = [line[6:] for line in data.splitlines() if line.startswith(b"data: {")]
-    for item in lines or [bytes(data)]:
+    lines = [line[6:] for line in data.splitlines(True) if line.startswith(b"data: {")]
+    for item in [line for line in lines if line.endswith(b"\n")] or [bytes(data)]:
         value = json.loads(item)
         for usage in _usages(value):
             _add_usage(exchange, usage)

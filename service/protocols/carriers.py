@@ -90,6 +90,7 @@ HEADERS_PARENT = (
 )
 HEADER_RETRY = "x-stainless-retry-count"
 USER_ID_CHARS_MAX = 4096
+_EARLY_USER_ID = re.compile(r"user_[0-9a-f]+_account_[0-9a-f-]*_session_([0-9a-f-]{36})")
 _read_user_id = msgspec.json.Decoder(dict[str, object]).decode
 
 
@@ -140,13 +141,19 @@ def naming(metadata: Mapping[str, object] | None) -> dict[str, str]:
 
 
 def _of_user_id(user_id: str) -> Iterator[tuple[str, str]]:
-    """The session in Claude Code's `metadata.user_id`, which is JSON; others name a person."""
-    if len(user_id) > USER_ID_CHARS_MAX or user_id[:1] != "{":
+    """The session in Claude Code's `metadata.user_id`: JSON, in its versions before 2.1 a text that
+    ends with the session; others name a person."""
+    if len(user_id) > USER_ID_CHARS_MAX:
         return
-    with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        session_id = _read_user_id(user_id).get("session_id")
-        if isinstance(session_id, str):
-            yield "metadata.user_id", session_id
+    early = _EARLY_USER_ID.fullmatch(user_id)
+    if early is not None:
+        yield "metadata.user_id", early[1]
+    elif user_id.startswith("{"):
+        with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+            facts = _read_user_id(user_id)
+            named = facts.get("session_id") or facts.get("sessionId")
+            if isinstance(named, str):
+                yield "metadata.user_id", named
 
 
 def parent_of(body: Common, headers: CIMultiDictProxy[str], tenant: str) -> str | None:

@@ -94,6 +94,21 @@ def test_session_carriers_have_the_documented_precedence() -> None:
     )  # `user` names a person, not a session
 
 
+def test_a_users_id_holds_a_session_where_it_is_json_or_ends_with_one() -> None:
+    def named(user_id: str) -> str | None:
+        fields = {"metadata": {"user_id": user_id}}
+        found = carriers.session_carriers(body_of(fields), headers_of([]))
+        return next((value for _, value in found), None)
+
+    assert named('{"device_id": "d", "session_id": "s-1"}') == "s-1"
+    session = "0ce6817c-0e24-48f7-b264-2afbc79c1adc"
+    for account in ("", session):  # Claude Code 1.0 and 2.0
+        assert named(f"user_{'a5' * 32}_account_{account}_session_{session}") == session
+    others = ("user-17", "user_1_account__session_7", f"x_session_{session}", "{" * 500, "{")
+    for other in (*others, '{"session_id": 7}', '{"a": 1}', '["session_id"]', "user_" * 2000):
+        assert named(other) is None
+
+
 def test_session_ids_are_bound_to_their_tenant() -> None:
     ours = session_ids.session_key("a", "my session")
     assert ours == session_ids.session_key("a", "my session")

@@ -85,6 +85,9 @@ def _claude(text: str, to: Endpoint) -> str:
                 "ANTHROPIC_AUTH_TOKEN": to.key,
                 "ANTHROPIC_MODEL": to.model,
                 "ANTHROPIC_SMALL_FAST_MODEL": to.model,
+                "ANTHROPIC_DEFAULT_HAIKU_MODEL": to.model,
+                "ANTHROPIC_DEFAULT_SONNET_MODEL": to.model,
+                "ANTHROPIC_DEFAULT_OPUS_MODEL": to.model,
                 "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(to.context),
                 "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(to.answer),
                 "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
@@ -131,8 +134,7 @@ def _opencode(text: str, to: Endpoint) -> str:
 
 def _openclaw(text: str, to: Endpoint) -> str:
     compat = {
-        "supportsPromptCacheKey": True,
-        "sendSessionAffinityHeaders": True,
+        "supportsPromptCacheKey": True,  # names the session
         "supportsUsageInStreaming": True,
         "supportsTools": True,
         "toolSchemaProfile": "llamacpp",
@@ -171,7 +173,7 @@ def _pi(text: str, to: Endpoint) -> str:
     row = {"id": to.model, "contextWindow": to.context, "maxTokens": to.answer}
     provider = {
         "baseUrl": to.v1,
-        "api": "openai-completions",
+        "api": "openai-responses",  # it names the session there, and not in the others
         "apiKey": to.key,
         "models": [row],
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from service.protocols.schema import MESSAGES_MAX, STOP_MAX, TOKENS_MAX, Common, Name, StopText
@@ -19,8 +18,6 @@ TOOLS_MAX = 512
 EDITS_MAX = 8
 THINKING = ("adaptive", "disabled", "enabled")
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
-USER_ID_CHARS_MAX = 4096  # of one that may be JSON
-SESSION_NAMES = ("session_id", "sessionId")
 
 Object = dict[str, Any]
 
@@ -100,19 +97,4 @@ def common(body: MessagesRequest) -> Common:
     """The fields that all protocols share, under their names there."""
     fields = {name: getattr(body, name) for name in Common.__struct_fields__}
     fields["stop"] = body.stop_sequences or None
-    fields["session_id"] = body.session_id or _session_of(body.metadata)
     return Common(**fields)
-
-
-def _session_of(metadata: Object | None) -> str | None:
-    """The session in `metadata.user_id`, which is JSON for some clients; for all others it names a
-    person."""
-    user: object = (metadata or {}).get("user_id")
-    if not isinstance(user, str) or not user.startswith("{") or len(user) > USER_ID_CHARS_MAX:
-        return None
-    try:
-        facts = msgspec.json.decode(user, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    named = [facts[name] for name in SESSION_NAMES if isinstance(facts.get(name), str)]
-    return named[0] if named else None

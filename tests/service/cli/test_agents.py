@@ -19,7 +19,7 @@ def test_every_recipe_keeps_what_stands_in_the_file_and_is_written_once() -> Non
     for name, recipe in recipes().items():
         made = recipe.merge("", TO)
         assert recipe.merge(made, TO) == made, name
-        for words in ("127.0.0.1:7717", "qwen"):
+        for words in ("127.0.0.1:7717", "qwen" if name != "codex" else "wire_api"):
             assert words in made, (name, words)
     found = recipes()["claude"].merge('{"env": {"A": "1"}, "theme": "dark"}', TO)
     claude = json.loads(found)
@@ -27,14 +27,9 @@ def test_every_recipe_keeps_what_stands_in_the_file_and_is_written_once() -> Non
     assert claude["env"]["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:7717"
     assert claude["env"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "65536"
     codex = tomllib.loads(recipes()["codex"].merge('model = "mine"\n[features]\nx = 1\n', TO))
-    assert (codex["model"], codex["features"], codex["profiles"]["batchengine"]["model"]) == (
-        "mine",
-        {"x": 1},
-        "qwen",
-    )
+    assert (codex["model"], codex["features"], "profiles" in codex) == ("mine", {"x": 1}, False)
     provider = codex["model_providers"]["batchengine"]
     assert (provider["wire_api"], provider["stream_idle_timeout_ms"]) == ("responses", 1_800_000)
-    assert codex["profiles"]["batchengine"]["model_context_window"] == 65_536
     openclaw = json.loads(recipes()["openclaw"].merge("", TO))
     rows = openclaw["models"]["providers"]["batchengine"]["models"]
     assert [row["id"] for row in rows] == ["qwen", "qwen:background"]
@@ -46,6 +41,10 @@ def test_connect_shows_writes_and_leaves_what_it_cannot_read(
 ) -> None:
     file = tmp_path / "settings.json"
     with daemon(tmp_path) as running:
+        assert main.run(["connect", "codex", "--url", running.url]) == 0
+        start = capsys.readouterr().out.rpartition("start   ")[2].splitlines()[0]
+        assert start.startswith("BATCHENGINE_API_KEY=local codex -c model_provider=batchengine")
+        assert "{" not in start
         given = ["connect", "claude", "--file", str(file), "--url", running.url]
         assert main.run(given) == 0
         assert "would be" in capsys.readouterr().out

@@ -17,7 +17,7 @@ from batchengine.core import BatchEngineError, Constraint, Kind
 from service.protocols import strict_json
 from service.protocols.messages import edits as edits_module
 from service.protocols.messages.blocks import conversation_of
-from service.protocols.messages.body import MessagesRequest, common
+from service.protocols.messages.body import MessagesRequest
 from service.protocols.messages.signatures import HiddenReasoning
 from service.protocols.schema import read_request
 from tests.support.fake_engine import MODEL_ID, FakeEngine, fake_config, post, serving
@@ -163,15 +163,6 @@ def test_readable_documents_are_text() -> None:
     result = {"type": "search_result", "source": "u", "title": "S", "content": [text("hit")]}
     made = conversation_of(body_of(messages=[user(document, result)]))
     assert made.messages == [{"role": "user", "content": "T\nbody\nS\nu\nhit"}]
-
-
-def test_the_session_is_the_users_only_where_it_is_json() -> None:
-    def named(user_id: str) -> str | None:
-        return common(body_of(metadata={"user_id": user_id})).session_id
-
-    assert named('{"device_id": "d", "session_id": "s-1"}') == "s-1"
-    for other in ("user-17", "{", '{"session_id": 7}', '{"a": 1}', "{" * 500, '["session_id"]'):
-        assert named(other) is None
 
 
 @pytest.mark.parametrize(
