@@ -91,16 +91,17 @@ class Proxy:
             kept = {k: v for k, v in reply.headers.items() if k.lower() not in HOP}
             answer = web.StreamResponse(status=reply.status, headers=kept)
             received = bytearray()
+            if noted is not None:
+                noted.status = reply.status
+                noted.session_id = reply.headers.get("x-batchengine-session-id", "")
             with contextlib.suppress(ConnectionResetError):  # a client that has read enough
                 await answer.prepare(request)
                 async for part in reply.content.iter_any():
                     received += part
                     await answer.write(part)
+                if noted is not None:
+                    note(noted, received)
                 await answer.write_eof()
-            if noted is not None:
-                note(
-                    noted, reply.status, reply.headers.get("x-batchengine-session-id", ""), received
-                )
             return answer
 
     def _record(self, request: web.Request, body: dict[str, Any]) -> None:
@@ -112,14 +113,13 @@ class Proxy:
         path.write_text(json.dumps(whole, indent=1, ensure_ascii=False))
 
 
-def note(exchange: Exchange, status: int, session_id: str, data: bytes | bytearray) -> None:
-    """Fills in what the answer `data` says."""
-    exchange.status, exchange.session_id = status, session_id
-    if status != 200:
+def note(exchange: Exchange, data: bytes | bytearray) -> None:
+    """Fills in what the whole answer `data` says."""
+    if exchange.status != 200:
         exchange.error = bytes(data[:1000]).decode("utf-8", "replace")
         return
-    lines = [line[6:] for line in data.splitlines(True) if line.startswith(b"data: {")]
-    for item in [line for line in lines if line.endswith(b"\n")] or [bytes(data)]:
+    lines = [line[6:] for line in data.splitlines() if line.startswith(b"data: {")]
+    for item in lines or [bytes(data)]:
         value = json.loads(item)
         for usage in _usages(value):
             _add_usage(exchange, usage)

@@ -50,12 +50,12 @@ CACHED = {"cached_tokens": 30}
 )
 def test_usage_of_every_protocol_is_understood(answer: dict[str, Any]) -> None:
     for data in (json.dumps(answer), f"event: x\ndata: {json.dumps(answer)}\n\ndata: [DONE]\n"):
-        exchange = Exchange("/v1/x", {})
-        proxy.note(exchange, 200, "be_1", data.encode())
+        exchange = Exchange("/v1/x", {}, 200)
+        proxy.note(exchange, data.encode())
         assert (exchange.prompt_tokens, exchange.cached_tokens) == (40, 30)
 
 
 def test_errors_in_a_stream_are_noted() -> None:
-    exchange = Exchange("/v1/x", {})
-    proxy.note(exchange, 200, "", b'event: error\ndata: {"error": {"message": "no"}}\n')
+    exchange = Exchange("/v1/x", {}, 200)
+    proxy.note(exchange, b'event: error\ndata: {"error": {"message": "no"}}\n')
     assert "no" in exchange.error
