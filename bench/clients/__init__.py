@@ -38,7 +38,7 @@ from service.session_ids import family_of
 SECONDS_MAX = 300.0  # of one question
 TEXT = "pong"
 SECOND = "Say pong."
-KEY = "bench-clients-key"  # the daemon answers nobody without it
+KEY = "bench-clients-key"  # the only one that the daemon takes
 ROOT = Path(__file__).resolve().parents[2]
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
 

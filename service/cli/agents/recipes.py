@@ -245,7 +245,10 @@ def recipes() -> dict[str, Recipe]:
             "pi --provider batchengine",
         ),
         "litellm": Recipe(
-            "litellm-batchengine.yaml", _litellm, "litellm --config litellm-batchengine.yaml"
+            "litellm-batchengine.yaml",
+            _litellm,
+            "LITELLM_MASTER_KEY=sk-local litellm --config litellm-batchengine.yaml",
+            "clients of LiteLLM send its master key, which newer versions do not start without",
         ),
         "llm": Recipe(
             _home("LLM_USER_PATH", "~/.config/io.datasette.llm", "extra-openai-models.yaml"),
