@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchengine.child.command import python_command
 from bench import report
 from bench.clients.agents import AGENTS, CONTEXT_TOKENS, MODEL, Agent
 from bench.clients.install import PINNED, SETS, Installation, environment
@@ -116,7 +117,7 @@ def fault(exchanges: list[Exchange], code: int, output: str) -> str:
 async def connect(agent: Agent, url: str, env: dict[str, str]) -> tuple[str, list[str]]:
     """Lets `batchengine connect` write the agent's configuration: "" or why it could not, and the
     options with which it says to start the agent."""
-    program = [sys.executable, "-m", "service.cli", "connect", agent.name, "--url", url]
+    program = python_command("service.cli", "connect", agent.name, "--url", url)
     code, output = await run([*program, "--write", "--yes", "--json"], ROOT, env)
     if code:
         return f"connect: exit code {code}: {output}", []
