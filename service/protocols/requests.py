@@ -273,6 +273,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             fix="send fewer at once",
         )
     job.echo = prompt.echo
+    named = job.asked.session_id or ""
     if prompt.stored and (prompt.append_to or job.asked.session_id is None):
         name = session_key(job.asked.tenant, job.asked.request_id)
         job.asked = dataclasses.replace(job.asked, session_id=name)
@@ -309,15 +310,16 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             )
         for choice in range(job.choices_per_prompt):
             seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
-            attempt = _attempt(job, prompt)
+            attempt = _attempt(job, prompt, named)
             request = dataclasses.replace(first, sampling=seeded, attempt=attempt)
             job.requests.append(_of_choice(request, len(job.requests)))
 
 
-def _attempt(job: HttpJob, prompt: Prompt) -> str:
-    """What requests that ask the same in the same session have in common; "" = not known."""
-    named = job.asked.session_id or "", job.asked.form, str(len(job.requests)), prompt.digest
-    return " ".join(named) if prompt.digest else ""
+def _attempt(job: HttpJob, prompt: Prompt, session_id: str) -> str:
+    """What requests that ask the same in the session that they name have in common; "" = not
+    known."""
+    common = session_id, job.asked.form, str(len(job.requests)), prompt.digest
+    return " ".join(common) if prompt.digest else ""
 
 
 def _of_choice(request: GenerationRequest, index: int) -> GenerationRequest:

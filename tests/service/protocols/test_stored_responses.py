@@ -317,3 +317,13 @@ async def test_a_conversation_is_a_session_to_which_input_is_appended() -> None:
         first, second = (one.request for one in served.engine.generations)
         assert first.session_id == second.session_id
         assert first.append
+
+
+async def test_the_same_request_is_known_as_such_although_each_has_a_session_of_its_own() -> None:
+    async with serving() as served:
+        for text in ("hi", "hi", "ho"):
+            await post(served, "/v1/responses", {"input": text, "model": "tiny"})
+        first, again, other = (one.request for one in served.engine.generations)
+    assert first.session_id != again.session_id
+    assert first.attempt == again.attempt != ""
+    assert other.attempt != first.attempt

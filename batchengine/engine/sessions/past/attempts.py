@@ -30,12 +30,23 @@ class Attempt:
     """A request that was cancelled; `tokens` of its answer are complete once it is `over`."""
 
     request_id: str
+    turn_id: str
     streams: bool
     seed: int
     until_s: float
-    is_named: bool  # its session has its tokens
+    session_id: str | None  # which has its tokens
     tokens: array[int]
     over: asyncio.Event
+
+
+def _in_session(request: GenerationRequest, attempt: Attempt) -> GenerationRequest:
+    """Return the request as a retry. One whose session was made for it alone goes on with the turn
+    that it repeats, under the id of that; others find their session by their own rules."""
+    request = dataclasses.replace(request, is_retry=True)
+    is_own = not (request.in_family or request.append or request.idempotency_key)
+    if not is_own or attempt.session_id is None:
+        return request
+    return dataclasses.replace(request, session_id=attempt.session_id, request_id=attempt.turn_id)
 
 
 def is_again(request: GenerationRequest, streams: bool) -> bool:
@@ -64,12 +75,12 @@ class LeftAttempts:
             return
         key, now_s = (request.tenant, request.attempt), self._now_s()
         self._drop(key)
-        is_named, over = request.session_id is not None, asyncio.Event()
-        if is_named:  # requests of a session wait for each other
+        over = asyncio.Event()
+        if request.session_id is not None:  # requests of a session wait for each other
             over.set()
         self._of[key] = Attempt(
-            request.request_id, request.streams, request.sampling.seed, now_s + KEPT_S, is_named,
-            array("i"), over,
+            request.request_id, generation.turn_id, request.streams, request.sampling.seed,
+            now_s + KEPT_S, request.session_id, array("i"), over,
         )  # fmt: skip
         for old in [one for one, attempt in self._of.items() if attempt.until_s < now_s]:
             self._drop(old)
@@ -82,7 +93,7 @@ class LeftAttempts:
     def keep(self, generation: Generation, timeline: Sequence[int]) -> bool:
         """Keep the answer of a request that has no session; whether its client left."""
         attempt = self._attempt(generation)
-        if attempt is None or attempt.is_named:
+        if attempt is None or attempt.session_id is not None:
             return False
         attempt.tokens = array("i", timeline[len(generation.request.prompt) :])
         return True
@@ -110,8 +121,8 @@ class LeftAttempts:
         if self._of.get(key) is not attempt:
             return request, None  # another one was faster
         del self._of[key]
-        if attempt.is_named or request.session_id is not None:
-            return dataclasses.replace(request, is_retry=True), None
+        if attempt.session_id is not None or request.session_id is not None:
+            return _in_session(request, attempt), None
         sampling = msgspec.structs.replace(request.sampling, seed=attempt.seed)
         found = Found(TimelineUse.CONTINUED, shared=len(request.prompt))
         request = dataclasses.replace(request, sampling=sampling, found=found)

@@ -58,6 +58,25 @@ async def test_a_retry_that_says_so_is_one(site: Site, reference: Reference) -> 
         assert answer.tokens == reference.tokens(PROMPT, 60, WARM)
 
 
+async def test_a_request_with_a_session_of_its_own_goes_on_in_that_of_the_first(
+    site: Site, reference: Reference
+) -> None:
+    """As a response that is stored: later requests name the turn, which keeps its id."""
+    async with running_engine(site) as engine:
+        first = await engine.begin(asked(session_id="one"))
+        await until(lambda: first.completion_tokens > 20)
+        first.cancel()
+        again = await engine.begin(asked(OTHER, session_id="other", is_retry=True))
+        answer = await read(again)
+        assert (again.session_id, again.turn_id) == ("one", first.request_id)
+        assert again.request.request_id == first.request_id
+        assert answer.tokens == reference.tokens(PROMPT, 60, WARM)
+        assert answer.done is not None
+        assert answer.done.usage.resumed_tokens > 20
+        assert (await engine.past_turn("", first.request_id)).tokens == 60
+        assert engine.state.find("", "other") is None
+
+
 async def test_others_get_an_answer_of_their_own(site: Site, reference: Reference) -> None:
     """The same question by choice, by another tenant, or while the first one has its reader."""
     own = reference.tokens(PROMPT, 60, OTHER)
