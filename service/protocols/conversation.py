@@ -71,7 +71,8 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     messages = conversation.messages
     requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
     is_callable = conversation.tool_choice.mode != "none"
-    tools = conversation.tools or None  # in the prompt of every turn, called or not
+    # in the prompt of every turn, called or not
+    tools = [_shown(tool) for tool in conversation.tools] or None
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
     first, begun = _split(conversation)
     prepared, template = history.prepare(first, tools, text), conversation.template
@@ -112,6 +113,11 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         append_to=conversation.append_to,
         stored=conversation.stored,
     )
+
+
+def _shown(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as the template gets it."""
+    return {key: value for key, value in tool.items() if key != grammars.PATTERN}
 
 
 def _split(conversation: Conversation) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:

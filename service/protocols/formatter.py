@@ -167,7 +167,7 @@ class Formatter(ABC):
         if not self.answers[index].cut:
             return self.ids.of_end(self._finish(index, parts))
         # a reader that goes on gets what was held back, and events that are not these
-        return [event._replace(id=self.ids.current) for event in self._finish(index, [])]
+        return self._finish(index, [])
 
     @abstractmethod
     def noop(self) -> list[SseEvent]:

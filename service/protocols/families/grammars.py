@@ -38,7 +38,8 @@ EXACT = {
 COMPACT = EXACT | {"item_separator": ", ?", "key_separator": ": ?"}
 
 
-_LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
+PATTERN = "input_pattern"  # field of a tool beside its function: what its only text must match
+LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
                 body = _object(rules, number, name, schema, "arguments")
                 body = f"{_literal(chr(10))} {body} {_literal(chr(10))} {rules.marker(TAG_END)}"
             case "function":
-                body = _function(rules, number, name, schema)
+                body = _function(rules, number, tool)
             case "objects":
                 body = _object(rules, number, name, schema, "parameters")
             case "list" if rules.control_id(ARGS) is not None:
@@ -208,8 +209,9 @@ def _object(rules: _Rules, number: int, name: str, schema: dict[str, Any], key: 
     return f"{_literal(head)} {args} {_literal('}')}"
 
 
-def _function(rules: _Rules, number: int, name: str, schema: dict[str, Any]) -> str:
+def _function(rules: _Rules, number: int, tool: dict[str, Any]) -> str:
     """<function=NAME> with the parameters in the order of the schema."""
+    name, schema = tool["function"]["name"], _schema(tool)
     given: object = schema.get("properties")
     fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     required: object = schema.get("required")
@@ -222,6 +224,9 @@ def _function(rules: _Rules, number: int, name: str, schema: dict[str, Any]) -> 
         kind, options = value.get("type"), value.get("enum")
         if kind == "string" and options and all(isinstance(one, str) for one in options):
             made = rules.add(rule, " | ".join(_literal(one + end) for one in options))
+        elif kind == "string" and PATTERN in tool:
+            pattern = value["pattern"][1:-1] + end  # one terminal: either may begin with a line end
+            made = rules.add(f"VALUE{number}", f"/{_slashed(pattern)}/")
         elif kind == "string":
             made = rules.up_to(rule, end)
         else:
@@ -236,6 +241,9 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     given = tool["function"].get("parameters")
     schema = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {}
     schema["type"] = "object"
+    if PATTERN in tool:
+        fields = {name: {"type": "string", "pattern": tool[PATTERN]} for name in schema["required"]}
+        schema["properties"] = fields
     return schema
 
 
@@ -244,7 +252,7 @@ def enforceable(schema: str) -> str:
 
     Schemas made from JavaScript's validators have them; the rest of the schema still holds.
     """
-    if '"pattern' not in schema or not _LOOKS_AROUND.search(schema):
+    if '"pattern' not in schema or not LOOKS_AROUND.search(schema):
         return schema
     return json.dumps(_enforceable(json.loads(schema)), separators=(",", ":"))
 
@@ -256,11 +264,11 @@ def _enforceable(schema: object) -> object:
         return schema
     made: dict[str, object] = {}
     for key, value in cast("dict[str, object]", schema).items():
-        if key == "pattern" and isinstance(value, str) and _LOOKS_AROUND.search(value):
+        if key == "pattern" and isinstance(value, str) and LOOKS_AROUND.search(value):
             continue
         if key == "patternProperties" and isinstance(value, dict):
             found = cast("dict[str, object]", value)
-            value = {name: one for name, one in found.items() if not _LOOKS_AROUND.search(name)}
+            value = {name: one for name, one in found.items() if not LOOKS_AROUND.search(name)}
         made[key] = _enforceable(value)
     return made
 

@@ -13,6 +13,8 @@ import msgspec
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.protocols.conversation import ToolChoice
+from service.protocols.families.grammars import PATTERN
+from service.protocols.responses.input_formats import pattern_of
 
 Fields = dict[str, Any]
 HOSTED = (
@@ -48,7 +50,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
         if kind == "function":
             made.append(_function(tool, where))
         elif kind == "custom":
-            made.append(_custom(tool, where))
+            made.append(_custom(tool, where, left_out))
             custom.append(_name(tool, where))
         elif kind == "namespace":
             outer, inner = _name(tool, where), tool.get("tools")
@@ -60,7 +62,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
                 name = qualified(_name(fields, at), outer)
                 namespaces[name] = outer, _name(fields, at)
                 if fields.get("type") == "custom":
-                    made.append(_custom(fields, at, name))
+                    made.append(_custom(fields, at, left_out, name))
                     custom.append(name)
                 else:
                     made.append(_function(fields, at, name))
@@ -139,9 +141,18 @@ def _function(tool: Fields, where: str, name: str = "") -> Fields:
     return {"type": "function", "function": function}
 
 
-def _custom(tool: Fields, where: str, name: str = "") -> Fields:
+def _custom(tool: Fields, where: str, left_out: list[str], name: str = "") -> Fields:
+    """A function of one text. A grammar of it stands in the description, and holds for calls that
+    are forced or strict."""
     argument: Fields = {"type": "string"}
-    described: object = tool.get("description")
+    described, form = tool.get("description"), tool.get("format")
+    pattern = pattern_of(form)
+    if pattern is None:
+        left_out.append("tools.format")
+    elif pattern and isinstance(form, dict):
+        grammar = cast("Fields", form)
+        note = f"The input follows this grammar ({grammar['syntax']}):\n{grammar['definition']}"
+        described = f"{described}\n\n{note}" if isinstance(described, str) else note
     parameters = {
         "type": "object",
         "properties": {CUSTOM_ARGUMENT: argument},
@@ -151,7 +162,10 @@ def _custom(tool: Fields, where: str, name: str = "") -> Fields:
     function: Fields = {"name": name or _name(tool, where), "parameters": parameters}
     if isinstance(described, str):
         function["description"] = described
-    return {"type": "function", "function": function}
+    if tool.get("strict") is True:
+        function["strict"] = True
+    made: Fields = {"type": "function", "function": function}
+    return made | {PATTERN: pattern} if pattern else made
 
 
 def _name(tool: Fields, where: str) -> str:

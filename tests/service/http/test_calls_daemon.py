@@ -6,7 +6,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import openai
 import pytest
@@ -152,6 +152,21 @@ def test_an_answer_goes_on(sdk: openai.OpenAI) -> None:
     found = sdk.chat.completions.create(**asked(messages=[USER, begun], max_tokens=4))
     assert found.choices[0].message.content
     assert not found.choices[0].message.content.startswith("The weather")
+
+
+def test_a_custom_tool_follows_the_grammar_of_its_input(sdk: openai.OpenAI) -> None:
+    form = {
+        "type": "grammar",
+        "syntax": "lark",
+        "definition": 'start: ("ab" LF)~2\n%import common.LF',
+    }
+    tool: Any = {"type": "custom", "name": "write", "format": form}
+    answer = sdk.responses.create(
+        model="pocket-q4_0", input="Write.", tools=[tool], max_output_tokens=96,
+        tool_choice=cast(Any, {"type": "custom", "name": "write"}), parallel_tool_calls=False,
+    )  # fmt: skip
+    calls = [item.input for item in answer.output if item.type == "custom_tool_call"]
+    assert calls == ["ab\nab\n"]
 
 
 def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:
