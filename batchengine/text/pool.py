@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Coroutine
@@ -50,7 +51,7 @@ class TextLimits:
     """Bounds of one preparation. The defaults fit a prompt of several million characters."""
 
     wall_s: float = 5.0
-    check_s: float = 3.0  # of a grammar, which takes milliseconds as a rule
+    check_s: float = 15.0  # of a grammar; its share of processor time is CHECK_CPU_S
     bytes_per_s: int = 1 << 20  # a long text gets a second more for each so many bytes
     start_s: float = 30.0  # a cold, loaded machine may take seconds to start an interpreter
     cpu_s: int = 120  # in case the engine itself cannot watch the clock
@@ -241,6 +242,7 @@ class TextWorker:
         self._reply: asyncio.Future[TextFrame] | None = None
         self._phase = ""
         self._is_spent = False
+        self._used_its_time = False
 
     @property
     def is_running(self) -> bool:
@@ -292,7 +294,7 @@ class TextWorker:
                 self.kill(f"took longer than {wall_s:.0f} s")
                 await self._end
                 raise ProcessLost(self._end.result(), self._phase, is_final=True)
-            raise ProcessLost(self._end.result(), self._phase)
+            raise ProcessLost(self._end.result(), self._phase, is_final=self._used_its_time)
         except asyncio.CancelledError:
             self.kill("was closed")
             raise
@@ -340,8 +342,11 @@ class TextWorker:
         )
         return ChildProcess.start_linked(words, self._on_end)
 
-    def _on_end(self, how: str, _: int) -> None:
+    def _on_end(self, how: str, status: int) -> None:
         assert self._end is not None
+        self._used_its_time = status == -signal.SIGXCPU
+        if self._used_its_time:
+            how = "used more processor time than it may"
         if self._protocol is not None:
             self._protocol.close()
         self._end.set_result(how)

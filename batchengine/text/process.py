@@ -49,6 +49,7 @@ Reader = Callable[[TextEncoder, bytes, bytes], bytes]
 # llama.cpp splits text with a recursive std::regex: about 400 bytes of stack per character of a
 # run of one class. This much holds a run of 2.5 million.
 STACK_BYTES = 1 << 30
+CHECK_CPU_S = 2  # of a grammar, which takes milliseconds as a rule; the kernel counts in seconds
 GROWTH_BYTES_MAX = 256 << 20  # a request that made the process grow by more is its last
 
 
@@ -77,7 +78,8 @@ class TextProcess:
         self._resident_bytes_max = self._memory.resident_bytes() + GROWTH_BYTES_MAX
         self._link.send(TEXT_LINK.encode(Done(is_last=False)))
         while (frame := self._link.receive()) is not None:
-            set_cpu_limit(opening.cpu_s)
+            is_check = isinstance(frame.message, Check)
+            set_cpu_limit(CHECK_CPU_S if is_check else opening.cpu_s)
             self._phase = ""
             message, payload = self._answer(encoder, frame)
             self._link.send(TEXT_LINK.encode(message, payload))
