@@ -311,8 +311,9 @@ class SealPipeline:
         ran_on = seal.is_tail and not isinstance(error, NumericsFault)
         if not ran_on:
             self.seal_failures += 1
-        level = logging.ERROR if isinstance(error, NumericsFault) else logging.WARNING
-        log.log(logging.DEBUG if ran_on else level, "page %d was not sealed: %s", seal.index, error)
+        level = logging.DEBUG if ran_on or seal.again else logging.WARNING  # once of each page
+        level = logging.ERROR if isinstance(error, NumericsFault) else level
+        log.log(level, "page %d was not sealed: %s", seal.index, error)
         if isinstance(error, NumericsFault) and not seal.dropped:
             self._disputes.dispute(seal)
         if seal.ticket is not None and seal.ref is None:

@@ -27,7 +27,7 @@ from batchengine.session_kv import pages_for
 
 STALL_S = 0.25  # after which one of several turns that find no slot makes way
 STALL_ALONE_S = 5.0  # after which a turn fails for which no other one can make way
-RELAPSES_MAX = 8  # after which a turn fails that computes again and again what others displace
+RELAPSES_MAX = 8  # after which a turn fails that gets no further, though others make way
 CUT_OFF_MS = 250.0  # after which a session whose holder did not answer computes again
 
 
@@ -237,7 +237,9 @@ class Seats:
         room for the full pages in the arena (a full disk, a tiny budget), which the plan does not
         consider, and turns that wait may hold what the first of them needs. So after STALL_S one
         turn makes way, and after STALL_ALONE_S, when none can, the turn fails. Turns that displace
-        each other compute in between; the first of them that gets no further fails.
+        each other compute in between; the first of them that gets no further fails. A turn that
+        has all slots makes no way, as the next one would get no further: it fails, after STALL_S
+        if others wait. So does one for which others make way, but newer ones take their slots.
         """
         able = [
             turn
@@ -265,13 +267,31 @@ class Seats:
         if self.awaits_peers or (self.pages_lent and self.pages_lacking > 0):
             return  # the time counts on: moves may fail one after the other
         stalled_s = (now_ms - since_ms) / 1000
-        is_futile = able[0].note_stall() > RELAPSES_MAX
-        if stalled_s > STALL_S and not is_futile and self._make_way(able):
+        if (holder := self._only_holder(able)) is not None:
+            able = [holder]
+            is_futile = holder.note_stall() > 0 or (stalled_s > STALL_S and len(self.turns) > 1)
+        else:
+            is_futile = able[0].note_stall() > RELAPSES_MAX
+        if holder is None and stalled_s > STALL_S and not is_futile and self._make_way(able):
             self._stalled_ms = None
+            furthest = max(able, key=lambda turn: turn.session.frontier)
+            if furthest.note_way() > RELAPSES_MAX and self.holds(furthest):
+                self._refuse(furthest)
         elif stalled_s > STALL_ALONE_S or is_futile:
             self._stalled_ms = None
-            pages, request_id = len(able[0].session.kv.codes), able[0].generation.request_id
-            self.fail(able[0], errors.NO_ROOM(pages=pages, request_id=request_id))
+            self._refuse(able[0])
+
+    def _refuse(self, turn: Turn) -> None:
+        pages, request_id = len(turn.session.kv.codes), turn.generation.request_id
+        self.fail(turn, errors.NO_ROOM(pages=pages, request_id=request_id))
+
+    def _only_holder(self, able: list[Turn]) -> Turn | None:
+        """The one of these turns that has every slot of the arena, while no other has a page."""
+        holders = [turn for turn in self.turns if turn.session.kv.codes or turn.session.kv.later]
+        arena = self._kv.slots.arena
+        if len(holders) != 1 or holders[0] not in able or arena is None or arena.n_free:
+            return None
+        return holders[0] if len(holders[0].session.kv.open) == arena.n_open else None
 
     def _make_way(self, able: list[Turn]) -> bool:
         """Have one turn give up its seat or its pages, for the first of those that could compute.

@@ -89,6 +89,7 @@ class Turn:
         self.suspect_until = 0
         self.disputes = 0  # audits of pages that it shares
         self._stall = Stall()
+        self._ways = (0, 0)  # see `note_way`: of the session computed, times
         self.cached_row: TurnRow | None = None  # valid while the turn waits for a seat
         self.reported = False  # `start` was called, which sets the next three:
         self.reused = 0  # leading tokens that had KV
@@ -185,6 +186,14 @@ class Turn:
             relapses = last.relapses + (session.frontier <= last.frontier)
             self._stall = Stall(last.computed, session.frontier, self.served_ms, relapses)
         return self._stall.relapses
+
+    def note_way(self) -> int:
+        """Note that a turn makes way while this one has got furthest. Returns how often that was
+        since its session got further than ever."""
+        computed, times = self._ways
+        times = times + 1 if computed == self.session.computed else 0
+        self._ways = self.session.computed, times
+        return times
 
     def history_len(self) -> int:
         """Number of tokens at the end of the timeline that the penalties of the next token use."""

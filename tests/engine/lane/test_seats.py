@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,3 +106,24 @@ def test_a_turn_that_is_computed_again_without_getting_further_fails(
         assert turn.end is not None
         assert turn.end.error is not None
         assert turn.end.error.name == "kv_full"
+
+
+@pytest.mark.parametrize("horizon_ms", [20.0, 80.0])
+def test_turns_that_each_need_more_than_the_lane_has_do_not_displace_each_other_for_ever(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, horizon_ms: float
+) -> None:
+    """The disk is full; those that wait are overdue again and again."""
+    monkeypatch.setattr(seats, "STALL_S", 0.01)
+    monkeypatch.setattr(seats, "STALL_ALONE_S", 0.2)
+    scene.disk.refuses = True
+    n_tokens = page_start(scene.arena.n_free) + 300
+    turns = [scene.begin(scene.session(n), words(n, n_tokens), 2) for n in range(1, 5)]
+    for turn in turns:
+        turn.horizon_ms, turn.deadline_ms = horizon_ms, scene.seats.now_ms() + horizon_ms
+    until = time.monotonic() + 20.0
+    while not all(turn.end for turn in turns):
+        assert time.monotonic() < until
+        if not scene.step() and not scene.kv.is_sealing:
+            scene.seats.check_stall()
+    names = [turn.end.error.name for turn in turns if turn.end and turn.end.error]
+    assert names == ["kv_full"] * 4
