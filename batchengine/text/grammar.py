@@ -11,9 +11,7 @@ import contextlib
 import json
 import random
 import re
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -49,9 +47,8 @@ WHY_CHARS_MAX = 300
 CHECK_CPU_S_MAX = 1.0  # 100 tools take 0.2 s
 PARTS_CPU_S = 0.4  # no further schema in a grammar once the check has taken this
 WALKS = (32, 16, 16)  # masks: of a short answer, then of random ones
-WALK_CPU_S = 0.05  # no further walk of one grammar once its walks have taken this
+WALK_CPU_S = 0.05  # no further walk under one grammar once this was used
 SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
-COMPILED_MAX = 16  # constraints that stay compiled; a copy takes microseconds
 _SCHEMA = re.compile(r"%json\s+(?=\{)")
 
 
@@ -62,26 +59,14 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._made: LLTokenizer | None = None
         self._short: list[int] = []  # tokens of SHORT
-        self._compiled = OrderedDict[Constraint, LLMatcher]()
-        self._lock = threading.Lock()  # of those
         self.words = -(-tokenizer.vocab_size // 32)  # 32-bit words of a mask
 
     def matcher(self, constraint: Constraint) -> GrammarMatcher:
-        """A matcher before the first token. Raises GRAMMAR_REFUSED."""
-        with self._lock:
-            made = self._compiled.get(constraint)
-            if made is not None:
-                self._compiled.move_to_end(constraint)
-        if made is None:
-            made = self._compile(constraint)
-            GrammarMatcher(made, self.words).mask()  # as in every copy
-            with self._lock:
-                self._compiled[constraint] = made
-                if len(self._compiled) > COMPILED_MAX:
-                    self._compiled.popitem(last=False)
-        return GrammarMatcher(made.deep_copy(), self.words)
+        """A matcher before the first token. Raises GRAMMAR_REFUSED.
 
-    def _compile(self, constraint: Constraint) -> LLMatcher:
+        Each is compiled anew: copies of one share the states of its lexer, so what one answer may
+        use up would depend on others.
+        """
         try:
             match constraint.kind:
                 case "json_schema":
@@ -92,9 +77,12 @@ class GrammarCompiler:
                 case "regex":
                     grammar = LLMatcher.grammar_from_regex(constraint.text)
             limits = LLParserLimits(**cast(Any, LIMITS))
-            return LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
+            made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         except (ValueError, UnicodeError) as error:
             raise errors.GRAMMAR_REFUSED(why=_line(str(error))) from None
+        matcher = GrammarMatcher(made, self.words)
+        matcher.check()
+        return matcher
 
     def prepare(self) -> None:
         """Read the vocabulary now; else the first matcher does."""
@@ -116,10 +104,9 @@ class GrammarCompiler:
 
     def _follow(self, constraint: Constraint) -> None:
         """Compile a constraint, and follow some answers: a short one, then random ones."""
-        made, rng = self._compile(constraint), random.Random(len(constraint.text))
-        began = time.thread_time()
+        began, rng = time.thread_time(), random.Random(len(constraint.text))
         for number, count in enumerate(WALKS):
-            self._walk(GrammarMatcher(made.deep_copy(), self.words), count, rng if number else None)
+            self._walk(self.matcher(constraint), count, rng if number else None)
             if time.thread_time() - began > WALK_CPU_S:
                 break
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from batchengine.grammar.matchers import GrammarLimits, Grammars
+from batchengine.text import grammar
 from batchengine.text.grammar import GrammarCompiler
 from batchengine.text.vocab import Tokenizer
 from tests.grammar.hostile_process import CRASH, HANG
@@ -134,3 +136,20 @@ def test_after_the_end_only_end_tokens_are_allowed(tokenizer: Tokenizer) -> None
     assert not tokenizer.eog & allowed(matcher.mask())
     matcher.accept(tokens_of(tokenizer, "ab"))
     assert allowed(matcher.mask()) == tokenizer.eog
+
+
+def test_answers_under_one_grammar_do_not_use_up_its_limits(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an answer may use does not depend on those before it."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 200)
+    words = Constraint("regex", "([a-z]{0,30}[0-9]{0,9}){1,20}")
+
+    def follow(compiler: GrammarCompiler, rng: random.Random) -> None:
+        matcher = compiler.matcher(words)
+        for _ in range(20):
+            matcher.accept([rng.choice(sorted(allowed(matcher.mask()) - tokenizer.eog))])
+
+    compiler = GrammarCompiler(tokenizer)
+    for seed in range(20):
+        follow(compiler, random.Random(seed))
