@@ -22,7 +22,9 @@ from kernels.cuda.gpu import Gpu
 
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
-ATTEND_ROWS = {"attend": 16, "attend_many": 32}  # of a tile, of eight threads each
+# Of each kernel: rows of a tile, and accumulators of a super-page.
+ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
+ATTEND_THREADS = 256
 Spans = list[tuple[int, int]]  # of each entry: its first super-page, and how many
 FLOATS = ("f16", "bf16", "f32")
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
@@ -57,32 +59,38 @@ class Quantised:
     q: DeviceArray
     scale: DeviceArray
     sums: DeviceArray
-    nonfinite: DeviceArray
     values: DeviceArray
 
     @staticmethod
     def empty(arrays: Arrays, tokens: int, width: int) -> Quantised:
-        blocks = -(-width // 32)
+        spans = -(-width // 128)
         return Quantised(
-            arrays.empty(np.int8, tokens, blocks * 32),
-            arrays.empty(np.float32, tokens, blocks),
-            arrays.empty(np.uint32, tokens, blocks),
-            arrays.empty(np.uint8, tokens),
+            arrays.empty(np.int8, tokens, spans, 4, 4, 2, 4),  # t, block, half, k
+            arrays.empty(np.float32, tokens, 4 * spans),
+            arrays.empty(np.int32, tokens, 4 * spans),
             arrays.empty(np.float32, tokens, width),
         )
 
     @property
     def addresses(self) -> list[int]:
-        return [a.address for a in (self.q, self.scale, self.sums, self.nonfinite)]
+        return [a.address for a in (self.q, self.scale, self.sums)]
 
     def compare(self, want: kernels.Activations, what: str) -> None:
         """Raise Differs unless these are the activations of the CPU."""
         tokens, width = self.values.shape
-        q, scales = want.unpack(tokens)
-        blocks = self.scale.shape[1]
-        same = np.frombuffer(b"".join(q), np.int8).reshape(tokens, -1)[:, : blocks * 32]
-        compare(self.q.read(), same, f"{what}: q of {tokens} x {width}")
-        compare(self.scale.read(), np.frombuffer(b"".join(scales), np.float32), f"{what}: scales")
+        blocks = -(-width // 32)
+        values, scales = (
+            np.concatenate([np.frombuffer(x, kind) for x in part])
+            for part, kind in zip(want.unpack(tokens), (np.int8, np.float32), strict=True)
+        )
+        q = self.q.read().transpose(0, 1, 3, 4, 2, 5).reshape(tokens, -1, 32)[:, :blocks]
+        same = values.reshape(tokens, -1, 32)[:, :blocks]
+        compare(q, same, f"{what}: q of {tokens} x {width}")
+        scale = self.scale.read()[:, :blocks]  # NaN where the CPU has 1 in a row that it marks
+        same = np.where(np.isnan(scale), np.float32(1), scale)
+        compare(same, scales.reshape(tokens, -1)[:, :blocks], f"{what}: scales")
+        sums = q.sum(axis=2, dtype=np.int32)
+        compare(self.sums.read()[:, :blocks], sums, f"{what}: sums")
 
 
 def some_values(rng: np.random.Generator, tokens: int, width: int) -> F32:
@@ -112,7 +120,8 @@ def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> Non
         x = arrays.put(values)
         plain = Quantised.empty(arrays, tokens, width)
         threads = 32 * int(rng.integers(1, 9))
-        gpu.launch("quantise", (tokens, 1, 1), threads, [x.address, width, width, *plain.addresses])
+        grid = tokens, -(-width // (4 * threads)), 1  # a warp for each 128 values
+        gpu.launch("quantise", grid, threads, [x.address, width, width, *plain.addresses])
         want = kernels.Activations(tokens, width)
         kernels.quantise(pool, rows_of(values), tokens, want)
         plain.compare(want, "quantise")
@@ -155,16 +164,17 @@ def linear_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: st
     with Arrays(gpu) as arrays:
         x = Quantised.empty(arrays, tokens, cols)
         gpu.copy_in(x.values.address, values)
-        gpu.launch("quantise", (tokens, 1, 1), 64, [x.values.address, cols, cols, *x.addresses])
+        grid = tokens, -(-cols // 256), 1
+        gpu.launch("quantise", grid, 64, [x.values.address, cols, cols, *x.addresses])
         weights = arrays.put(buffer)
         b = 0 if bias is None else arrays.put(bias).address
-        q, scale, sums, nonfinite = x.addresses
-        source = [x.values.address, cols] if kind in FLOATS else [q, scale, sums]
+        q, scale, sums = x.addresses
+        source = [x.values.address, cols, scale] if kind in FLOATS else [q, scale, sums]
         for kernel, (grid, threads) in shapes.items():
             for then, want in ((STORE, stored), (ADD, added), (GATE, gated)):
                 # The gate's product stands in `out` before the other one is gated with it.
                 out = arrays.put({STORE: before, ADD: before, GATE: stored.view(tokens)}[then])
-                arguments = [weights.address, rows, cols, *source, nonfinite, tokens]
+                arguments = [weights.address, rows, cols, *source, tokens]
                 gpu.launch(kernel, grid, threads, [*arguments, b, then, out.address, rows])
                 finite = np.isfinite(want.view(tokens))
                 got = out.read()
@@ -301,8 +311,9 @@ class Attention:
         kernels.attend(pool, queries, batch, self.shape, self.LAYER, out)
         self.want = out.view(tokens).copy()
 
-    def tiles(self, rows_max: int, n_kv: int, spans: Spans) -> tuple[NDArray[np.int32], list[int]]:
-        """`AttendTile` rows of attention.cu, for `n_kv` KV heads, and the entry of each."""
+    def tiles(self, rows_max: int, each: int, spans: Spans) -> tuple[NDArray[np.int32], list[int]]:
+        """`AttendTile` rows of attention.cu, and the entry of each; a row has `each` accumulators
+        of a super-page."""
         entry_of: list[int] = []
         group, rows, result, first_token, first_page = self.n_head // self.n_kv, [], 0, 0, 0
         for entry, (n, start) in enumerate(self.entries):
@@ -314,7 +325,7 @@ class Attention:
                 tile = (first_token, start, first_page, first, count, superpages, result, span[0])
                 rows.append(tile)
                 entry_of.append(entry)
-                result += -(-count // 16) * superpages * n_kv
+                result += -(-count // 16) * superpages * each
             first_token += n
             first_page += self.n_pages[entry]
         return np.array(rows, np.int32), entry_of
@@ -329,8 +340,9 @@ class Attention:
         n_kv: int,
     ) -> Attended:
         """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; the layer."""
-        table, entry_of = self.tiles(ATTEND_ROWS[kernel], n_kv, spans)
-        accumulators = 16 * int((-(-table[:, 4] // 16) * table[:, 5]).sum()) * n_kv
+        rows_max, each = ATTEND[kernel]
+        table, entry_of = self.tiles(rows_max, each * n_kv, spans)
+        accumulators = 16 * int((-(-table[:, 4] // 16) * table[:, 5]).sum()) * each * n_kv
         tiles = arrays.put(table)
         m, denominators = (arrays.empty(np.float32, accumulators) for _ in range(2))
         out = Attended(
@@ -339,9 +351,9 @@ class Attention:
         _, *results = out.addresses
         q, scale, pages, layer = step
         heads = [self.n_head // self.n_kv * n_kv, n_kv, self.head_dim]
-        grid = len(table), n_kv, max(1, int(table[:, 5].max()))
+        grid = len(table), n_kv, each * max(1, int(table[:, 5].max()))
         arguments = [q, scale, tiles.address, pages, layer, *heads, *results]
-        gpu.launch(kernel, grid, 8 * ATTEND_ROWS[kernel], arguments)
+        gpu.launch(kernel, grid, ATTEND_THREADS, arguments)
         return out
 
     def compare_partials(
@@ -387,13 +399,14 @@ class Attention:
         for (n, _), (first, count) in zip(self.entries, spans, strict=True):
             places.append((index, n, count))
             index += (1 if first == 0 and count else count) * n * n_head
-        for kernel, rows_max in ATTEND_ROWS.items():
+        for kernel, (rows_max, each) in ATTEND.items():
             attended = self.attend(gpu, arrays, kernel, spans, step, n_kv)
             place = np.array(places, np.int32)[attended.entry_of]
             m, denominators = (arrays.empty(np.float32, index) for _ in range(2))
             o = arrays.empty(np.float32, index, self.head_dim)
             tiles, *results = attended.addresses
-            arguments = [tiles, arrays.put(place).address, *results, n_head, n_kv, self.head_dim]
+            sizes = [n_head, n_kv, self.head_dim, each]
+            arguments = [tiles, arrays.put(place).address, *results, *sizes]
             gpu.launch(
                 "gather_partials",
                 (len(place), n_kv, rows_max),
@@ -452,14 +465,14 @@ class Attention:
             width = n_head * head_dim
             step = [q.address, scale.address, arrays.put(addresses).address, self.LAYER]
             whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
-            for kernel, rows_max in ATTEND_ROWS.items():
+            for kernel, (rows_max, each) in ATTEND.items():
                 attended = self.attend(gpu, arrays, kernel, whole, step, n_kv)
                 out = arrays.empty(np.float32, tokens, width)
                 gpu.launch(
                     "fold_attention",
                     (len(attended.entry_of), n_kv, rows_max),
                     min(256, head_dim),
-                    [*attended.addresses, n_head, n_kv, head_dim, out.address, width],
+                    [*attended.addresses, n_head, n_kv, head_dim, each, out.address, width],
                 )
                 compare(out.read(), self.want, f"{kernel}, {what}")
             self.compare_partials(gpu, arrays, q, scale, addresses, rng)

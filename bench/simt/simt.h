@@ -19,6 +19,7 @@
 #define GPU_FN [[maybe_unused]] inline
 #define GPU_UNROLL
 #define GPU_UNROLL_4
+#define GPU_NO_UNROLL
 #define __shared__ static
 #define KERNEL(name, threads, ...)                                                                 \
     static void name(__VA_ARGS__);                                                                 \
@@ -242,6 +243,8 @@ uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
     std::memcpy(&word, from.value + 4 * i, 4);
     return word;
 }
+template <class T>
+void prefetch(const T*) {}
 template <class T, class From>
 void copy_async(T& to, const From* from) {
     simt::copy_later([&to, from] { std::memcpy(&to, from, 16); });
@@ -319,6 +322,8 @@ uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
     std::memcpy(&word, byte.place(), 4);
     return word;
 }
+template <class T>
+void prefetch(simt::Pointer<T>) {}
 template <class T, class From>
 void copy_async(simt::Element<T> to, simt::Pointer<From> from) {
     simt::touch(from.allocation(), from.get(), 16, 16, simt::Access::read);

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 import kernels
 from kernels.cuda.gpu import Gpu
 
-BLOCK = 32  # values with one scale
+BLOCK, SPAN = 32, 128  # values with one scale, and values that are laid out together
 TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
 TILE_BYTES = 32  # of an AttendTile of attention.cu
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
+FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page of a super-page
 
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
@@ -97,17 +98,16 @@ class Activations:
 
     def __init__(self, gpu: Gpu, tokens_max: int, width: int, keep_float: bool) -> None:
         self.tokens_max, self.width = tokens_max, width
-        blocks = -(-width // BLOCK)
-        self.q = gpu.allocate(tokens_max * blocks * BLOCK)
-        self.scale = gpu.allocate(4 * tokens_max * blocks)
-        self.sums = gpu.allocate(4 * tokens_max * blocks)
-        self.nonfinite = gpu.allocate(tokens_max)
+        spans = -(-width // SPAN)
+        self.q = gpu.allocate(tokens_max * spans * SPAN)
+        self.scale = gpu.allocate(4 * tokens_max * spans * (SPAN // BLOCK))
+        self.sums = gpu.allocate(4 * tokens_max * spans * (SPAN // BLOCK))
         self.kept = gpu.allocate(4 * tokens_max * width) if keep_float else 0
         self.values = self.kept
 
     @property
     def addresses(self) -> list[int]:
-        return [self.q, self.scale, self.sums, self.nonfinite]
+        return [self.q, self.scale, self.sums]
 
 
 class Queries:
@@ -136,9 +136,11 @@ class KvRows:
 
 
 class TileRun(NamedTuple):
-    """Tiles that are attended to together: of up to `rows` query rows and `superpages`."""
+    """Tiles that are attended to together: of up to `rows` query rows and `superpages`, with `each`
+    accumulators of a super-page."""
 
     rows: int
+    each: int
     first: int
     n_tiles: int
     superpages: int
@@ -230,17 +232,20 @@ class Batch:
         largest = 0
         for rows_max in (TILE_ROWS, 2 * TILE_ROWS):
             first, used, deepest = len(table), 0, 0
-            for tile in self._tiles_of(group, rows_max):
+            tiles = list(self._tiles_of(group, rows_max))
+            is_few = rows_max == TILE_ROWS and n_kv_head * sum(t[5] for t in tiles) <= FEW_BLOCKS
+            each = kernels.SUPERPAGE_TOKENS // kernels.PAGE_TOKENS if is_few else 1
+            for tile in tiles:
                 rows, superpages = tile[4:6]
-                accumulators = -(-rows // TILE_ROWS) * superpages * n_kv_head
+                accumulators = -(-rows // TILE_ROWS) * superpages * each * n_kv_head
                 if used and used + accumulators > most:
-                    launches.append(_tile_run(rows_max, first, len(table), deepest))
+                    launches.append(_tile_run(rows_max, each, first, len(table), deepest))
                     first, used, deepest = len(table), 0, 0
                 table.append((*tile, used, 0))
                 used += accumulators
                 deepest, largest = max(deepest, superpages), max(largest, used)
             if used:
-                launches.append(_tile_run(rows_max, first, len(table), deepest))
+                launches.append(_tile_run(rows_max, each, first, len(table), deepest))
         at, m, denominators, o = self._memory[n_head, n_kv_head, head_dim]
         n = 4 * largest * TILE_ROWS
         return Tiles(
@@ -262,6 +267,6 @@ class Batch:
             first_page += n_pages
 
 
-def _tile_run(rows: int, first: int, end: int, superpages: int) -> TileRun:
+def _tile_run(rows: int, each: int, first: int, end: int, superpages: int) -> TileRun:
     """With a power of two of super-pages, so that steps have the same launches for longer."""
-    return TileRun(rows, first, end - first, 1 << (superpages - 1).bit_length())
+    return TileRun(rows, each, first, end - first, 1 << (superpages - 1).bit_length())

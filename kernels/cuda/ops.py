@@ -16,6 +16,7 @@ import kernels
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
+    SPAN,
     TILE_ROWS,
     U64,
     Activations,
@@ -32,7 +33,10 @@ KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
 TILE = 16  # rows of a tile of packed weights
 FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens, else for 64
-THREADS = 256
+FEW_WARPS_MIN, FEW_WARPS_MAX, SEGMENT = 4, 8, 1024
+THREADS, WARP = 256, 32
+NORM_THREADS_MAX = 512
+QUANTISE_SPANS = 4  # of a block, a warp each
 LOG2_E = 1.4426950408889634
 SAMPLE_THREADS_MAX = 1024
 SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are used here
@@ -46,6 +50,13 @@ SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are u
 BIAS = np.dtype([("token", np.int32), ("value", np.float32)])
 
 Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
+
+
+def few_threads(cols: int) -> int:
+    """Threads of a block of `linear_few`: a warp a segment of a row, in rounds of equal size."""
+    segments = -(-cols // SEGMENT)
+    rounds = -(-segments // FEW_WARPS_MAX)
+    return WARP * max(FEW_WARPS_MIN, -(-segments // rounds))
 
 
 class CudaOps:
@@ -117,13 +128,16 @@ class CudaOps:
         out.values = out.kept
         kept = [out.kept, x.width if out.kept else 0]
         arguments = [x.address, x.width, self._address(w), eps, x.width, *out.addresses, *kept]
-        self._gpu.launch("norm_quantise", (tokens, 1, 1), THREADS, arguments)
+        threads = WARP * min(max(-(-x.width // SPAN), 2), NORM_THREADS_MAX // WARP)
+        self._gpu.launch("norm_quantise", (tokens, 1, 1), threads, arguments)
 
     def quantise(self, x: Rows, tokens: int, out: Activations) -> None:
         """As `kernels.quantise`; float matrices read the rows of `x` itself."""
         out.values = x.address
         arguments = [x.address, x.width, x.width, *out.addresses]
-        self._gpu.launch("quantise", (tokens, 1, 1), THREADS, arguments)
+        spans = -(-x.width // SPAN)
+        grid = tokens, -(-spans // QUANTISE_SPANS), 1
+        self._gpu.launch("quantise", grid, WARP * QUANTISE_SPANS, arguments)
 
     def take_rows(self, x: Rows, indices: I32, out: Rows) -> None:
         """As `kernels.take_rows`."""
@@ -207,10 +221,10 @@ class CudaOps:
     ) -> None:
         """The product of `rows` rows from a matrix on, to columns of `out` from `column` on."""
         tiles = -(-rows // TILE)
-        grid, threads = (tiles, -(-tokens // 8), 1), THREADS
+        grid, threads = (tiles, -(-tokens // 8), 1), few_threads(matrix.cols)
         if matrix.kind in FLOATS:
             kernel, threads = f"linear_{matrix.kind}", 128
-            source = [x.values, x.width]
+            source = [x.values, x.width, x.scale]
         else:
             kernel, source = f"linear_few_{matrix.kind}", [x.q, x.scale, x.sums]
             if tokens > FEW_TOKENS:
@@ -218,7 +232,7 @@ class CudaOps:
                 grid = -(-tiles // 4), -(-tokens // 64), 1
         weights = [self._address(matrix), rows, matrix.cols]
         after = [self._address(bias), then, out.address + 4 * column, out.width]
-        arguments = [*weights, *source, x.nonfinite, tokens, *after]
+        arguments = [*weights, *source, tokens, *after]
         self._gpu.launch(kernel, grid, threads, arguments)
 
     # -- attention
@@ -260,19 +274,22 @@ class CudaOps:
         heads = [queries.n_head, shape.n_kv_head, shape.head_dim]
         tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim)
         results = [tiles.m, tiles.denominators, tiles.o]
-        for rows, first, n_tiles, superpages in tiles.launches:
+        for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
+            kernel = (
+                "attend_pages" if each > 1 else "attend" if rows == TILE_ROWS else "attend_many"
+            )
             self._gpu.launch(
-                "attend" if rows == TILE_ROWS else "attend_many",
-                (n_tiles, shape.n_kv_head, superpages),
-                8 * rows,
+                kernel,
+                (n_tiles, shape.n_kv_head, superpages * each),
+                THREADS,
                 [queries.q, queries.scale, table, batch.pages, layer, *heads, *results],
             )
             self._gpu.launch(
                 "fold_attention",
                 (n_tiles, shape.n_kv_head, rows),
                 shape.head_dim,
-                [table, *results, *heads, out.address, out.width],
+                [table, *results, *heads, each, out.address, out.width],
             )
 
     # -- what goes back to the CPU

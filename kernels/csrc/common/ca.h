@@ -118,6 +118,11 @@ CA_FN int32_t round_large(float x) {
 
 // binary16 -> binary32, exact; subnormals, infinities and NaN included.
 CA_FN float half_to_float(uint16_t half) {
+#if defined(__CUDACC_RTC__)
+    float x;  // without a branch, so that loads of several scales are under way at once
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(half));
+    return x;
+#else
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
     const uint32_t exponent = (half >> 10) & 31u;
     const uint32_t mantissa = half & 1023u;
@@ -131,6 +136,7 @@ CA_FN float half_to_float(uint16_t half) {
         return float_of(sign | bits_of(magnitude));
     }
     return float_of(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+#endif
 }
 
 // binary32 -> binary16, round to nearest even; overflow gives infinity, subnormals are kept.

@@ -5,17 +5,18 @@
 
 namespace gpu {
 
-// Rows of `blocks` groups of 32:
-//   q          int8   [token][32 * blocks]
-//   scale      fp32   [token][blocks]
-//   sums       uint32 [token][blocks]   sums of q[0..15] and of q[16..31], as the low and the high int16
-//   nonfinite  uint8  [token]           1: every product of this token is NaN
-// Float matrices read the fp32 rows themselves.
+// Rows of groups of 32, in whole spans of four groups:
+//   q      uint32 [token][span][t][block of the span][half]   k = 4t..4t+3 of a block, or 16 more
+//   scale  fp32   [token][block]   NaN: a value is not finite, so that no product of the token is
+//   sums   int32  [token][block]   of the q of a group
+// Thus what a lane of a product reads of a span lies together. Float matrices read the fp32 rows
+// themselves, and the scales.
+constexpr int SPAN = 4;
+constexpr int SPAN_WORDS = SPAN * ca::BLOCK / 4;
 
-GPU_FN uint32_t packed_sums(int32_t first, int32_t second) {
-    return (static_cast<uint32_t>(first) & 0xFFFFu) | static_cast<uint32_t>(second) << 16;
-}
-GPU_FN int32_t first_sum(uint32_t sums) { return static_cast<int16_t>(sums & 0xFFFFu); }
-GPU_FN int32_t second_sum(uint32_t sums) { return static_cast<int16_t>(sums >> 16); }
+GPU_FN int64_t spans_of(int cols) { return (cols + SPAN * ca::BLOCK - 1) / (SPAN * ca::BLOCK); }
+
+// Dword i (k = 4i..4i+3) of a block of a span.
+GPU_FN int span_word(int block, int i) { return i % 4 * 8 + block * 2 + i / 4; }
 
 }  // namespace gpu

@@ -2,9 +2,9 @@
 //
 // `attend` gives a super-page, a KV head and a tile of query rows to a block: scores by integer products,
 // soften in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
-// `attend_many` has two tiles of 16 rows a block, which read K and V once. `fold_attention` folds the
-// super-pages in order; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses
-// threads.
+// `attend_many` has two tiles of 16 rows a block, which read K and V once. `attend_pages` gives a page to a
+// block, for steps that have few blocks. `fold_attention` folds pages and super-pages in order;
+// `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
 #include "kv8.h"
 
 namespace gpu {
@@ -18,7 +18,7 @@ struct AttendTile {
     int32_t first_row;        // of the tile, in the entry
     int32_t rows;             // 1..16; 1..32 for attend_many
     int32_t superpages;       // of the span that its last row sees
-    int32_t first_result;     // index of its accumulators: [each 16 rows][super-page][KV head][16]
+    int32_t first_result;     // of its accumulators: [each 16 rows][super-page or page][KV head][16]
     int32_t first_superpage;  // of the span
 };
 
@@ -37,8 +37,8 @@ constexpr int TOKENS = gpu::PAGE_TOKENS;
 constexpr int STRIDE = TOKENS + 4;  // dwords of a row in shared memory; spreads rows over the banks
 constexpr int LOW = TOKENS / 4;     // dword of the low digits of the weights
 
-template <int tiles>
-constexpr int WARPS = 4 * tiles;
+constexpr int WARPS = 8, THREADS = WARPS * gpu::WARP, LINE = 128;
+constexpr int AHEAD = 4;  // products whose loads are under way at once
 
 // Per row: the bits of 256 scores, then in their place the high digits of the weights and the low ones.
 template <int tiles>
@@ -74,28 +74,40 @@ GPU_FN void score_page(gpu::In<uint8_t> head, const gpu::HeadLayout& at,
     const int g = gpu::lane() / 4, t = gpu::lane() % 4;
     const gpu::In<uint32_t> k = gpu::in_as<uint32_t>(head);
     const gpu::In<uint16_t> k_scale = gpu::in_as<uint16_t>(head + at.k_scales());
-    for (int token = gpu::warp() * 8; token < seen; token += WARPS<tiles> * 8) {
+    for (int token = gpu::warp() * 8; token < seen; token += WARPS * 8) {
         float acc[tiles][4];
         GPU_UNROLL
         for (int i = 0; i < tiles * 4; i++) acc[i / 4][i % 4] = 0.0f;
-        for (int group = 0; group < at.groups(); group++) {
-            const uint32_t b[2] = {k[at.k_dword(token + g, group * 8 + t)],
-                                   k[at.k_dword(token + g, group * 8 + t + 4)]};
-            const float d[2] = {
-                ca::half_to_float(k_scale[at.k_scale(token + 2 * t, group)]),
-                ca::half_to_float(k_scale[at.k_scale(token + 2 * t + 1, group)])};
+        for (int first_group = 0; first_group < at.groups(); first_group += AHEAD) {
+            uint32_t b[AHEAD][2];
+            uint16_t d[AHEAD][2];
             GPU_UNROLL
-            for (int tile = 0; tile < tiles; tile++) {
-                const int first = queries.first[2 * tile] + group;
-                const int second = queries.first[2 * tile + 1] + group;
-                int32_t dot[4] = {0, 0, 0, 0};
-                const uint32_t a[4] = {queries.q[first * 8 + t], queries.q[second * 8 + t],
-                                       queries.q[first * 8 + t + 4], queries.q[second * 8 + t + 4]};
-                gpu::mma_k32_ss(dot, a, b);
+            for (int i = 0; i < AHEAD; i++) {  // loads of K that are under way at once
+                const int last = at.groups() - 1;
+                const int group = first_group + i < last ? first_group + i : last;
+                for (int j = 0; j < 2; j++) {
+                    b[i][j] = k[at.k_dword(token + g, group * 8 + t + 4 * j)];
+                    d[i][j] = k_scale[at.k_scale(token + 2 * t + j, group)];
+                }
+            }
+            GPU_UNROLL
+            for (int i = 0; i < AHEAD; i++) {
+                if (first_group + i >= at.groups()) break;
+                const float scale[2] = {ca::half_to_float(d[i][0]), ca::half_to_float(d[i][1])};
                 GPU_UNROLL
-                for (int i = 0; i < 4; i++)
-                    acc[tile][i] = ca::step(acc[tile][i], dot[i], d[i % 2],
-                                            queries.scale[i < 2 ? first : second]);
+                for (int tile = 0; tile < tiles; tile++) {
+                    const int first = queries.first[2 * tile] + first_group + i;
+                    const int second = queries.first[2 * tile + 1] + first_group + i;
+                    int32_t dot[4] = {0, 0, 0, 0};
+                    const uint32_t a[4] = {queries.q[first * 8 + t], queries.q[second * 8 + t],
+                                           queries.q[first * 8 + t + 4],
+                                           queries.q[second * 8 + t + 4]};
+                    gpu::mma_k32_ss(dot, a, b[i]);
+                    GPU_UNROLL
+                    for (int j = 0; j < 4; j++)
+                        acc[tile][j] = ca::step(acc[tile][j], dot[j], scale[j % 2],
+                                                queries.scale[j < 2 ? first : second]);
+                }
             }
         }
         GPU_UNROLL
@@ -169,20 +181,33 @@ GPU_FN void soften_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row
     }
 }
 
-// Accumulators of `tiles` times 16 rows, a KV head and a super-page.
-template <int tiles>
+// Asks for a head of a page.
+GPU_FN void prefetch_head(gpu::In<uint8_t> head, const gpu::HeadLayout& at) {
+    GPU_NO_UNROLL
+    for (int i = gpu::thread() * LINE; i < at.bytes(); i += THREADS * LINE) gpu::prefetch(head + i);
+}
+
+// Accumulators of `tiles` times 16 rows, a KV head and `n_pages` pages: a super-page, or one of it.
+template <int tiles, int n_pages>
 GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
                         gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head,
                         int head_dim, gpu::Out<float> m_out, gpu::Out<float> l_out,
                         gpu::Out<float> o_out) {
-    constexpr int PARTS_MAX = gpu::HEAD_DIM_MAX / 8 / WARPS<tiles>;  // groups of 8 dims of a warp
+    constexpr int PARTS_MAX = gpu::HEAD_DIM_MAX / 8 / WARPS;  // groups of 8 dims of a warp
     constexpr int PAIRS = 2 * tiles;
     __shared__ Scores<tiles> scores;
     __shared__ PerRow<tiles> m, l, unit;  // of the page
     const int kv_head = gpu::block_y(), group = n_head / n_kv_head;
-    const int superpage = tile.first_superpage + gpu::block_z();
-    if (gpu::block_z() >= tile.superpages) return;
+    const int first_page = tile.first_superpage * ca::SUPERPAGE_PAGES + gpu::block_z() * n_pages;
+    // The last row sees the most.
+    if (visible_of(tile, group, tile.rows - 1, first_page * TOKENS) == 0) return;
+    if (gpu::block_z() * n_pages >= tile.superpages * ca::SUPERPAGE_PAGES) return;
     const gpu::HeadLayout at = {head_dim};
+    const auto head_of = [&](int page) {
+        return gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
+               gpu::head_offset(at, layer, n_kv_head, kv_head);
+    };
+    prefetch_head(head_of(first_page), at);
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, parts = head_dim / 8;
     Queries<tiles> queries = {gpu::in_as<uint32_t>(q), q_scale, {}};
     GPU_UNROLL
@@ -200,15 +225,16 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     for (int part = 0; part < PARTS_MAX; part++)
         GPU_UNROLL
         for (int i = 0; i < 2 * PAIRS; i++) o[part][i] = 0.0f;
-    for (int p = 0; p < ca::SUPERPAGE_PAGES; p++) {
-        const int page = superpage * ca::SUPERPAGE_PAGES + p, page_start = page * TOKENS;
+    for (int p = 0; p < n_pages; p++) {
+        const int page = first_page + p, page_start = page * TOKENS;
         const int seen = visible_of(tile, group, tile.rows - 1, page_start);
-        if (seen == 0) break;  // the last row sees the most
-        const gpu::In<uint8_t> head = gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
-                                      gpu::head_offset(at, layer, n_kv_head, kv_head);
+        if (seen == 0) break;
+        if (p + 1 < n_pages && visible_of(tile, group, tile.rows - 1, page_start + TOKENS) > 0)
+            prefetch_head(head_of(page + 1), at);
+        const gpu::In<uint8_t> head = head_of(page);
         score_page<tiles>(head, at, queries, seen, scores);
         gpu::barrier();
-        for (int row = gpu::warp(); row < 16 * tiles; row += WARPS<tiles>)
+        for (int row = gpu::warp(); row < 16 * tiles; row += WARPS)
             soften_row<tiles>(head, at, row, visible_of(tile, group, row, page_start), scores, m, l,
                               unit);
         gpu::barrier();
@@ -234,23 +260,31 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         }
         GPU_UNROLL
         for (int part = 0; part < PARTS_MAX; part++) {
-            const int dims = (part * WARPS<tiles> + gpu::warp()) * 8;
-            if (part * WARPS<tiles> + gpu::warp() >= parts) break;
+            const int dims = (part * WARPS + gpu::warp()) * 8;
+            if (part * WARPS + gpu::warp() >= parts) break;
             int32_t upper[tiles][4], lower[tiles][4];
             GPU_UNROLL
             for (int i = 0; i < tiles * 4; i++) upper[i / 4][i % 4] = lower[i / 4][i % 4] = 0;
-            for (int token = 0; token < seen; token += 32) {
-                const uint32_t b[2] = {v[at.v_dword(token / 4 + t, dims + g)],
-                                       v[at.v_dword(token / 4 + t + 4, dims + g)]};
+            for (int first = 0; first < seen; first += 32 * AHEAD) {
+                uint32_t b[AHEAD][2];  // weights of tokens past the last are 0
                 GPU_UNROLL
-                for (int i = 0; i < tiles; i++) {
-                    const int row = (16 * i + g) * STRIDE + token / 4 + t, next = row + 8 * STRIDE;
-                    const uint32_t a[4] = {scores[row], scores[next], scores[row + 4],
-                                           scores[next + 4]};
-                    const uint32_t c[4] = {scores[row + LOW], scores[next + LOW],
-                                           scores[row + LOW + 4], scores[next + LOW + 4]};
-                    gpu::mma_k32_us(upper[i], a, b);
-                    gpu::mma_k32_us(lower[i], c, b);
+                for (int n = 0; n < AHEAD; n++)
+                    for (int j = 0; j < 2; j++)
+                        b[n][j] = v[at.v_dword(first / 4 + 8 * n + t + 4 * j, dims + g)];
+                GPU_UNROLL
+                for (int n = 0; n < AHEAD; n++) {
+                    if (first + 32 * n >= seen) break;
+                    GPU_UNROLL
+                    for (int i = 0; i < tiles; i++) {
+                        const int row = (16 * i + g) * STRIDE + first / 4 + 8 * n + t;
+                        const int next = row + 8 * STRIDE;
+                        const uint32_t a[4] = {scores[row], scores[next], scores[row + 4],
+                                               scores[next + 4]};
+                        const uint32_t c[4] = {scores[row + LOW], scores[next + LOW],
+                                               scores[row + LOW + 4], scores[next + LOW + 4]};
+                        gpu::mma_k32_us(upper[i], a, b[n]);
+                        gpu::mma_k32_us(lower[i], c, b[n]);
+                    }
                 }
             }
             GPU_UNROLL
@@ -272,8 +306,8 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     };
     GPU_UNROLL
     for (int part = 0; part < PARTS_MAX; part++) {
-        if (part * WARPS<tiles> + gpu::warp() >= parts) break;
-        const int dims = (part * WARPS<tiles> + gpu::warp()) * 8;
+        if (part * WARPS + gpu::warp() >= parts) break;
+        const int dims = (part * WARPS + gpu::warp()) * 8;
         GPU_UNROLL
         for (int i = 0; i < 2 * PAIRS; i++)
             if (i < 4 || tile.rows > 16)
@@ -293,61 +327,79 @@ struct Accumulator {
     float o;  // of one dim
 };
 
-// A row of a tile in the accumulators of its first super-page; `stride` rows to that of the next one.
+// A row of a tile in its accumulators: `each` for a super-page, `stride` rows from one to the next.
 struct ResultRow {
     gpu::In<float> m, l, o;
     int64_t first;
     int stride;
     int head_dim;
+    int each;
+    int pages;  // of the span that the row sees
 
-    GPU_FN Accumulator at(int superpage, int d) const {
-        const int64_t i = first + int64_t{superpage} * stride;
+    GPU_FN Accumulator one(int index, int d) const {
+        const int64_t i = first + int64_t{index} * stride;
         return {m[i], l[i], o[i * head_dim + d]};
+    }
+    GPU_FN static void add(Accumulator& sum, const Accumulator& next) {
+        ca::fold(sum.m, sum.l, &sum.o, next.m, next.l, &next.o, 1);
+    }
+    GPU_FN Accumulator at(int superpage, int d) const {
+        Accumulator sum = one(superpage * each, d);
+        for (int i = superpage * each + 1; i < (superpage + 1) * each && i < pages; i++)
+            add(sum, one(i, d));
+        return sum;
     }
     // n >= 1 super-pages folded in order.
     GPU_FN Accumulator folded(int n, int d) const {
         Accumulator sum = at(0, d);
-        for (int s = 1; s < n; s++) {
-            const Accumulator next = at(s, d);
-            ca::fold(sum.m, sum.l, &sum.o, next.m, next.l, &next.o, 1);
-        }
+        for (int s = 1; s < n; s++) add(sum, at(s, d));
         return sum;
     }
 };
 
 GPU_FN int superpages_at(int position) { return position / (TOKENS * ca::SUPERPAGE_PAGES) + 1; }
 
+GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::In<float> l,
+                            gpu::In<float> o, int row, int position, int n_kv_head, int head_dim,
+                            int each) {
+    const int pages = position / TOKENS + 1 - tile.first_superpage * ca::SUPERPAGE_PAGES;
+    const int64_t first = result_index(tile, row, n_kv_head, gpu::block_y());
+    return {m, l, o, first, n_kv_head * 16, head_dim, each, pages};
+}
+
 }  // namespace
 
 // Accumulators of every tile, KV head and super-page of its span: m, l [accumulator][16], o
 // [accumulator][16][head_dim]. pages: addresses of the pages of all entries; for queries of some KV heads of
 // a page only, layer is 0 and an address is that of the first of them. Grid: (tiles, KV heads, the most
-// super-pages of a tile).
-#define ATTEND(name, tiles)                                                                          \
-    KERNEL(name, WARPS<tiles> * gpu::WARP, gpu::In<int8_t> q, gpu::In<float> q_scale,             \
-           gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer, int n_head,            \
-           int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {   \
-        attend_rows<tiles>(q, q_scale, tile[gpu::block()], pages, layer, n_head, n_kv_head,          \
-                           head_dim, m, l, o);                                                       \
+// super-pages of a tile; of attend_pages, pages).
+#define ATTEND(name, tiles, n_pages)                                                               \
+    KERNEL(name, THREADS, gpu::In<int8_t> q, gpu::In<float> q_scale, gpu::In<gpu::AttendTile> tile,   \
+           gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head, int head_dim,               \
+           gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {                                 \
+        attend_rows<tiles, n_pages>(q, q_scale, tile[gpu::block()], pages, layer, n_head, n_kv_head,  \
+                                    head_dim, m, l, o);                                               \
     }
-ATTEND(attend, 1)
-ATTEND(attend_many, 2)
+ATTEND(attend, 1, ca::SUPERPAGE_PAGES)
+ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES)
+ATTEND(attend_pages, 1, 1)
 #undef ATTEND
 
 // Folds the super-pages of every row in order and divides: out row = token, head_dim values per head. The
-// spans begin at super-page 0 and have all that the rows see. Grid: (tiles, KV heads, rows of a tile), one
-// thread per dim at most.
+// spans begin at super-page 0 and have all that the rows see. each: accumulators of a super-page, 4 of
+// attend_pages, else 1. Grid: (tiles, KV heads, rows of a tile), one thread per dim at most.
 KERNEL(fold_attention, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in, gpu::In<float> l_in,
-       gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, gpu::Out<float> out, int stride) {
+       gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, int each, gpu::Out<float> out,
+       int stride) {
     const gpu::AttendTile tile = tiles[gpu::block()];
     const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
     if (row >= tile.rows) return;
     const int in_entry = tile.first_row + row;
-    const int n = superpages_at(tile.start_position + in_entry / group);
+    const int position = tile.start_position + in_entry / group, n = superpages_at(position);
     const int64_t to = int64_t{tile.first_token + in_entry / group} * stride +
                        (kv_head * group + in_entry % group) * head_dim;
-    const ResultRow from = {m_in, l_in, o_in, result_index(tile, row, n_kv_head, kv_head), n_kv_head * 16,
-                            head_dim};
+    const ResultRow from =
+        result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each);
     for (int d = gpu::thread(); d < head_dim; d += gpu::threads()) {
         const Accumulator sum = from.folded(n, d);
         float value;
@@ -360,17 +412,18 @@ KERNEL(fold_attention, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in,
 // one for a span that begins at super-page 0; zeros where a token sees nothing. Grid: as fold_attention.
 KERNEL(gather_partials, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<gpu::PartialsTile> places,
        gpu::In<float> m_in, gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head,
-       int head_dim, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {
+       int head_dim, int each, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {
     const gpu::AttendTile tile = tiles[gpu::block()];
     const gpu::PartialsTile place = places[gpu::block()];
     const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
     if (row >= tile.rows) return;
     const int in_entry = tile.first_row + row, token = in_entry / group;
-    const int seen = superpages_at(tile.start_position + token) - tile.first_superpage;
+    const int position = tile.start_position + token;
+    const int seen = superpages_at(position) - tile.first_superpage;
     const bool is_folded = tile.first_superpage == 0;
     const int terms = is_folded ? 1 : place.superpages;
-    const ResultRow from = {m_in, l_in, o_in, result_index(tile, row, n_kv_head, kv_head), n_kv_head * 16,
-                            head_dim};
+    const ResultRow from =
+        result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each);
     for (int term = 0; term < terms; term++) {
         const int64_t to = place.start + (int64_t{term} * place.tokens + token) * n_head +
                            kv_head * group + in_entry % group;

@@ -1,5 +1,6 @@
 // The blocks of packed weights (linear/tiles.h) as a GPU reads them: registers of A for a product of 16
-// rows with 8 tokens, and single values for embeddings.
+// rows with 8 tokens, and single values for embeddings. Rows g and g + 8 of a product are rows 2g and
+// 2g + 1 of a tile, which lie side by side.
 #pragma once
 
 #include "linear/tiles.h"
@@ -33,14 +34,21 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
     return 0;
 }
 
-// One block of 32 k of one of the two rows that a lane holds in A. q[0]: k = 4t..4t+3, q[1]: 16 further
-// on, as unsigned bytes. I = Σ q x - zero * Σ x, times `factor` (factor0 and factor1 of the halves).
+// One block of 32 k of rows 2g and 2g + 1 of a tile, for lane (g, t) of a product: the registers of A as
+// signed bytes. I = Σ q x, times `factor`, of which the halves of a block have one each.
 struct Part {
-    uint32_t q[2];
-    float d;
-    float m;              // of the minimum, with factor `min`; kinds without one do not read it
-    int32_t factor[2];
-    int32_t min;
+    uint32_t q[4];  // k = 4t..4t+3 of both rows, and 16 further on
+    float d[2];
+    float m[2];  // of the minimum, with factor `min`; kinds without one do not read it
+    int32_t factor[2][2];
+    int32_t min[2];
+};
+
+// The same as it lies in memory, so that loads are under way before they are needed.
+struct Packed {
+    Words2 low, high;
+    Words2 d;  // fp16: both in the first word
+    uint32_t m, factor, min;
 };
 
 // What a kind adds to its weights so that they are unsigned bytes.
@@ -61,21 +69,15 @@ GPU_FN constexpr bool has_minimum(Kind kind) {
 GPU_FN uint32_t dword_at(In<uint8_t> tile, int64_t byte) {
     return in_as<uint32_t>(tile + byte)[0];
 }
-GPU_FN float half_at(In<uint8_t> tile, int64_t byte) {
-    return ca::half_to_float(in_as<uint16_t>(tile + byte)[0]);
+GPU_FN float half_of(uint32_t halves, int i) {
+    return ca::half_to_float(static_cast<uint16_t>(halves >> 16 * i));
 }
 
-// Nibbles at `byte`: dword t of row `row`.
-GPU_FN void read_nibbles(In<uint8_t> tile, int64_t byte, int row, int t, uint32_t (&q)[2]) {
-    const uint32_t both = dword_at(tile, byte + (t * TILE + row) * 4);
-    q[0] = both & 0x0F0F0F0Fu;
-    q[1] = both >> 4 & 0x0F0F0F0Fu;
+GPU_FN Words2 words_at(In<uint8_t> tile, int64_t byte) {
+    return in_as<Words2>(tile + byte)[0];
 }
-GPU_FN void read_five_bits(In<uint8_t> tile, int64_t byte, int row, int t, uint32_t (&q)[2]) {
-    const uint32_t both = dword_at(tile, byte + (t * TILE + row) * 4);
-    const uint32_t low = dword_at(tile, byte + (4 * TILE + row) * 4);
-    q[0] = both & 0x1F1F1F1Fu;
-    q[1] = (both >> 5 & 0x07070707u) << 2 | (low >> (2 * t) & 0x03030303u);
+GPU_FN uint32_t pair_at(In<uint8_t> tile, int64_t byte) {
+    return in_as<uint16_t>(tile + byte)[0];
 }
 
 // The weight bytes of IQ4_NL + 128, four indices a word.
@@ -98,61 +100,106 @@ GPU_FN uint32_t iq4_bytes(uint32_t indices) {
     return bytes;
 }
 
-// Block b of row `row` (0..15) of a tile, for the lane that holds dword t (0..3).
+// Block b of a tile, for lane (g, t).
 template <Kind kind>
-GPU_FN Part read_part(In<uint8_t> tile, int b, int row, int t) {
+GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
     using namespace batchengine;
-    Part part = {{0, 0}, 0.0f, 0.0f, {1, 1}, 1};
+    Packed to = {{{0, 0}}, {{0, 0}}, {{0, 0}}, 0, 0, 0};
+    const int at_lane = t * TILE * 4 + g * 8;
     if constexpr (kind == Kind::q4_0 || kind == Kind::iq4_nl) {
         const int64_t pair = b / 2 * int64_t{sizeof(PackedQ4_0)};
-        const int in_pair = b % 2;
-        part.d = half_at(tile, pair + (in_pair * TILE + row) * 2);
-        read_nibbles(tile, pair + 64 + in_pair * 256, row, t, part.q);
-        if constexpr (kind == Kind::iq4_nl)
-            for (uint32_t& q : part.q) q = iq4_bytes(q);
+        to.d.word[0] = dword_at(tile, pair + b % 2 * TILE * 2 + g * 4);
+        to.low = words_at(tile, pair + 64 + b % 2 * 256 + at_lane);
     } else if constexpr (kind == Kind::q5_0) {
-        const int64_t pair = b / 2 * int64_t{sizeof(PackedQ5_0)};
-        const int in_pair = b % 2;
-        part.d = half_at(tile, pair + (in_pair * TILE + row) * 2);
-        read_five_bits(tile, pair + 64 + in_pair * 320, row, t, part.q);
+        const int64_t pair = b / 2 * int64_t{sizeof(PackedQ5_0)}, block = pair + 64 + b % 2 * 320;
+        to.d.word[0] = dword_at(tile, pair + b % 2 * TILE * 2 + g * 4);
+        to.low = words_at(tile, block + at_lane);
+        to.high = words_at(tile, block + 256 + g * 8);
     } else if constexpr (kind == Kind::q8_0) {
-        const int64_t pair = b / 2 * int64_t{sizeof(PackedQ8_0)};
-        const int in_pair = b % 2;
-        part.d = half_at(tile, pair + (in_pair * TILE + row) * 2);
-        for (int half = 0; half < 2; half++)
-            part.q[half] = dword_at(tile, pair + 64 + in_pair * 512 +
-                                              ((t + 4 * half) * TILE + row) * 4);
+        const int64_t pair = b / 2 * int64_t{sizeof(PackedQ8_0)}, block = pair + 64 + b % 2 * 512;
+        to.d.word[0] = dword_at(tile, pair + b % 2 * TILE * 2 + g * 4);
+        to.low = words_at(tile, block + at_lane);
+        to.high = words_at(tile, block + 256 + at_lane);
     } else if constexpr (kind == Kind::q4_1 || kind == Kind::q5_1) {
         const int64_t at = b * int64_t{kind == Kind::q4_1 ? sizeof(PackedQ4_1) : sizeof(PackedQ5_1)};
-        part.d = half_at(tile, at + row * 2);
-        part.m = half_at(tile, at + (TILE + row) * 2);
-        if constexpr (kind == Kind::q4_1)
-            read_nibbles(tile, at + 64, row, t, part.q);
-        else
-            read_five_bits(tile, at + 64, row, t, part.q);
+        to.d.word[0] = dword_at(tile, at + g * 4);
+        to.m = dword_at(tile, at + TILE * 2 + g * 4);
+        to.low = words_at(tile, at + 64 + at_lane);
+        if constexpr (kind == Kind::q5_1) to.high = words_at(tile, at + 64 + 256 + g * 8);
     } else if constexpr (kind == Kind::q4_k || kind == Kind::q5_k) {
         const int64_t at =
             b / 8 * int64_t{kind == Kind::q4_k ? sizeof(PackedQ4_K) : sizeof(PackedQ5_K)};
         const int sub = b % 8;
-        part.d = half_at(tile, at + row * 2);
-        part.m = half_at(tile, at + (TILE + row) * 2);
-        part.factor[0] = part.factor[1] = tile[at + 64 + sub * TILE + row];
-        part.min = tile[at + 192 + sub * TILE + row];
-        if constexpr (kind == Kind::q4_k)
-            read_nibbles(tile, at + 320 + sub * 256, row, t, part.q);
-        else
-            read_five_bits(tile, at + 320 + sub * 320, row, t, part.q);
+        const int64_t block = at + 320 + sub * (kind == Kind::q4_k ? 256 : 320);
+        to.d.word[0] = dword_at(tile, at + g * 4);
+        to.m = dword_at(tile, at + TILE * 2 + g * 4);
+        to.factor = pair_at(tile, at + 64 + sub * TILE + g * 2);
+        to.min = pair_at(tile, at + 192 + sub * TILE + g * 2);
+        to.low = words_at(tile, block + at_lane);
+        if constexpr (kind == Kind::q5_k) to.high = words_at(tile, block + 256 + g * 8);
     } else if constexpr (kind == Kind::q6_k) {
         const int64_t at = b / 8 * int64_t{sizeof(PackedQ6_K)};
         const int sub = b % 8;
-        part.d = in_as<float>(tile + at)[row];
-        for (int half = 0; half < 2; half++)
-            part.factor[half] = in_as<int8_t>(tile + (at + 64))[(2 * sub + half) * TILE + row];
-        const int64_t block = at + 320 + sub * 384;
-        read_nibbles(tile, block, row, t, part.q);
-        const uint32_t high = dword_at(tile, block + 256 + (t / 2 * TILE + row) * 4);
-        part.q[0] |= (high >> (t % 2 ? 2 : 4) & 0x03030303u) << 4;
-        part.q[1] |= (high >> (t % 2 ? 0 : 6) & 0x03030303u) << 4;
+        const int64_t scales = at + 64 + 2 * sub * TILE + g * 2, block = at + 320 + sub * 384;
+        to.d = words_at(tile, at + g * 8);
+        to.factor = pair_at(tile, scales) | pair_at(tile, scales + TILE) << 16;
+        to.low = words_at(tile, block + at_lane);
+        to.high = words_at(tile, block + 256 + t / 2 * TILE * 4 + g * 8);
+    }
+    return to;
+}
+
+// The same, for a kind whose blocks lie alike: b = first + i with an even `first`, so that a constant i
+// costs nothing.
+template <Kind kind>
+GPU_FN Packed load_part_from(In<uint8_t> tile, int first, int i, int g, int t) {
+    if constexpr (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k)
+        return load_part<kind>(tile, first + i, g, t);
+    return load_part<kind>(tile + first / 2 * (tile_bytes(kind, 2 * ca::BLOCK)), i, g, t);
+}
+
+// Four bytes below 128 less `zero`, as signed bytes; of 128 each byte may have any value.
+template <int zero>
+GPU_FN uint32_t less(uint32_t bytes) {
+    if constexpr (zero == 0) return bytes;
+    if constexpr (zero == 128) return bytes ^ 0x80808080u;
+    return ((bytes | 0x80808080u) - zero * 0x01010101u) ^ 0x80808080u;
+}
+
+template <Kind kind>
+GPU_FN Part unpack(const Packed& from, int t) {
+    Part part;
+    GPU_UNROLL
+    for (int row = 0; row < 2; row++) {
+        const uint32_t low = from.low.word[row], high = from.high.word[row];
+        uint32_t first = low & 0x0F0F0F0Fu, second = low >> 4 & 0x0F0F0F0Fu;
+        if constexpr (kind == Kind::iq4_nl) {
+            first = iq4_bytes(first);
+            second = iq4_bytes(second);
+        } else if constexpr (kind == Kind::q5_0 || kind == Kind::q5_1 || kind == Kind::q5_k) {
+            first = low & 0x1F1F1F1Fu;
+            second = (low >> 5 & 0x07070707u) << 2 | (high >> (2 * t) & 0x03030303u);
+        } else if constexpr (kind == Kind::q8_0) {
+            first = low;
+            second = high;
+        } else if constexpr (kind == Kind::q6_k) {
+            first |= (high >> (t % 2 ? 2 : 4) & 0x03030303u) << 4;
+            second |= (high >> (t % 2 ? 0 : 6) & 0x03030303u) << 4;
+        }
+        part.q[row] = less<zero_of(kind)>(first);
+        part.q[row + 2] = less<zero_of(kind)>(second);
+        part.d[row] = half_of(from.d.word[0], row);
+        part.m[row] = half_of(from.m, row);
+        part.factor[row][0] = part.factor[row][1] = part.min[row] = 1;
+        if constexpr (kind == Kind::q4_k || kind == Kind::q5_k) {
+            part.factor[row][0] = part.factor[row][1] =
+                static_cast<int32_t>(from.factor >> 8 * row & 255u);
+            part.min[row] = static_cast<int32_t>(from.min >> 8 * row & 255u);
+        } else if constexpr (kind == Kind::q6_k) {
+            part.d[row] = ca::float_of(from.d.word[row]);
+            for (int half = 0; half < 2; half++)
+                part.factor[row][half] = static_cast<int8_t>(from.factor >> (16 * half + 8 * row));
+        }
     }
     return part;
 }
@@ -160,14 +207,20 @@ GPU_FN Part read_part(In<uint8_t> tile, int b, int row, int t) {
 // Weight k of a row of a tile, by rule 2 ("Embedding").
 template <Kind kind>
 GPU_FN float weight_at(In<uint8_t> tile, int row, int k) {
-    const int i = k % ca::BLOCK, half = i / 16;
-    const Part part = read_part<kind>(tile, k / ca::BLOCK, row, i % 16 / 4);
-    const int32_t n = static_cast<int32_t>(part.q[half] >> i % 4 * 8 & 255u) - zero_of(kind);
-    const auto weight = static_cast<float>(n * part.factor[half]);
-    if constexpr (!has_minimum(kind)) return ca::mul_rn(weight, part.d);
+    const int i = k % ca::BLOCK, half = i / 16, t = i % 16 / 4;
+    const Part part = unpack<kind>(load_part<kind>(tile, k / ca::BLOCK, row / 2, t), t);
+    const bool odd = row % 2;
+    const uint32_t bytes = half ? (odd ? part.q[3] : part.q[2]) : (odd ? part.q[1] : part.q[0]);
+    const int32_t n = static_cast<int8_t>(bytes >> i % 4 * 8);
+    const int32_t even_factor = half ? part.factor[0][1] : part.factor[0][0];
+    const int32_t odd_factor = half ? part.factor[1][1] : part.factor[1][0];
+    const auto weight = static_cast<float>(n * (odd ? odd_factor : even_factor));
+    const float d = odd ? part.d[1] : part.d[0], m = odd ? part.m[1] : part.m[0];
+    const int32_t min = odd ? part.min[1] : part.min[0];
+    if constexpr (!has_minimum(kind)) return ca::mul_rn(weight, d);
     if constexpr (kind == Kind::q4_k || kind == Kind::q5_k)
-        return ca::fma_rn(weight, part.d, ca::mul_rn(static_cast<float>(part.min), part.m));
-    return ca::fma_rn(weight, part.d, part.m);
+        return ca::fma_rn(weight, d, ca::mul_rn(static_cast<float>(min), m));
+    return ca::fma_rn(weight, d, m);
 }
 
 // Value k of a row of a tile of floats.

@@ -20,6 +20,7 @@
 #define GPU_FN __device__ __forceinline__
 #define GPU_UNROLL _Pragma("unroll")
 #define GPU_UNROLL_4 _Pragma("unroll 4")
+#define GPU_NO_UNROLL _Pragma("unroll 1")
 
 namespace gpu {
 
@@ -33,12 +34,14 @@ using Out = T* __restrict__;
 
 // Global memory at an address that a kernel has read from memory.
 template <class T>
-GPU_FN const T* in_at(uint64_t address) {
-    return reinterpret_cast<const T*>(address);
+GPU_FN T* out_at(uint64_t address) {
+    T* const at = reinterpret_cast<T*>(address);
+    __builtin_assume(__isGlobal(at));  // else reads are generic ones, which take longer
+    return at;
 }
 template <class T>
-GPU_FN T* out_at(uint64_t address) {
-    return reinterpret_cast<T*>(address);
+GPU_FN const T* in_at(uint64_t address) {
+    return out_at<const T>(address);
 }
 
 // The same memory as elements of another type.
@@ -69,7 +72,7 @@ struct alignas(16) Shared {
 // Dword i of shared memory that is copied 16 bytes at a time.
 template <int n>
 GPU_FN uint32_t shared_word(Shared<Words4, n>& from, int i) {
-    return from[i / 4].word[i % 4];
+    return reinterpret_cast<uint32_t*>(from.value)[i];
 }
 
 // Dword i of an array of bytes.
@@ -156,6 +159,12 @@ GPU_MMA_K16(mma_k16_ss, "s8.s8")
 GPU_MMA_K16(mma_k16_us, "u8.s8")
 #undef GPU_MMA_K32
 #undef GPU_MMA_K16
+
+// Asks for the bytes at an address, so that a read some time later waits for a cache only.
+template <class T>
+GPU_FN void prefetch(const T* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 
 // Copies 16 bytes to shared memory in the background. They are there after copies_wait<n>(), which waits
 // until at most the n last committed groups are under way, and a barrier.

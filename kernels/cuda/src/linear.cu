@@ -2,9 +2,10 @@
 //
 // Every output is one chain per segment of 1024 k, and segments are added in order, so neither the split
 // of work nor the number of tokens changes a bit. Products of blocks are exact integers on the tensor
-// cores: A is 16 rows of weights as unsigned bytes, B is 8 tokens. Two kernels per kind: `few` gives a
+// cores: A is 16 rows of weights as signed bytes, B is 8 tokens. Two kernels per kind: `few` gives a
 // tile of rows to a block and a segment to each warp, for decoding, where weights are read once and the
-// memory bounds; `many` gives 64 rows and 64 tokens to a block, for prefill.
+// memory bounds; `many` gives 64 rows and 64 tokens to a block, for prefill. Both load weights well
+// before they use them: nothing else keeps enough bytes under way.
 #include "activations.h"
 #include "blocks.h"
 
@@ -16,8 +17,8 @@ constexpr int FEW_WARPS = 8;
 constexpr int FEW_TOKENS = 8;
 constexpr int MANY_WARPS = 4;
 constexpr int MANY_TOKENS = 64;
-constexpr int STAGE_BLOCKS = 4;  // blocks of k whose activations a block of `many` holds at once
-constexpr int STAGE_ROW = STAGE_BLOCKS * ca::BLOCK + 16;  // bytes; 16 more spread rows over the banks
+constexpr int STAGES = 3;  // spans of k whose activations a block of `many` holds or copies
+constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spreads rows over the banks
 
 // What becomes of a product y.
 enum class Then : int {
@@ -28,7 +29,6 @@ enum class Then : int {
 
 struct Target {
     gpu::In<float> bias;  // or null
-    gpu::In<uint8_t> nonfinite;
     gpu::Out<float> out;
     int64_t stride;
     int rows;
@@ -38,7 +38,6 @@ struct Target {
 
 GPU_FN void put(const Target& to, int token, int row, float y) {
     if (row >= to.rows || token >= to.tokens) return;
-    if (to.nonfinite[token]) y = ca::canonical_nan();
     if (to.bias) y = ca::add_rn(y, to.bias[row]);
     const int64_t at = token * to.stride + row;
     if (to.then == Then::add) y = ca::add_rn(to.out[at], y);
@@ -46,59 +45,66 @@ GPU_FN void put(const Target& to, int token, int row, float y) {
     to.out[at] = y;
 }
 
-// The activations of a block of k for the two tokens 2t, 2t + 1 whose outputs a lane holds.
+// Of the two tokens 2t, 2t + 1 whose outputs a lane holds, in a block of k.
 struct Pair {
     float scale[2];
-    uint32_t sums[2];
+    int32_t sum[2];  // kinds without a minimum do not read it
 };
 
-// One block of k into the four chains of a lane (rows g, g, g + 8, g + 8; tokens 2t, 2t + 1 of each).
+// One block of k into the four chains of a lane (rows 2g, 2g, 2g + 1, 2g + 1; tokens 2t, 2t + 1 of each).
 template <Kind kind>
-GPU_FN void step(float (&acc)[4], const gpu::Part (&a)[2], const uint32_t (&b)[2], const Pair& x) {
-    constexpr int zero = gpu::zero_of(kind);
+GPU_FN void step(float (&acc)[4], const gpu::Part& a, const uint32_t (&b)[2], const Pair& x) {
+    constexpr bool has_factor = kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k;
     int32_t first[4], second[4];
     GPU_UNROLL
-    for (int i = 0; i < 4; i++) {
-        first[i] = -zero * gpu::first_sum(x.sums[i % 2]);
-        second[i] = -zero * gpu::second_sum(x.sums[i % 2]);
+    for (int i = 0; i < 4; i++) {  // a sum of up to 2²² over the magic number has the bits of a float
+        first[i] = has_factor ? 0 : static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
+        second[i] = 0;
     }
     if constexpr (kind == Kind::q6_k) {  // a factor for each half
-        const uint32_t low[2] = {a[0].q[0], a[1].q[0]}, high[2] = {a[0].q[1], a[1].q[1]};
-        gpu::mma_k16_us(first, low, b[0]);
-        gpu::mma_k16_us(second, high, b[1]);
+        const uint32_t low[2] = {a.q[0], a.q[1]}, high[2] = {a.q[2], a.q[3]};
+        gpu::mma_k16_ss(first, low, b[0]);
+        gpu::mma_k16_ss(second, high, b[1]);
     } else {
-        const uint32_t all[4] = {a[0].q[0], a[1].q[0], a[0].q[1], a[1].q[1]};
-        GPU_UNROLL
-        for (int i = 0; i < 4; i++) first[i] += second[i];
-        gpu::mma_k32_us(first, all, b);
+        gpu::mma_k32_ss(first, a.q, b);
     }
     GPU_UNROLL
     for (int i = 0; i < 4; i++) {
-        const gpu::Part& row = a[i / 2];
-        int32_t integer = row.factor[0] * first[i];
-        if constexpr (kind == Kind::q6_k) integer += row.factor[1] * second[i];
-        acc[i] = ca::step(acc[i], integer, row.d, x.scale[i % 2]);
-        if constexpr (gpu::has_minimum(kind)) {
-            const uint32_t sums = x.sums[i % 2];
-            const int32_t least = row.min * (gpu::first_sum(sums) + gpu::second_sum(sums));
-            acc[i] = ca::step(acc[i], least, row.m, x.scale[i % 2]);
+        const int row = i / 2, token = i % 2;
+        if constexpr (has_factor) {
+            int32_t integer = a.factor[row][0] * first[i];
+            if constexpr (kind == Kind::q6_k) integer += a.factor[row][1] * second[i];
+            acc[i] = ca::step(acc[i], integer, a.d[row], x.scale[token]);
+        } else {
+            const float bits = ca::float_of(static_cast<uint32_t>(first[i]));
+            const float integer = ca::sub_rn(bits, ca::ROUND_MAGIC);
+            acc[i] = ca::fma_rn(integer, ca::mul_rn(a.d[row], x.scale[token]), acc[i]);
         }
+        if constexpr (gpu::has_minimum(kind))
+            acc[i] = ca::step(acc[i], a.min[row] * x.sum[token], a.m[row], x.scale[token]);
     }
+}
+
+// How many blocks of weights `few` loads before it uses the first of them, and again meanwhile.
+GPU_FN constexpr int ahead_of(Kind kind) {
+    return kind == Kind::q4_0 || kind == Kind::iq4_nl || kind == Kind::q4_1 ? 8 : 4;
 }
 
 // Grid: tiles of 16 rows, groups of 8 tokens.
 template <Kind kind>
-GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<int8_t> q, gpu::In<float> scale,
-                gpu::In<uint32_t> sums, const Target& to) {
+GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
+                gpu::In<int32_t> sums, const Target& to) {
+    constexpr int AHEAD = ahead_of(kind), SPAN = gpu::SPAN;
     __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * FEW_TOKENS> partial;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int segments = (blocks + gpu::SEGMENT_BLOCKS - 1) / gpu::SEGMENT_BLOCKS;
+    const int64_t spans = gpu::spans_of(cols);
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block_y() * FEW_TOKENS;
     const gpu::In<uint8_t> tile = matrix + gpu::block() * gpu::tile_bytes(kind, cols);
     // Tokens past the last compute what is not stored, from the last one's activations.
     const auto held = [&](int token) { return token < to.tokens ? token : to.tokens - 1; };
-    const int64_t column = held(token0 + g);
-    const int64_t mine[2] = {held(token0 + 2 * t), held(token0 + 2 * t + 1)};
+    const auto words = gpu::in_as<gpu::Words4>(q + held(token0 + g) * spans * gpu::SPAN_WORDS);
+    const int64_t mine[2] = {held(token0 + 2 * t) * spans, held(token0 + 2 * t + 1) * spans};
     // The 128 outputs of a tile belong to the first 128 threads, which add the segments in order.
     const int row = gpu::thread() / FEW_TOKENS, token = gpu::thread() % FEW_TOKENS;
     float y = 0.0f;
@@ -106,24 +112,53 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<int8_t> q, gpu::In<fl
         const int segment = first + gpu::warp();
         if (segment < segments) {
             float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            const int end = (segment + 1) * gpu::SEGMENT_BLOCKS;
-            GPU_UNROLL_4
-            for (int b = segment * gpu::SEGMENT_BLOCKS; b < (end < blocks ? end : blocks); b++) {
-                const gpu::Part a[2] = {gpu::read_part<kind>(tile, b, g, t),
-                                        gpu::read_part<kind>(tile, b, g + 8, t)};
-                const gpu::In<uint32_t> words =
-                    gpu::in_as<uint32_t>(q + (column * blocks + b) * ca::BLOCK);
-                const uint32_t right[2] = {words[t], words[t + 4]};
-                Pair x;
-                for (int i = 0; i < 2; i++) {
-                    x.scale[i] = scale[mine[i] * blocks + b];
-                    x.sums[i] = sums[mine[i] * blocks + b];
+            const int start = segment * gpu::SEGMENT_BLOCKS;
+            const int end = start + gpu::SEGMENT_BLOCKS < blocks ? start + gpu::SEGMENT_BLOCKS : blocks;
+            gpu::Packed next[AHEAD];
+            const auto load = [&](int b) {
+                if (b + AHEAD <= end)
+                    GPU_UNROLL
+                    for (int i = 0; i < AHEAD; i++)
+                        next[i] = gpu::load_part_from<kind>(tile, b, i, g, t);
+                else
+                    GPU_UNROLL
+                    for (int i = 0; i < AHEAD; i++)
+                        next[i] = gpu::load_part<kind>(tile, b + i < end ? b + i : end - 1, g, t);
+            };
+            load(start);
+            for (int b = start; b < end; b += AHEAD) {
+                gpu::Packed now[AHEAD];
+                GPU_UNROLL
+                for (int i = 0; i < AHEAD; i++) now[i] = next[i];
+                if (b + AHEAD < end) load(b + AHEAD);
+                GPU_UNROLL
+                for (int part = 0; part < AHEAD; part += SPAN) {
+                    if (b + part >= end) break;
+                    const int span = (b + part) / SPAN;
+                    gpu::Words4 right[2], of[2], sum[2];
+                    GPU_UNROLL
+                    for (int i = 0; i < 2; i++) {
+                        right[i] = words[span * (gpu::SPAN_WORDS / 4) + 2 * t + i];
+                        of[i] = gpu::in_as<gpu::Words4>(scale)[mine[i] + span];
+                        sum[i] = {{0, 0, 0, 0}};
+                        if constexpr (gpu::has_minimum(kind))
+                            sum[i] = gpu::in_as<gpu::Words4>(sums)[mine[i] + span];
+                    }
+                    GPU_UNROLL
+                    for (int i = 0; i < SPAN; i++) {
+                        if (b + part + i >= end) break;
+                        const uint32_t both[2] = {right[i / 2].word[i % 2 * 2],
+                                                  right[i / 2].word[i % 2 * 2 + 1]};
+                        const Pair x = {{ca::float_of(of[0].word[i]), ca::float_of(of[1].word[i])},
+                                        {static_cast<int32_t>(sum[0].word[i]),
+                                         static_cast<int32_t>(sum[1].word[i])}};
+                        step<kind>(acc, gpu::unpack<kind>(now[part + i], t), both, x);
+                    }
                 }
-                step<kind>(acc, a, right, x);
             }
             GPU_UNROLL
             for (int i = 0; i < 4; i++)
-                partial[(gpu::warp() * gpu::TILE + g + i / 2 * 8) * FEW_TOKENS + 2 * t + i % 2] =
+                partial[(gpu::warp() * gpu::TILE + 2 * g + i / 2) * FEW_TOKENS + 2 * t + i % 2] =
                     acc[i];
         }
         gpu::barrier();
@@ -140,75 +175,82 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<int8_t> q, gpu::In<fl
 
 // Grid: groups of 64 rows (a tile of 16 for each warp), groups of 64 tokens.
 template <Kind kind>
-GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<int8_t> q, gpu::In<float> scale,
-                 gpu::In<uint32_t> sums, const Target& to) {
-    constexpr int PARTS = MANY_TOKENS / 8, WORDS = STAGE_ROW / 4;
-    constexpr int COPIES = STAGE_BLOCKS * ca::BLOCK / 16;  // of 16 bytes, per token
-    __shared__ gpu::Shared<gpu::Words4, 2 * MANY_TOKENS * STAGE_ROW / 16> values;
-    __shared__ gpu::Shared<float, MANY_TOKENS * STAGE_BLOCKS> scales;
-    __shared__ gpu::Shared<uint32_t, MANY_TOKENS * STAGE_BLOCKS> all_sums;
+GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
+                 gpu::In<int32_t> sums, const Target& to) {
+    constexpr int PARTS = MANY_TOKENS / 8, COPIES = gpu::SPAN_WORDS / 4;  // of 16 bytes, per token
+    constexpr bool has_sums = gpu::has_minimum(kind);
+    __shared__ gpu::Shared<gpu::Words4, STAGES * MANY_TOKENS * STAGE_ROW> values;
+    __shared__ gpu::Shared<gpu::Words4, STAGES * MANY_TOKENS> scales;
+    __shared__ gpu::Shared<gpu::Words4, has_sums ? STAGES * MANY_TOKENS : 1> all_sums;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
-    const int stages = (blocks + STAGE_BLOCKS - 1) / STAGE_BLOCKS;
+    const int spans = static_cast<int>(gpu::spans_of(cols));
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block_y() * MANY_TOKENS;
     const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE;
     const int tile_index = gpu::block() * MANY_WARPS + gpu::warp();
     const bool has_tile = tile_index < tiles;
     const gpu::In<uint8_t> tile =
         matrix + (has_tile ? tile_index : 0) * gpu::tile_bytes(kind, cols);
-    const auto held = [&](int token) { return token < to.tokens ? token : to.tokens - 1; };
-    // Copies the activations of stage s, in the background, to the half of `values` that it uses.
-    const auto fetch = [&](int s) {
-        for (int i = gpu::thread(); i < MANY_TOKENS * COPIES; i += gpu::threads()) {
-            const int token = i / COPIES, part = i % COPIES;
-            const int64_t k = s * STAGE_BLOCKS * ca::BLOCK + part * 16;
-            if (k < int64_t{blocks} * ca::BLOCK)
-                gpu::copy_async(values[(s % 2 * MANY_TOKENS + token) * STAGE_ROW / 16 + part],
-                                gpu::in_as<gpu::Words4>(
-                                    q + (held(token0 + token) * int64_t{blocks} * ca::BLOCK + k)));
+    // Copies the activations of a span, in the background.
+    const auto fetch = [&](int span) {
+        for (int i = gpu::thread(); span < spans && i < MANY_TOKENS * COPIES; i += gpu::threads()) {
+            const int token = i / COPIES, part = i % COPIES, row = span % STAGES * MANY_TOKENS + token;
+            const int64_t from =
+                int64_t{token0 + token < to.tokens ? token0 + token : to.tokens - 1} * spans + span;
+            gpu::copy_async(values[row * STAGE_ROW + part],
+                            gpu::in_as<gpu::Words4>(q) + (from * COPIES + part));
+            if (part == 0) gpu::copy_async(scales[row], gpu::in_as<gpu::Words4>(scale) + from);
+            if (has_sums && part == 1)
+                gpu::copy_async(all_sums[row], gpu::in_as<gpu::Words4>(sums) + from);
         }
         gpu::copies_commit();
+    };
+    gpu::Packed next[2];
+    const auto load = [&](int b) {  // two blocks, of which the last may be there twice
+        const int first = b < blocks ? b : 0;
+        next[0] = gpu::load_part_from<kind>(tile, first, 0, g, t);
+        next[1] = gpu::load_part_from<kind>(tile, first, first + 1 < blocks ? 1 : 0, g, t);
     };
     float acc[PARTS][4], y[PARTS][4];
     GPU_UNROLL
     for (int p = 0; p < PARTS; p++)
         GPU_UNROLL
         for (int i = 0; i < 4; i++) acc[p][i] = y[p][i] = 0.0f;
-    fetch(0);
-    for (int s = 0; s < stages; s++) {
-        const int first = s * STAGE_BLOCKS;
-        const int now = blocks - first < STAGE_BLOCKS ? blocks - first : STAGE_BLOCKS;
-        for (int i = gpu::thread(); i < MANY_TOKENS * now; i += gpu::threads()) {
-            const int token = i / now, b = i % now;
-            const int64_t at = held(token0 + token) * int64_t{blocks} + first + b;
-            scales[token * STAGE_BLOCKS + b] = scale[at];
-            all_sums[token * STAGE_BLOCKS + b] = sums[at];
-        }
-        if (s + 1 < stages) fetch(s + 1);
-        if (s + 1 < stages)
-            gpu::copies_wait<1>();
-        else
-            gpu::copies_wait<0>();
-        gpu::barrier();
-        for (int b = 0; b < now; b++) {
-            const gpu::Part a[2] = {gpu::read_part<kind>(tile, first + b, g, t),
-                                    gpu::read_part<kind>(tile, first + b, g + 8, t)};
+    for (int span = 0; span < STAGES - 1; span++) fetch(span);
+    load(0);
+    for (int span = 0; span < spans; span++) {
+        gpu::copies_wait<STAGES - 2>();
+        gpu::barrier();  // the copies of all are there, and the span before was read
+        fetch(span + STAGES - 1);
+        GPU_NO_UNROLL  // fewer registers, so that three blocks share a multiprocessor
+        for (int two = 0; two < gpu::SPAN / 2; two++) {
+            const int b = span * gpu::SPAN + 2 * two;
+            if (b >= blocks) break;
+            const bool has_second = b + 1 < blocks;
+            const gpu::Part a[2] = {gpu::unpack<kind>(next[0], t), gpu::unpack<kind>(next[1], t)};
+            load(b + 2);
+            const int row = span % STAGES * MANY_TOKENS;
+            const int right_at = (row + g) * STAGE_ROW + 2 * t + two;
+            const int scale_at = (row + 2 * t) * 4 + 2 * two;
             GPU_UNROLL
             for (int p = 0; p < PARTS; p++) {
-                const int row = (s % 2 * MANY_TOKENS + p * 8 + g) * WORDS + b * 8;
-                const uint32_t right[2] = {gpu::shared_word(values, row + t),
-                                           gpu::shared_word(values, row + t + 4)};
-                Pair x;
-                for (int i = 0; i < 2; i++) {
-                    const int at = (p * 8 + 2 * t + i) * STAGE_BLOCKS + b;
-                    x.scale[i] = scales[at];
-                    x.sums[i] = all_sums[at];
+                const gpu::Words4 right = values[right_at + p * 8 * STAGE_ROW];
+                Pair x[2] = {};
+                GPU_UNROLL
+                for (int i = 0; i < 4; i++) {
+                    const int at = scale_at + p * 8 * 4 + i % 2 * 4 + i / 2;
+                    x[i / 2].scale[i % 2] = ca::float_of(gpu::shared_word(scales, at));
+                    if constexpr (has_sums)
+                        x[i / 2].sum[i % 2] = static_cast<int32_t>(gpu::shared_word(all_sums, at));
                 }
-                step<kind>(acc[p], a, right, x);
+                const uint32_t first[2] = {right.word[0], right.word[1]};
+                const uint32_t second[2] = {right.word[2], right.word[3]};
+                step<kind>(acc[p], a[0], first, x[0]);
+                if (has_second) step<kind>(acc[p], a[1], second, x[1]);
             }
         }
-        // A stage ends a segment, or the row does.
-        const int end = first + now;
-        if (end % gpu::SEGMENT_BLOCKS == 0 || end == blocks)
+        // A span ends a segment, or the row does.
+        const int end = (span + 1) * gpu::SPAN;
+        if (end % gpu::SEGMENT_BLOCKS == 0 || end >= blocks)
             GPU_UNROLL
             for (int p = 0; p < PARTS; p++)
                 GPU_UNROLL
@@ -216,20 +258,20 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<int8_t> q, gpu::In<f
                     y[p][i] = end <= gpu::SEGMENT_BLOCKS ? acc[p][i] : ca::add_rn(y[p][i], acc[p][i]);
                     acc[p][i] = 0.0f;
                 }
-        gpu::barrier();
     }
+    gpu::copies_wait<0>();
     if (!has_tile) return;
     GPU_UNROLL
     for (int p = 0; p < PARTS; p++)
         GPU_UNROLL
         for (int i = 0; i < 4; i++)
-            put(to, token0 + p * 8 + 2 * t + i % 2, tile_index * gpu::TILE + g + i / 2 * 8, y[p][i]);
+            put(to, token0 + p * 8 + 2 * t + i % 2, tile_index * gpu::TILE + 2 * g + i / 2, y[p][i]);
 }
 
 // Float weights: a thread per row and token, the row's floats as they are.
 template <Kind kind>
 GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int64_t stride,
-                   const Target& to) {
+                   gpu::In<float> scale, const Target& to) {
     const int row = gpu::thread() % gpu::TILE;
     const int token = gpu::block_y() * FEW_TOKENS + gpu::thread() / gpu::TILE;
     if (token >= to.tokens) return;
@@ -242,28 +284,31 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
             acc = ca::fma_rn(gpu::float_at<kind>(tile, row, k), values[token * stride + k], acc);
         y = first == 0 ? acc : ca::add_rn(y, acc);
     }
+    const int64_t scales = gpu::spans_of(cols) * gpu::SPAN;
+    for (int b = 0; b < scales; b++)  // a value may be too large for rule 1, and finite
+        if (!ca::is_finite(scale[token * scales + b])) y = ca::canonical_nan();
     put(to, token, gpu::block() * gpu::TILE + row, y);
 }
 
 }  // namespace
 
-// matrix: `rows` of `cols`; q, scale, sums, nonfinite: activations of `tokens`; bias: or null; then: see
+// matrix: `rows` of `cols`; q, scale, sums: activations of `tokens`; bias: or null; then: see
 // Then. few: grid (tiles, groups of 8 tokens), at least 128 threads. many: grid (groups of 4 tiles,
 // groups of 64 tokens), 128 threads.
 #define QUANTISED(kind)                                                                            \
     KERNEL(linear_few_##kind, FEW_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols,   \
-           gpu::In<int8_t> q, gpu::In<float> scale, gpu::In<uint32_t> sums,                        \
-           gpu::In<uint8_t> nonfinite, int tokens, gpu::In<float> bias, int then,                  \
+           gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
+           gpu::In<float> bias, int then,                                                          \
            gpu::Out<float> out, int stride) {                                                      \
         few<Kind::kind>(matrix, cols, q, scale, sums,                                              \
-                        {bias, nonfinite, out, stride, rows, tokens, static_cast<Then>(then)});    \
+                        {bias, out, stride, rows, tokens, static_cast<Then>(then)});    \
     }                                                                                              \
     KERNEL(linear_many_##kind, MANY_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols, \
-           gpu::In<int8_t> q, gpu::In<float> scale, gpu::In<uint32_t> sums,                        \
-           gpu::In<uint8_t> nonfinite, int tokens, gpu::In<float> bias, int then,                  \
+           gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
+           gpu::In<float> bias, int then,                                                          \
            gpu::Out<float> out, int stride) {                                                      \
         many<Kind::kind>(matrix, cols, q, scale, sums,                                             \
-                         {bias, nonfinite, out, stride, rows, tokens, static_cast<Then>(then)});   \
+                         {bias, out, stride, rows, tokens, static_cast<Then>(then)});   \
     }
 QUANTISED(q4_0)
 QUANTISED(q4_1)
@@ -278,10 +323,10 @@ QUANTISED(q6_k)
 // As linear_few, from fp32 rows. Grid (tiles, groups of 8 tokens), 128 threads.
 #define FLOATS(kind)                                                                               \
     KERNEL(linear_##kind, FEW_TOKENS* gpu::TILE, gpu::In<uint8_t> matrix, int rows, int cols,      \
-           gpu::In<float> values, int values_stride, gpu::In<uint8_t> nonfinite, int tokens,       \
+           gpu::In<float> values, int values_stride, gpu::In<float> scale, int tokens,             \
            gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {                       \
-        floats<Kind::kind>(matrix, cols, values, values_stride,                                    \
-                           {bias, nonfinite, out, stride, rows, tokens, static_cast<Then>(then)}); \
+        floats<Kind::kind>(matrix, cols, values, values_stride, scale,                             \
+                           {bias, out, stride, rows, tokens, static_cast<Then>(then)}); \
     }
 FLOATS(f16)
 FLOATS(bf16)

@@ -6,37 +6,51 @@
 
 namespace {
 
-constexpr int NORM_THREADS = 256;
+constexpr int NORM_THREADS = 512;
+constexpr int NORM_VALUES = 4096;  // of a row that are held at once
 
-// Quantises the groups of a row that `value(k)` gives, a warp a group; false if one is not finite.
+// Activations of a step.
+struct Quantised {
+    gpu::Out<uint32_t> q;
+    gpu::Out<float> scale;
+    gpu::Out<int32_t> sums;
+};
+
+// Quantises a span of the row of a token, whose value k is `value(k)`: a warp, eight lanes a block.
 template <class Value>
-GPU_FN bool quantise_row(Value value, int width, int blocks, gpu::Out<int8_t> q,
-                         gpu::Out<float> scale, gpu::Out<uint32_t> sums) {
-    bool finite = true;
-    for (int block = gpu::warp(); block < blocks; block += gpu::warps()) {
-        const int k = block * ca::BLOCK + gpu::lane();
-        const float x = k < width ? value(k) : 0.0f;
-        uint32_t largest = ca::magnitude_bits(x);
-        for (int mask = 16; mask >= 1; mask /= 2) {
-            const uint32_t other = gpu::shuffle_xor(largest, mask);
-            largest = other > largest ? other : largest;
-        }
-        const ca::Group kind = ca::group_kind(largest);
-        const float t = kind == ca::Group::used ? ca::group_scale(largest) : 1.0f;
-        const float inverse = kind == ca::Group::used ? ca::div_rn(1.0f, t) : 0.0f;
-        const int32_t n =
-            kind == ca::Group::nonfinite ? 0 : ca::round_to_int(ca::mul_rn(x, inverse));
-        q[k] = static_cast<int8_t>(n);
-        int32_t sum = n;
-        for (int mask = 8; mask >= 1; mask /= 2) sum += gpu::shuffle_xor(sum, mask);
-        const int32_t second = gpu::shuffle(sum, 16);
-        if (gpu::lane() == 0) {
-            scale[block] = t;
-            sums[block] = gpu::packed_sums(sum, second);
-        }
-        finite = finite && kind != ca::Group::nonfinite;
+GPU_FN void quantise_span(Value value, int width, int64_t token, int span, const Quantised& to) {
+    const int block = gpu::lane() / 8, word = gpu::lane() % 8;
+    const int first = (span * gpu::SPAN + block) * ca::BLOCK + word * 4;
+    float x[4];
+    uint32_t largest = 0;
+    GPU_UNROLL
+    for (int i = 0; i < 4; i++) x[i] = first + i < width ? value(first + i) : 0.0f;
+    GPU_UNROLL
+    for (int i = 0; i < 4; i++)
+        largest = ca::magnitude_bits(x[i]) > largest ? ca::magnitude_bits(x[i]) : largest;
+    for (int mask = 4; mask >= 1; mask /= 2) {
+        const uint32_t other = gpu::shuffle_xor(largest, mask);
+        largest = other > largest ? other : largest;
     }
-    return finite;
+    const ca::Group kind = ca::group_kind(largest);
+    const float t = kind == ca::Group::used ? ca::group_scale(largest) : 1.0f;
+    const float inverse = kind == ca::Group::used ? ca::div_rn(1.0f, t) : 0.0f;
+    uint32_t bytes = 0;
+    int32_t sum = 0;
+    GPU_UNROLL
+    for (int i = 0; i < 4; i++) {
+        const int32_t n =
+            kind == ca::Group::nonfinite ? 0 : ca::round_to_int(ca::mul_rn(x[i], inverse));
+        bytes |= (static_cast<uint32_t>(n) & 255u) << 8 * i;
+        sum += n;
+    }
+    for (int mask = 4; mask >= 1; mask /= 2) sum += gpu::shuffle_xor(sum, mask);
+    const int64_t at = token * gpu::spans_of(width) + span;
+    to.q[at * gpu::SPAN_WORDS + gpu::span_word(block, word)] = bytes;
+    if (word == 0) {
+        to.scale[at * gpu::SPAN + block] = kind == ca::Group::nonfinite ? ca::canonical_nan() : t;
+        to.sums[at * gpu::SPAN + block] = sum;
+    }
 }
 
 // Whether all threads of the block say so; `shared` is free afterwards.
@@ -64,28 +78,37 @@ KERNEL(embed, 256, gpu::In<uint8_t> matrix, int kind, int cols, gpu::In<int32_t>
 }
 
 // The RMS norm of each row, quantised; the normed row itself into `values` unless its stride is 0.
-// Grid: tokens. Lane i mod 64 of rule 3 is thread i mod 64.
+// Grid: tokens, at least 64 threads. Lane i mod 64 of rule 3 is thread i mod 64.
 KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, float eps, int width,
-       gpu::Out<int8_t> q, gpu::Out<float> scale, gpu::Out<uint32_t> sums,
-       gpu::Out<uint8_t> nonfinite, gpu::Out<float> values, int values_stride) {
+       gpu::Out<uint32_t> q, gpu::Out<float> scale, gpu::Out<int32_t> sums, gpu::Out<float> values,
+       int values_stride) {
+    __shared__ gpu::Shared<float, NORM_VALUES> part;
     __shared__ gpu::Shared<float, 64> lanes;
-    __shared__ gpu::Shared<int32_t, 1> found;
     const int64_t token = gpu::block();
-    const int blocks = (width + ca::BLOCK - 1) / ca::BLOCK;
     const gpu::In<float> row = x + token * stride;
-    if (gpu::thread() < 64) {
-        float lane = 0.0f;
-        for (int i = gpu::thread(); i < width; i += 64) {
-            const float value = row[i];
-            lane = ca::fma_rn(value, value, lane);
-        }
-        lanes[gpu::thread()] = lane;
-    }
-    for (int width_now = 32; width_now >= 1; width_now /= 2) {
+    float lane = 0.0f;
+    for (int first = 0; first < width; first += NORM_VALUES) {  // the chains wait for no memory
+        const int n = width - first < NORM_VALUES ? width - first : NORM_VALUES;
+        GPU_UNROLL_4
+        for (int i = gpu::thread(); i < n; i += gpu::threads()) part[i] = row[first + i];
         gpu::barrier();
-        if (gpu::thread() < width_now)
-            lanes[gpu::thread()] =
-                ca::add_rn(lanes[gpu::thread()], lanes[gpu::thread() + width_now]);
+        if (gpu::thread() < 64) {
+            GPU_UNROLL_4
+            for (int i = gpu::thread(); i < n; i += 64) {
+                const float value = part[i];
+                lane = ca::fma_rn(value, value, lane);
+            }
+        }
+        gpu::barrier();
+    }
+    if (gpu::thread() < 64) lanes[gpu::thread()] = lane;
+    gpu::barrier();
+    if (gpu::warp() == 0) {  // the tree: a sum of two has the same bits in either order
+        float sum = ca::add_rn(lanes[gpu::lane()], lanes[gpu::lane() + 32]);
+        for (int mask = 16; mask >= 1; mask /= 2)
+            sum = ca::add_rn(sum, gpu::shuffle_xor(sum, mask));
+        gpu::warp_barrier();
+        if (gpu::lane() == 0) lanes[0] = sum;
     }
     gpu::barrier();
     const float factor = ca::norm_factor(lanes[0], width, eps);
@@ -93,24 +116,18 @@ KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float>
     if (values_stride)
         for (int k = gpu::thread(); k < width; k += gpu::threads())
             values[token * values_stride + k] = normed(k);
-    const bool finite = quantise_row(normed, width, blocks, q + token * blocks * ca::BLOCK,
-                                     scale + token * blocks, sums + token * blocks);
-    const bool all = all_of_block(finite, found);
-    if (gpu::thread() == 0) nonfinite[token] = !all;
+    for (int span = gpu::warp(); span < gpu::spans_of(width); span += gpu::warps())
+        quantise_span(normed, width, token, span, {q, scale, sums});
 }
 
-// Each row quantised. Grid: tokens.
-KERNEL(quantise, NORM_THREADS, gpu::In<float> x, int stride, int width, gpu::Out<int8_t> q,
-       gpu::Out<float> scale, gpu::Out<uint32_t> sums, gpu::Out<uint8_t> nonfinite) {
-    __shared__ gpu::Shared<int32_t, 1> found;
+// Each row quantised. Grid: tokens, blocks that share the spans of a row.
+KERNEL(quantise, NORM_THREADS, gpu::In<float> x, int stride, int width, gpu::Out<uint32_t> q,
+       gpu::Out<float> scale, gpu::Out<int32_t> sums) {
     const int64_t token = gpu::block();
-    const int blocks = (width + ca::BLOCK - 1) / ca::BLOCK;
     const gpu::In<float> row = x + token * stride;
-    const bool finite = quantise_row([&](int k) { return float(row[k]); }, width, blocks,
-                                     q + token * blocks * ca::BLOCK, scale + token * blocks,
-                                     sums + token * blocks);
-    const bool all = all_of_block(finite, found);
-    if (gpu::thread() == 0) nonfinite[token] = !all;
+    const int span = gpu::block_y() * gpu::warps() + gpu::warp();
+    if (span < gpu::spans_of(width))
+        quantise_span([&](int k) { return float(row[k]); }, width, token, span, {q, scale, sums});
 }
 
 // out row i = x row indices[i]. Grid: rows.
