@@ -109,6 +109,38 @@ KERNEL(no_barrier_after_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     y[i] = static_cast<int32_t>(words.word[i % 4]);
 }
 
+// The next copy may write before others have read; that the wait comes after a barrier does not help.
+KERNEL(early_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
+    const int i = gpu::thread();
+    int32_t sum = 0;
+    for (int round = 0; round < 2; round++) {
+        if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
+        gpu::copies_commit();
+        gpu::barrier();
+        gpu::copies_wait<0>();
+        gpu::barrier();
+        const gpu::Words4 words = shared[(i / 4 + round) % (N / 4)];
+        sum += static_cast<int32_t>(words.word[i % 4]);
+    }
+    y[i] = sum;
+}
+
+// Lanes of a warp are not in step, and a shuffle orders no memory.
+KERNEL(missing_warp_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, N> shared;
+    const int i = gpu::thread(), next = i / gpu::WARP * gpu::WARP + (gpu::lane() + 1) % gpu::WARP;
+    shared[i] = x[i];
+    y[i] = shared[next];
+}
+KERNEL(shuffle_for_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    __shared__ gpu::Shared<int32_t, N> shared;
+    const int i = gpu::thread(), next = i / gpu::WARP * gpu::WARP + (gpu::lane() + 1) % gpu::WARP;
+    shared[i] = gpu::shuffle(x[i], gpu::lane());
+    const int32_t other = gpu::shuffle_xor(x[i], 1);
+    y[i] = other + shared[next];
+}
+
 KERNEL(copied, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
     const int i = gpu::thread();

@@ -26,8 +26,11 @@ PLANTED = {
     "unwritten_shared": "nothing has written",
     "two_writers": "races with thread",
     "across_blocks": "races with thread",
-    "no_wait_for_copy": "nothing has written",
-    "no_barrier_after_copy": "nothing has written|races",
+    "no_wait_for_copy": "under way",
+    "no_barrier_after_copy": "under way|nothing has written|races",
+    "early_copy": "races|under way",
+    "missing_warp_barrier": "nothing has written|races",
+    "shuffle_for_barrier": "races|nothing has written",
     "count_and_write": "races",
 }
 

@@ -291,10 +291,25 @@ void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, 
         memory.launch = here.launch;
     }
     for (size_t i = address - base; i < address - base + bytes; i++) {
+        if (memory.cells[i].is_awaited) fail("a copy to this memory is under way");
         if (is_shared && access != Access::write && is_untouched(memory.cells[i]))
             fail("reads shared memory that nothing has written");
         note(memory.cells[i], access);
     }
+}
+
+// A copy may write from its beginning to the wait for it.
+void begin_copy(const Allocation* at, const void* p, size_t bytes) {
+    touch(at, p, bytes, bytes, Access::write);
+    auto& cells = const_cast<Allocation*>(at)->cells;
+    for (size_t i = 0; i < bytes; i++)
+        cells[static_cast<const uint8_t*>(p) - at->base + i].is_awaited = true;
+}
+void end_copy(const Allocation* at, const void* p, size_t bytes) {
+    auto& cells = const_cast<Allocation*>(at)->cells;
+    for (size_t i = 0; i < bytes; i++)
+        cells[static_cast<const uint8_t*>(p) - at->base + i].is_awaited = false;
+    touch(at, p, bytes, bytes, Access::write);
 }
 
 const Allocation* find(uint64_t address) {
@@ -380,6 +395,8 @@ void Kernel::add(const char* name, int threads_max, size_t n,
 
 namespace {
 
+constexpr int GRID_YZ_MAX = 65535;
+
 // 0: rising; 1: falling; else shuffled with this seed.
 std::vector<int> order_of(int n, uint64_t seed) {
     std::vector<int> order(n);
@@ -402,7 +419,8 @@ void launch(const std::string& name, const int32_t (&blocks)[3], int threads,
         throw Fault(name + ": " + std::to_string(threads) + " threads; whole warps up to " +
                     std::to_string(entry.threads_max));
     const int64_t n_blocks = int64_t{blocks[0]} * blocks[1] * blocks[2];
-    if (blocks[0] < 1 || blocks[1] < 1 || blocks[2] < 1 || n_blocks >= 1 << 21)
+    if (blocks[0] < 1 || blocks[1] < 1 || blocks[2] < 1 || n_blocks >= 1 << 21 ||
+        blocks[1] > GRID_YZ_MAX || blocks[2] > GRID_YZ_MAX)
         throw Fault(name + ": an impossible grid");
     here.launch = ++n_launches;
     here.threads = threads;

@@ -4,7 +4,7 @@
 // Faults, each an exception that names the kernel, the thread and the place: an access outside an
 // allocation or a shared array, a misaligned one, a read of shared memory that nothing has written, two
 // accesses to one byte without a barrier between them (in shared memory, and in global memory within and
-// across blocks), a collective word that some threads do not reach, reach elsewhere, or never leave.
+// across blocks), an access to shared memory that a copy is under way to, a collective word that some threads do not reach, reach elsewhere, or never leave.
 // With SIMT_UNCHECKED only the last kind is found, and pointers are plain: for running whole models.
 #pragma once
 
@@ -61,6 +61,7 @@ struct Mark {
 enum class Access { read, write, atomic };
 struct Cell {
     Mark marks[3];  // by Access
+    bool is_awaited = false;  // a copy to it is under way
 };
 struct Allocation {
     uint8_t* base;
@@ -79,7 +80,9 @@ using Words = uint64_t[12];
 void exchange(Words& words, int kind, int line, void (*compute)(Words* lanes));
 void warp_barrier(int line);
 
-// Copies that wait.
+// Copies that wait: `begin_copy` before one to shared memory, `end_copy` when it takes effect.
+void begin_copy(const Allocation* at, const void* p, size_t bytes);
+void end_copy(const Allocation* at, const void* p, size_t bytes);
 void copy_later(std::function<void()> copy);
 void copies_commit();
 void copies_wait(int n);
@@ -327,8 +330,9 @@ void prefetch(simt::Pointer<T>) {}
 template <class T, class From>
 void copy_async(simt::Element<T> to, simt::Pointer<From> from) {
     simt::touch(from.allocation(), from.get(), 16, 16, simt::Access::read);
+    simt::begin_copy(to.allocation(), to.place(), 16);
     simt::copy_later([to, from] {
-        simt::touch(to.allocation(), to.place(), 16, 16, simt::Access::write);
+        simt::end_copy(to.allocation(), to.place(), 16);
         std::memcpy(static_cast<void*>(to.place()), from.get(), 16);
     });
 }

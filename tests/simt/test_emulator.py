@@ -60,7 +60,8 @@ def test_impossible_launches_are_refused(gpu: Emulator) -> None:
         for threads in (0, 33, 128):
             with pytest.raises(EmulatorFault, match="whole warps up to 64"):
                 gpu.launch("right", (1, 1, 1), threads, [x, x])
-        with pytest.raises(EmulatorFault, match="grid"):
-            gpu.launch("right", (0, 1, 1), N, [x, x])
+        for grid in ((0, 1, 1), (1, 65536, 1), (1, 1, 65536)):
+            with pytest.raises(EmulatorFault, match="grid"):
+                gpu.launch("right", grid, N, [x, x])
     with pytest.raises(EmulatorFault, match="not allocated"):
         gpu.launch("right", (1, 1, 1), N, [x, x])
