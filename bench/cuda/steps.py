@@ -7,6 +7,7 @@ has made, and run in one process, or in several if the part has more `jobs`.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import kernels
@@ -37,6 +39,12 @@ MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
 LLAMA_SOURCE = "LLAMA_SOURCE"
+LLAMA_PROJECT = """cmake_minimum_required(VERSION 3.20)
+project(measured C CXX)
+add_subdirectory("${LLAMA}" llama.cpp)
+add_subdirectory("${LLAMA}/tools/llama-bench" llama-bench)
+"""  # without tests, examples, servers and their sources
+CUDA_PACKAGES, CUBLAS = "cu13", ("cublas", "cublasLt")  # of NVIDIA's Python packages
 
 Result = dict[str, Any]
 
@@ -151,19 +159,39 @@ def serve(place: Place, lanes: str) -> Result:
     return asyncio.run(goodput.measure(make_site(place.emulated, place.tiny), lanes))
 
 
+def cublas_options(include: Path) -> list[str]:
+    """Where llama.cpp finds cuBLAS of a Python package, whose headers `include` links to."""
+    found = importlib.util.find_spec("nvidia")
+    for place in found.submodule_search_locations or () if found else ():
+        folder = Path(place) / CUDA_PACKAGES
+        libraries = {name: sorted(folder.glob(f"lib/lib{name}.so*")) for name in CUBLAS}
+        if all(libraries.values()):
+            include.mkdir(exist_ok=True)
+            for header in folder.glob("include/cublas*.h"):
+                (include / header.name).unlink(missing_ok=True)
+                (include / header.name).symlink_to(header)
+            flags = [f"-DCMAKE_{language}_FLAGS=-I{include}" for language in ("CUDA", "CXX")]
+            return flags + [f"-DCUDA_{name}_LIBRARY={of[0]}" for name, of in libraries.items()]
+    return []
+
+
 def compare_with_llama(place: Place) -> Result:
     """Speeds of llama.cpp on this GPU, compiled from the source that LLAMA_SOURCE names."""
     source = os.environ.get(LLAMA_SOURCE)
     if not source:
         return {"absent": f"{LLAMA_SOURCE} names no source of llama.cpp"}
     build = BUILD / "gpu-llama"
-    configure = ["cmake", "-S", source, "-B", str(build), "-G", "Ninja", "-DGGML_CUDA=ON"]
-    configure += ["-DCMAKE_CUDA_ARCHITECTURES=native", "-DLLAMA_CURL=OFF"]
+    project = build / "project"
+    project.mkdir(parents=True, exist_ok=True)
+    (project / "CMakeLists.txt").write_text(LLAMA_PROJECT)
+    configure = ["cmake", "-S", str(project), "-B", str(build), "-G", "Ninja"]
+    configure += [f"-DLLAMA={source}", "-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON"]
+    configure += ["-DCMAKE_CUDA_ARCHITECTURES=native", *cublas_options(build / "include")]
     subprocess.run(configure, check=True, stdout=sys.stderr)
     make = ["cmake", "--build", str(build), "--target", "llama-bench"]
     subprocess.run(make, check=True, stdout=sys.stderr)
     with scratch(make_site(place.emulated, place.tiny)) as (_, model):
-        run = [str(build / "bin/llama-bench"), "-m", str(model), "-ngl", "99", "-o", "json"]
+        run = [str(build / "llama-bench/llama-bench"), "-m", str(model), "-ngl", "99", "-o", "json"]
         run += ["-p", "512,8192", "-n", "64"]
         printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     rows = [
