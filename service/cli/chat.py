@@ -22,6 +22,7 @@ from batchengine.core import BatchEngineError
 from service.admin.client import Client
 from service.cli import render
 from service.cli.local.child import ChildDaemon, stop_on_signals
+from service.cli.options import EXIT_INTERRUPTED
 
 Message = dict[str, str]
 
@@ -34,11 +35,12 @@ QUOTE = '"""'
 HELP = """\
 /help            this text
 /reset           a new session
-/session [ID]    the id of this session; with ID go on with that one, its history included
+/session [ID]    this session's id; with ID go on with that session
 /file PATH       ask about a text file: it is added to the next message
 /system TEXT     another system message, in a new session
-/quit, Ctrl-D    leave; Ctrl-C stops an answer
-A line that ends with \\ goes on in the next one; \"\"\" begins and ends a text of several lines."""
+/quit, Ctrl-D    leave; Ctrl-C stops an answer, or drops a typed line
+A line that ends with \\ goes on in the next one.
+\"\"\" begins and ends a text of several lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +73,9 @@ class Reply:
         return (
             f"{self.serving.get('lane') or self.serving.get('route', '?')} lane"
             f" · first token {self.serving.get('ttft_ms', 0.0):,.0f} ms"
-            f" · {made} tokens at {self.timings.get('predicted_per_second', 0.0):,.0f} tokens/s"
+            f" · {made} tokens at {self.timings.get('predicted_per_second', 0.0):,.0f}/s"
             f" · {details.get('cached_tokens', 0)} of {self.usage.get('prompt_tokens', 0)}"
-            f" prompt tokens cached{self._end()}"
+            f" cached{self._end()}"
         )
 
     def _end(self) -> str:
@@ -207,10 +209,15 @@ def _talk(talk: Talk, model: str, asking: bool) -> int:
     while True:
         try:
             line = _message(asking)
-        except (EOFError, KeyboardInterrupt) as end:
+        except KeyboardInterrupt:
             print()
-            return 1 if failed and not asking and isinstance(end, EOFError) else 0
-        if line in ("/quit", "/exit"):
+            if not asking:
+                return EXIT_INTERRUPTED
+            continue
+        except EOFError:
+            print()
+            return 1 if failed and not asking else 0
+        if line in ("/quit", "/exit", "/bye"):
             return 0
         try:
             if line.startswith("/"):
