@@ -73,9 +73,9 @@ class Reply:
         return (
             f"{self.serving.get('lane') or self.serving.get('route', '?')} lane"
             f" · first token {self.serving.get('ttft_ms', 0.0):,.0f} ms"
-            f" · {made} tokens at {self.timings.get('predicted_per_second', 0.0):,.0f}/s"
+            f" · {made} tokens at {self.timings.get('predicted_per_second', 0.0):,.0f} tokens/s"
             f" · {details.get('cached_tokens', 0)} of {self.usage.get('prompt_tokens', 0)}"
-            f" cached{self._end()}"
+            f" prompt tokens cached{self._end()}"
         )
 
     def _end(self) -> str:
