@@ -34,8 +34,13 @@ class ChildProcess:
     def start(
         cls, words: Sequence[str], on_end: Callable[[str, int], None], **options: Any
     ) -> ChildProcess:
-        """Starts a command line; `options` are those of Popen. Raises OSError."""
-        process = subprocess.Popen(words, env=command.environment(), cwd=command.FOLDER, **options)
+        """Starts a command line; `options` are those of Popen. Raises OSError.
+
+        Its process group is its own: Ctrl-C in a terminal interrupts this process, which ends it.
+        """
+        process = subprocess.Popen(
+            words, env=command.environment(), cwd=command.FOLDER, process_group=0, **options
+        )
         try:
             pidfd = os.pidfd_open(process.pid)
         except OSError:  # no descriptor is left: without one its end would not be noticed

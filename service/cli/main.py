@@ -105,6 +105,8 @@ def run(arguments: Sequence[str]) -> int:
             raise
         if error.code == errors.NO_DAEMON.code and (running := running_daemons()):
             error.fix = f"name one that answers: {', '.join(running)}; or {error.fix}"
+        if error.code == errors.INVALID_API_KEY.code:
+            error.fix = "set BATCHENGINE_API_KEY; chat has --api-key-file FILE, too"
         _print_error(error, "--json" in arguments)
         return exit_code(error)
     except KeyboardInterrupt:
@@ -141,9 +143,11 @@ def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
     if isinstance(error, cyclopts.UnusedCliTokensError):
         text = f"unexpected argument {' '.join(error.unused_tokens or [])!r}."
     command = f" {arguments[0]}" if arguments and arguments[0] in app else ""
-    if isinstance(error, cyclopts.UnknownOptionError) and command == " serve":
+    if isinstance(error, cyclopts.UnknownOptionError):
         option = str(error.token.value or error.token.keyword).partition("=")[0]
-        if ours := OPTIONS_OF_PEERS.get(option):
+        if command == " ps" and option == "--watch":
+            return "Unknown option: --watch. Fix: `batchengine top` looks again every second"
+        if command == " serve" and (ours := OPTIONS_OF_PEERS.get(option)):
             return f"Unknown option: {option}. Fix: write it as `batchengine serve {ours}`"
     return f"{text} Fix: see `batchengine{command} --help`"
 

@@ -70,7 +70,8 @@ def connect(
         if not json:
             print("\n".join(diff))
         if not (yes or json or _agreed(path)):
-            print("nothing was written")
+            why = "" if sys.stdin.isatty() else ": there is no terminal to ask; --yes writes"
+            print(f"nothing was written{why}")
             return 1
         _write(path, old, new)
     if not json:

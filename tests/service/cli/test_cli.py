@@ -182,6 +182,7 @@ BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
     (["serve", "--model", "x.gguf"], 2, ("`batchengine serve MODEL.gguf`",)),
     (["serve", "x.gguf", "--max-model-len=4096"], 2, ("--ctx TOKENS",)),
     (["serve", "x.gguf", "--ctx", "16k"], 2, ('"16k" is no whole number', "serve --help")),
+    (["ps", "--watch"], 2, ("`batchengine top`",)),
     (["plan", "pocket", "--config", "/nowhere/c.toml"], 2, ("BE1100",)),
 ]
 

@@ -148,3 +148,15 @@ def test_top_follows_the_size_of_the_terminal(tmp_path: Path) -> None:
         one.press(CTRL_C)
         assert one.end() == 130
         assert "Traceback" not in one.shown
+
+
+def test_ctrl_c_ends_a_start_without_a_word_of_its_processes(tmp_path: Path) -> None:
+    """The terminal interrupts the daemon alone, which ends the processes that it has started."""
+    own = ("--store", "kv", "--cache-dir", "cache", "--admin-socket", "a.sock")
+    places = [word if word.startswith("--") else str(tmp_path / word) for word in own]
+    with terminal("serve", "pocket", "--port", "0", "--allow-volatile-store", *places) as one:
+        one.until("admin ")
+        one.press(CTRL_C)
+        one.until("stopped")
+        assert one.end() in (0, 130)
+        assert "Traceback" not in one.shown
