@@ -35,11 +35,14 @@ class Terminal:
     def size(self, columns: int, rows: int = 24) -> None:
         fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def until(self, text: str) -> str:
-        """Waits for a text; returns what came before it, and forgets both."""
+    def until(self, text: str, again: str = "") -> str:
+        """Waits for a text; returns what came before it, and forgets both. Keys in `again` are
+        pressed until then: readline waits on after a signal that came just before it waited."""
         deadline = time.monotonic() + WAIT_S
         while text not in self.shown:
             assert time.monotonic() < deadline, (text, self.shown)
+            if again:
+                self.press(again)
             assert self._read(), (text, self.shown)
         before, _, self.shown = self.shown.partition(text)
         return before
@@ -95,8 +98,9 @@ def test_chat_edits_lines_and_keeps_them_for_later(tmp_path: Path) -> None:
             one.press(f"hellx{BACKSPACE}o\r")
             one.until("w w w ")
             one.until("> ")
-            one.press("half a line" + CTRL_C)  # drops it, and stays
-            one.until("> ")
+            one.press("half a line")
+            one.until("half a line")
+            one.until("> ", again=CTRL_C)  # drops it, and stays
             one.press("/help\r")
             shown = one.until("several lines.").splitlines()
             assert max(map(len, shown)) <= 80
