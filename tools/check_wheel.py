@@ -42,6 +42,8 @@ def main(folder: Path) -> int:
         for words, question in (
             (["version"], ""),
             (["install-service", "--dry-run", "--root", f"{home}/root"], ""),
+            (["plan", "pocket"], ""),
+            (["cluster", "demo", "--once", "--nodes", "2"], ""),
             (["chat", "pocket", "--temperature", "0"], "Tell me a story.\n"),
         ):
             began = time.monotonic()

@@ -23,7 +23,8 @@ from bench import report
 from service.admin.client import Client, admin
 from service.cli import chat
 from service.cli.local.child import ChildDaemon, stop_on_signals
-from service.cli.local.cluster import MODEL, Cluster, Node
+from service.cli.local.cluster import Cluster, Node
+from service.cli.options import POCKET
 
 KV_PAGES, HOLD_PAGES = 24, 12
 LONG_TURNS = 6  # in which the long session grows by four pages each
@@ -182,7 +183,7 @@ def wrong(load: Load, model_path: Path) -> list[str]:
 def run(rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """All rounds; returns the numbers of the RESULT line."""
     load = Load()
-    with Cluster(MODEL, KV_PAGES, HOLD_PAGES) as cluster:
+    with Cluster(POCKET, KV_PAGES, HOLD_PAGES) as cluster:
         cluster.start(3, folder)
         cluster.wait_linked()
         first = cluster.nodes[0]
@@ -204,7 +205,7 @@ def run(rounds: int, folder: Path, say: Callable[[str], None]) -> dict[str, Any]
                 thread.join(TURN_S_MAX)
         gone = [*load.gone, *lost(load.sessions)]
         cluster.stop()
-    bad = wrong(load, MODEL)
+    bad = wrong(load, POCKET)
     for line in [*load.failed, *gone, *bad]:
         say(f"FAILED {line}")
     return {

@@ -18,14 +18,12 @@ import cyclopts
 from cyclopts import Parameter
 
 from batchengine import errors
-from batchengine.child.command import ROOT
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from service.admin.client import Client, admin
 from service.cli import chat, render
 from service.cli.local.child import ChildDaemon, new_scratch, remove_scratch, stop_on_signals
-from service.cli.options import Debug, table_lines
+from service.cli.options import POCKET, Debug, table_lines
 
-MODEL = ROOT / "pocket" / "pocket-q4_0.gguf"
 NODES_MIN, NODES_MAX = 2, 8
 KV_PAGES = 12  # of 256 tokens, that a daemon keeps
 HOLD_PAGES = 8  # of them, for sessions of its peers at most
@@ -76,7 +74,7 @@ def demo(
 
     if not NODES_MIN <= nodes <= NODES_MAX:
         raise errors.NODE_COUNT(count=nodes, least=NODES_MIN, most=NODES_MAX)
-    path = MODEL if model is None else model.absolute()
+    path = POCKET if model is None else model.absolute()
     check_model_file(str(path))
     stop_on_signals()
     with Cluster(path) as running:
