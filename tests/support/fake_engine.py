@@ -532,13 +532,16 @@ class Served:
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine | None = None, config: Config | None = None, connections_max: int = 500
+    engine: FakeEngine | None = None,
+    config: Config | None = None,
+    connections_max: int = 500,
+    port: int = 0,
 ) -> AsyncIterator[Served]:
-    """A service around a fake engine, listening on a free loopback port."""
+    """A service around a fake engine, listening on a loopback port; 0 = a free one."""
     engine = engine or FakeEngine()
     config = config or fake_config()
     service = app.Service.create(engine, config)
-    listener = Listener(app.build(service), bind("127.0.0.1", 0), connections_max)
+    listener = Listener(app.build(service), bind("127.0.0.1", port), connections_max)
     await listener.open()
     try:
         yield Served(service, engine, listener)

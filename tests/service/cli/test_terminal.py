@@ -80,6 +80,7 @@ def terminal(*arguments: str, **environment: str) -> Iterator[Terminal]:
     variables.pop("COLUMNS", None)
     pid, fd = pty.fork()
     if not pid:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # tests may run where it is ignored
         os.chdir(ROOT)
         os.execve(command[0], command, variables)
     made = Terminal(pid, fd)

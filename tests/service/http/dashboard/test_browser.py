@@ -255,4 +255,8 @@ async def test_the_page_comes_back_with_the_daemon() -> None:
             )
             served.engine.phase = "ready"
             await page.until("document.getElementById('state').textContent === 'ready'")
+            port = served.port
         await page.until("document.getElementById('state').textContent === 'no answer'")
+        async with serving(Scene(), port=port) as served:
+            await page.until("document.getElementById('state').textContent === 'ready'")
+            await page.until(f"{NAMES}.length === 0")  # of the earlier daemon
