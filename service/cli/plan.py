@@ -5,6 +5,7 @@ Reads the header of the model, measures this machine for about a second, and com
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -45,6 +46,8 @@ def plan(
     configuration.check_model_file(str(model))
     facts, size = read_model(model, loaded.limits.context_tokens)
     packed = packed_file(model, loaded.cache_dir)
+    if sys.stderr.isatty():
+        print("measuring this machine: a second or two, longer if it is busy", file=sys.stderr)
     machine, here = measure(loaded)
     processors = [here]
     if gpu is not None:
