@@ -37,13 +37,15 @@ class Terminal:
 
     def until(self, text: str, again: str = "") -> str:
         """Waits for a text; returns what came before it, and forgets both. Keys in `again` are
-        pressed until then: readline waits on after a signal that came just before it waited."""
+        pressed after each second without output: readline does not see a signal that came just
+        before it waited."""
         deadline = time.monotonic() + WAIT_S
         while text not in self.shown:
             assert time.monotonic() < deadline, (text, self.shown)
-            if again:
-                self.press(again)
+            before = self.shown
             assert self._read(), (text, self.shown)
+            if again and self.shown == before:
+                self.press(again)
         before, _, self.shown = self.shown.partition(text)
         return before
 
@@ -101,7 +103,8 @@ def test_chat_edits_lines_and_keeps_them_for_later(tmp_path: Path) -> None:
             one.until("> ")
             one.press("half a line")
             one.until("half a line")
-            one.until("> ", again=CTRL_C)  # drops it, and stays
+            one.press(CTRL_C)  # drops it, and stays
+            one.until("> ", again=CTRL_C)
             one.press("/help\r")
             shown = one.until("several lines.").splitlines()
             assert max(map(len, shown)) <= 80
