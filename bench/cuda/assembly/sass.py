@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,8 @@ def disassembler() -> str | None:
     return shutil.which(PROGRAM) or shutil.which(PROGRAM, path="/usr/local/cuda/bin")
 
 
-def instructions(cubin: bytes) -> dict[str, Counter[str]]:
-    """The instructions of each kernel with their modifiers, and how often they stand in it.
+def listings(cubin: bytes) -> dict[str, list[str]]:
+    """The instructions of each kernel with their modifiers, in order.
 
     Raises FileNotFoundError without nvdisasm.
     """
@@ -59,24 +59,37 @@ def instructions(cubin: bytes) -> dict[str, Counter[str]]:
         text = subprocess.run([program, "-c", file.name], capture_output=True, check=True).stdout
     parts = SECTION.split(text.decode())
     bodies = zip(parts[1::2], parts[2::2], strict=True)
-    return {name: Counter(INSTRUCTION.findall(body)) for name, body in bodies}
+    return {name: INSTRUCTION.findall(body) for name, body in bodies}
 
 
-def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[str]:
-    """Instructions of kernels that merge, flush or round otherwise, though no source says so.
+def loads_at_once(listing: Iterable[str]) -> int:
+    """The most loads of global memory without a branch or a product between them."""
+    most = now = 0
+    for name in listing:
+        operation = name.split(".")[0]
+        now = 0 if operation in ("BRA", "BAR", "IMMA") else now + (operation == "LDG")
+        most = max(most, now)
+    return most
 
-    keep: of the kernels that a macro writes, one a line, those of lines that match; default: all.
-    """
+
+def compile_part(source: Path, target: str, keep: str, head: str = "", **changes: Any) -> bytes:
+    """The cubin of a source behind `head`; of the kernels that a macro writes, one a line, it has
+    those of lines that match `keep`, or all."""
     lines = source.read_text().splitlines()
     if keep:
         lines = [x for x in lines if not re.match(r"[A-Z]+\(\w+\)$", x) or re.match(keep, x)]
     with tempfile.TemporaryDirectory() as folder:
-        opaque = Path(folder) / source.name
-        opaque.write_text(OPAQUE + "\n".join(lines) + "\n")
-        made = compile_unit(opaque, target, **changes)
+        part = Path(folder) / source.name
+        part.write_text(head + "\n".join(lines) + "\n")
+        return compile_unit(part, target, **changes).cubin
+
+
+def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[str]:
+    """Instructions of kernels that merge, flush or round otherwise, though no source says so."""
+    made = listings(compile_part(source, target, keep, OPAQUE, **changes))
     return sorted(
         f"{kernel}: {name}"
-        for kernel, found in instructions(made.cubin).items()
-        for name in found
+        for kernel, listing in made.items()
+        for name in set(listing)
         if FOREIGN.fullmatch(name)
     )

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.cuda.assembly.sass import disassembler, foreign, instructions
+from bench.cuda.assembly.sass import (
+    compile_part,
+    disassembler,
+    foreign,
+    listings,
+    loads_at_once,
+)
 from kernels.cuda.compile import TARGETS, compile_unit, units
 
 pytestmark = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
@@ -55,5 +61,16 @@ def test_operations_that_are_written_are_none_of_those(tmp_path: Path) -> None:
         "x[0] = __fmaf_rn(x[1], x[2], x[3]); x[4] = __fdiv_rn(x[5], x[6]); x[7] = x[n / (n - 1)];"
     )
     source.write_text(HEAD + "{" + body + "}")
-    assert instructions(compile_unit(source, "sm_90").cubin)["planted"]["FFMA"] > 0
+    assert "FFMA" in listings(compile_unit(source, "sm_90").cubin)["planted"]
     assert foreign(source, "sm_90") == []
+
+
+def test_weights_are_loaded_ahead() -> None:
+    (unit,) = (unit for unit in units() if unit.stem == "linear")
+    made = listings(compile_part(unit, "sm_90", QUICK["linear"]))
+    assert loads_at_once(made["linear_few_q4_0"]) >= 16  # of eight blocks, weights and scales
+    assert "LDGSTS" in {name.split(".")[0] for name in made["linear_many_q4_0"]}
+
+
+def test_a_branch_ends_what_is_loaded_at_once() -> None:
+    assert loads_at_once(["LDG.E", "FADD", "LDG.E.64", "BRA", "LDG.E", "IMMA.16832", "LDS"]) == 2
