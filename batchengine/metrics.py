@@ -91,6 +91,11 @@ class Metrics:
         self.step_predicted_seconds_total = counter(
             "step_predicted_seconds_total", "Step time the cost model predicted", "lane"
         )
+        self.event_loop_lag_seconds = histogram(
+            "event_loop_lag_seconds",
+            "By how much a timer of the daemon's event loop was late; once a second",
+            STEP_BUCKETS,
+        )
         self.preemptions_total = counter("preemptions_total", "Seats taken back mid-run", c)
         self.numeric_faults_total = counter(
             "numeric_faults_total", "Sessions stopped because a row was not finite"

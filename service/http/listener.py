@@ -263,6 +263,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._http: web.Server | None = None
         self._stall_s = app[SERVICE].config.server.reader_stall_s
+        self._lag = app[SERVICE].engine.metrics.event_loop_lag_seconds
         self._sweeping: asyncio.Task[None] | None = None
 
     @property
@@ -304,8 +305,10 @@ class Listener:
         """Looks after connections that hold a place for no work, once a second."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(min(SWEEP_SECONDS, self._stall_s))
+            due = loop.time() + min(SWEEP_SECONDS, self._stall_s)
+            await asyncio.sleep(due - loop.time())
             now = loop.time()
+            self._lag.observe(max(0.0, now - due))
             for connection in self._connections():
                 connection.check_reader(now, self._stall_s)
                 connection.idle_s(now)

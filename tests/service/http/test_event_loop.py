@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -190,3 +191,16 @@ async def test_a_body_of_tiny_chunks_leaves_the_loop_free(key: str) -> None:
         return lag.worst_ms
 
     assert await least(scene, LAG_MS_MAX) < LAG_MS_MAX
+
+
+async def test_what_holds_the_loop_is_seen_in_the_metrics() -> None:
+    async with serving(FakeEngine()) as served, aiohttp.ClientSession() as client:
+        lag_s = 0.0
+        async with asyncio.timeout(20):
+            while lag_s < 0.1:
+                time.sleep(0.2)  # noqa: ASYNC251  the loop is to be held
+                await asyncio.sleep(0.01)
+                async with client.get(served.base + "/metrics") as reply:
+                    lines = (await reply.text()).splitlines()
+                name = "batchengine_event_loop_lag_seconds_sum"
+                lag_s = next(float(line.split()[1]) for line in lines if line.startswith(name))
