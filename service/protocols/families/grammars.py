@@ -58,13 +58,14 @@ class _Rules:
     family: Family
     control_id: Callable[[str], int | None]
     lines: list[str] = field(default_factory=list[str])
+    param: str = "tools"  # that an error names
     size: int = 0
 
     def add(self, name: str, body: str) -> str:
         self.size += len(body)
         if self.size > CONSTRAINT_CHARS_MAX:  # before it is too much for memory
             why = f"it becomes a grammar of more than {CONSTRAINT_CHARS_MAX} characters"
-            raise errors.GRAMMAR_REFUSED(why=why)
+            raise errors.GRAMMAR_REFUSED(why=why, param=self.param)
         self.lines.append(f"{name}: {body}")
         return name
 
@@ -101,7 +102,7 @@ def constraint_of(
         response = Constraint("json_schema", enforceable(response.text))
     if calls is None and not refuses and (response is None or not reasons):
         return response
-    rules = _Rules(family, control_id)
+    rules = _Rules(family, control_id, param="tools" if response is None else "response_format")
     choices: list[str] = []
     if response is not None:
         choices.append(_format(rules, response))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from batchengine.core import Constraint, OutputForm
+from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.families import FAMILIES
 from service.protocols.families.grammars import Calls, constraint_of
 from service.protocols.families.parser import parser_of
@@ -224,6 +224,23 @@ def test_patterns_that_look_around_are_left_out() -> None:
     assert not allows(forced, head + '"xyz"}}\n</tool_call>')
     response = Constraint("json_schema", json.dumps(schema))
     assert allows(grammar("hermes", tools=False, response=response), '{"a":"xy"}')
+
+
+def test_definitions_that_every_parameter_repeats_are_bounded() -> None:
+    """They stand beside each value of a call in XML."""
+    fields = {f"p{number}": {"type": "integer"} for number in range(1000)}
+    schema = {"properties": fields, "$defs": {"a": {"const": "x" * 10_000}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    with pytest.raises(BatchEngineError, match="more than 1048576 characters") as caught:
+        constraint_of(
+            FAMILIES["xml"],
+            no_control,
+            in_reasoning=False,
+            may_reason=False,
+            calls=Calls([tool], True, False),
+            response=None,
+        )
+    assert caught.value.param == "tools"
 
 
 def test_nothing_is_constrained_without_need() -> None:
