@@ -75,7 +75,7 @@ def connect(
             return 1
         _write(path, old, new)
     if not json:
-        _say_next(recipe.note, start, endpoint, write)
+        _say_next(recipe, start, endpoint, write)
     return 0
 
 
@@ -125,13 +125,16 @@ def _put(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _say_next(note: str, start: str, endpoint: Endpoint, written: bool) -> None:
+def _say_next(recipe: Recipe, start: str, endpoint: Endpoint, written: bool) -> None:
     facts: list[tuple[str, Any]] = [
         ("daemon", f"{endpoint.v1}  model {endpoint.model}  context {endpoint.context:,}"),
         ("start", start),
     ]
-    if note:
-        facts.append(("note", note))
+    if recipe.note:
+        facts.append(("note", recipe.note))
+    if endpoint.context < recipe.context_min:
+        fix = f"it needs {recipe.context_min:,} tokens of context: serve with a larger --ctx"
+        facts.append(("warning", fix))
     if not written:
         facts.append(("write", "the same command with --write"))
     print("\n".join(f"{name:<8}{text}" for name, text in facts))

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 ANSWER_SHARE = 4  # of the context, an answer may have one part in so many
 ANSWER_MAX = 32_768
 PATIENCE_S = 1800  # a long prompt on a processor takes minutes before its first token
+CONTEXT_MIN = 32_768  # of agents whose prompts are long
 KEY_DEFAULT = "local"  # agents refuse an empty key
 
 
@@ -47,6 +48,7 @@ class Recipe(NamedTuple):
     merge: Callable[[str, Endpoint], str]
     start: str
     note: str = ""
+    context_min: int = 0  # tokens; with less it cannot work: its prompt alone has 8,000 to 23,000
 
 
 def merged_json(text: str, wanted: dict[str, Any]) -> str:
@@ -225,24 +227,35 @@ def recipes() -> dict[str, Recipe]:
     """Every agent by name; paths are those of this user."""
     return {
         "claude": Recipe(
-            _home("CLAUDE_CONFIG_DIR", "~/.claude", "settings.json"), _claude, "claude"
+            _home("CLAUDE_CONFIG_DIR", "~/.claude", "settings.json"),
+            _claude,
+            "claude",
+            context_min=CONTEXT_MIN,
         ),
         "codex": Recipe(
             _home("CODEX_HOME", "~/.codex", "config.toml"),
             _codex,
             "BATCHENGINE_API_KEY={key} codex -c model_provider=batchengine -c model={model}"
             " -c model_context_window={context}",
+            context_min=CONTEXT_MIN,
         ),
         "opencode": Recipe(
-            _home("XDG_CONFIG_HOME", "~/.config", "opencode/opencode.json"), _opencode, "opencode"
+            _home("XDG_CONFIG_HOME", "~/.config", "opencode/opencode.json"),
+            _opencode,
+            "opencode",
+            context_min=CONTEXT_MIN,
         ),
         "openclaw": Recipe(
-            _home("OPENCLAW_STATE_DIR", "~/.openclaw", "openclaw.json"), _openclaw, "openclaw"
+            _home("OPENCLAW_STATE_DIR", "~/.openclaw", "openclaw.json"),
+            _openclaw,
+            "openclaw",
+            context_min=CONTEXT_MIN,
         ),
         "pi": Recipe(
             _home("PI_CODING_AGENT_DIR", "~/.pi/agent", "models.json"),
             _pi,
             "pi --provider batchengine",
+            context_min=CONTEXT_MIN,
         ),
         "litellm": Recipe(
             "litellm-batchengine.yaml",

@@ -42,7 +42,9 @@ def test_connect_shows_writes_and_leaves_what_it_cannot_read(
     file = tmp_path / "settings.json"
     with daemon(tmp_path) as running:
         assert main.run(["connect", "codex", "--url", running.url]) == 0
-        start = capsys.readouterr().out.rpartition("start   ")[2].splitlines()[0]
+        said = capsys.readouterr().out
+        assert "it needs 32,768 tokens of context" in said
+        start = said.rpartition("start   ")[2].splitlines()[0]
         assert start.startswith("BATCHENGINE_API_KEY=local codex -c model_provider=batchengine")
         assert "{" not in start
         given = ["connect", "claude", "--file", str(file), "--url", running.url]
