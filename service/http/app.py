@@ -225,11 +225,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         appends = carriers.appends(request.headers, request[CALLER], config)
         limits = msgspec.structs.replace(prompt_limits(service), append=appends)
         question = reading.Question(protocol.name, limits, strict)
-        found = await _read(request, question, data)
-        if found.turns:
-            answers = await responses.answers(engine, request[CALLER].tenant, found.turns)
-            question = msgspec.structs.replace(question, answers=answers)
-            found = await _read(request, question, data)
+        found = await responses.read(engine, request[CALLER].tenant, question, data)
         await _check_constraint(engine, found, request[CALLER].tenant)
         ignored = [*found.ignored, *betas.unknown(request.headers)]
         for name in ignored:
@@ -247,15 +243,6 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         generations = await requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))
         return protocol.formatter(job), live
-
-
-async def _read(
-    request: web.Request, question: reading.Question, data: bytearray
-) -> reading.Reading:
-    """What a text process makes of a body."""
-    text, tenant = request.app[SERVICE].engine.text, request[CALLER].tenant
-    answer = await text.read(reading.encode(question), memoryview(data), tenant=tenant)
-    return reading.decode_reading(answer)
 
 
 async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> None:

@@ -57,6 +57,7 @@ class Conversation:
     tokens_max: int | None = None
     logprobs: int = -1
     param: str = "messages"
+    response_param: str = "response_format"  # the field with `response`
     echo: bytes = NOTHING
     unread: tuple[str, ...] = ()  # as in `Prompt`
     append: bool = False
@@ -107,7 +108,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         _constraint(conversation, called, tokens, text),
         echo=conversation.echo,
         unread=conversation.unread,
-        constraint_param="tools" if conversation.response is None else "response_format",
+        constraint_param="tools" if conversation.response is None else conversation.response_param,
         append=added,
         append_bare=bare,
         append_to=conversation.append_to,

@@ -77,6 +77,15 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
             input=[listed.data[0].to_dict(), third.output[0].to_dict(), message("user", "More.")],
             **asked,
         )
+        counted = client.responses.input_tokens.count(
+            model=asked["model"], input=[*items, message("user", "More.")]
+        )
+        assert counted.input_tokens == named.usage.input_tokens
+        counted = client.responses.input_tokens.count(
+            model=asked["model"], input="Good. And now?", previous_response_id=second.id,
+            instructions="Be kind.",
+        )  # fmt: skip
+        assert counted.input_tokens == third.usage.input_tokens
         assert named.output_text == whole.output_text
         assert named.usage.input_tokens == whole.usage.input_tokens
         client.responses.delete(second.id)

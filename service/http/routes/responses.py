@@ -27,12 +27,20 @@ from batchengine.core import (
 from service.engine_api import EngineApi, GenerationApi, check_serving
 from service.http import relay
 from service.http.access import check_changes
-from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, prompt_limits
+from service.http.admission import (
+    CALLER,
+    HEADERS,
+    SERVICE,
+    Live,
+    Service,
+    prompt_limits,
+    read_json_body,
+)
 from service.http.answers import json_answer
 from service.http.routes.route import Route
-from service.protocols import reading, requests
+from service.protocols import carriers, reading, requests
 from service.protocols.formatter import Formatter
-from service.protocols.protocol import PastAnswer
+from service.protocols.protocol import PastAnswer, input_tokens
 from service.protocols.requests import HttpJob, Prompt
 from service.protocols.responses import past_items
 from service.protocols.responses.formatter import (
@@ -43,6 +51,8 @@ from service.protocols.responses.formatter import (
     response_id,
     turn_id_of,
 )
+from service.protocols.schema import TOKENS_MAX
+from service.session_ids import is_kept
 
 log = logging.getLogger("batchengine.service")
 
@@ -69,7 +79,21 @@ async def behind(engine: EngineApi, tenant: str, prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, append=prompt.append_bare)
 
 
-async def answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list[PastAnswer]:
+async def read(
+    engine: EngineApi, tenant: str, question: reading.Question, data: bytearray
+) -> reading.Reading:
+    """What a text process makes of a body, and of the responses that it refers to."""
+    answer = await engine.text.read(reading.encode(question), memoryview(data), tenant=tenant)
+    found = reading.decode_reading(answer)
+    if not found.turns:
+        return found
+    question = msgspec.structs.replace(
+        question, answers=await _answers(engine, tenant, found.turns)
+    )
+    return await read(engine, tenant, question, data)
+
+
+async def _answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list[PastAnswer]:
     """Stored responses whose items a request refers to; without those that are not found.
 
     Raises 400 if they hold more than any prompt.
@@ -287,6 +311,41 @@ def _page_of(request: web.Request, turn: str, kept: str) -> past_items.InputPage
         what, fix = "limit has a wrong value", f"use 1 to {past_items.PAGE_MAX}"
         raise errors.INVALID_FIELD(param="limit", what=what, fix=fix)
     return past_items.InputPage(turn, kept, order, number, request.query.get("after"))
+
+
+async def count_input(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a body has, with those of the responses that it follows."""
+    service, tenant = request.app[SERVICE], request[CALLER].tenant
+    engine = service.engine
+    with service.admit(tenant) as admission:
+        data = await read_json_body(request, admission)
+        check_serving(engine)
+        limits = msgspec.structs.replace(prompt_limits(service), context_tokens=TOKENS_MAX)
+        found = await read(engine, tenant, reading.Question(FORM_RESPONSES, limits), data)
+        prompt = found.prompt()
+        count, reason, before = sum(map(len, prompt.tokens)), "", 0
+        session_id = carriers.session_of(found.fields, request.headers, tenant)
+        if prompt.append_to:
+            prompt = await behind(engine, tenant, prompt)
+            past = await engine.past_turn(tenant, prompt.append_to)
+            before, reason = len(past.request.prompt) + past.tokens, past.finish_reason
+        elif prompt.append and session_id is not None and is_kept(session_id):
+            before, reason = await _session_tokens(engine, tenant, session_id)
+    if before:  # the token that ends the last message is in both
+        count = before + len(prompt.append) - (reason == "stop")
+    return json_answer(input_tokens(count))
+
+
+async def _session_tokens(engine: EngineApi, tenant: str, session_id: str) -> tuple[int, str]:
+    """The tokens of a session, 0 of an unknown one, and why its last turn ended."""
+    try:
+        detail = await engine.session_detail(tenant, session_id)
+    except BatchEngineError as error:
+        if error.kind is not Kind.MISSING:
+            raise
+        return 0, ""
+    turns = detail["turns"]
+    return detail["tokens"], turns[-1]["finish_reason"] if turns else ""
 
 
 async def _unbuilt(request: web.Request) -> web.Response:

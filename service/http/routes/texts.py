@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from batchengine.core import FORM_RESPONSES
 from service.engine_api import check_serving
 from service.http.admission import CALLER, SERVICE, prompt_limits, read_json_body
+from service.http.routes import responses
 from service.http.routes.route import Handler, Route
 from service.protocols import reading
 from service.protocols.llama.texts import DetokenizeRequest, TokenizeRequest
@@ -30,11 +32,17 @@ def _handler(task: str, protocol: str = CHAT.name) -> Handler:
     return handle
 
 
+def _counter(protocol: str) -> Handler:
+    """The handler that counts a prompt of `protocol`; one of Responses may follow stored ones."""
+    is_stateful = protocol == FORM_RESPONSES
+    return responses.count_input if is_stateful else _handler("count", protocol)
+
+
 _COUNTED = "How many tokens the prompt of this body has."
 
 ROUTES = (
     *(
-        Route("POST", path, _handler("count", one.name), _COUNTED, "text", one.body)
+        Route("POST", path, _counter(one.name), _COUNTED, "text", one.body)
         for path, one in BY_COUNT_ROUTE.items()
     ),
     Route(

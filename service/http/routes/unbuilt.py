@@ -56,7 +56,9 @@ SAME = {
 
 def refusal(method: str, path: str, routes: Collection[str]) -> BatchEngineError:
     """The error of a path without a route; `routes` are the paths of all routes."""
-    word = path.removeprefix("/v1").lstrip("/").partition("/")[0]
+    word, _, rest = path.removeprefix("/v1").lstrip("/").partition("/")
+    if word == "messages" and rest.startswith("batches"):
+        word = "batches"
     found = UNBUILT.get(SAME.get(word, word))
     if found is not None:
         why, fix = found

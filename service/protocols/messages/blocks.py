@@ -64,6 +64,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
         inline_tools=tools.inline,
         tool_choice=_choice(body.tool_choice, tools),
         response=_response(body),
+        response_param="output_config.format",
         continues=body.messages[-1].get("role") == "assistant",
         template=template,
         unread=tuple(tools.unread),

@@ -83,13 +83,6 @@ class _Reader:
                 self.add({"role": "tool", "tool_call_id": call_id, "content": content})
             case str() if kind in PASSED_OVER:
                 self.passed_over[kind] = None
-            case "item_reference":
-                raise errors.INVALID_FIELD(
-                    param=where,
-                    what=f"{where} refers to an item of an earlier response",
-                    why="only a request for an answer may",
-                    fix="send the item itself",
-                )
             case _:
                 raise _wrong(f"{where}.type", "a message, a call, its output or reasoning")
 

@@ -62,6 +62,7 @@ def _conversation(body: ResponsesRequest) -> Conversation:
         tokens_max=0 if warms else body.max_output_tokens,
         logprobs=schema.logprobs(body),
         param="input",
+        response_param="text.format",
         echo=_encode(echo),
         append=previous is not None or (body.conversation is not None and not warms),
         append_to="" if previous is None else turn_id_of(previous),

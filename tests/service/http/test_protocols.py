@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,7 +26,7 @@ from service.protocols.openai.completions import CompletionFormatter
 from service.protocols.openai.envelope import serving_object
 from service.protocols.output import PlainText, Text
 from service.protocols.table import BY_NAME, BY_ROUTE
-from tests.support.fake_engine import FakeEngine, chat, serving
+from tests.support.fake_engine import FakeEngine, chat, post, serving
 
 
 def job_of(choices: int = 1) -> requests.HttpJob:
@@ -186,6 +187,24 @@ async def test_sources_keep_batches_together_and_end_with_one_last_event(count: 
         for events in (await everything([token], fault)).values():
             assert events[0] is token
             assert (len(events), events[1].error.code) == (2, code)
+
+
+async def test_a_schema_that_is_refused_is_named_by_the_field_of_its_protocol() -> None:
+    schema = {"type": "wat"}
+    form = {"type": "json_schema", "name": "x", "schema": schema}
+    hi = [{"role": "user", "content": "hi"}]
+    chat_form = {"type": "json_schema", "json_schema": form}
+    async with serving() as served:
+        wrong = errors.GRAMMAR_REFUSED(why="wat")
+        with mock.patch.object(served.engine.text, "check", side_effect=wrong):
+            for path, body, param in (
+                ("chat/completions", {"response_format": chat_form}, "response_format"),
+                ("responses", {"text": {"format": form}, "input": "x"}, "text.format"),
+                ("messages", {"output_config": {"format": form}}, "output_config.format"),
+            ):
+                body = body if "input" in body else {**body, "messages": hi, "max_tokens": 5}
+                status, answer, _ = await post(served, f"/v1/{path}", body)
+                assert (status, answer["error"]["param"]) == (400, param)
 
 
 async def test_one_choice_needs_no_task_of_its_own() -> None:

@@ -312,7 +312,7 @@ def test_reasoning_comes_back_from_what_was_encrypted() -> None:
         ({"role": "user", "content": 7}, "input[0].content"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
          "input[0].content[0]"),
-        ({"type": "item_reference", "id": "msg_1"}, "input[0]"),
+        ({"type": "item_reference", "id": "msg_1"}, "input[0].type"),
         ({"type": "function_call", "call_id": "c", "name": "x"}, "input[0].arguments"),
         ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
         ({"type": "reasoning", "encrypted_content": "be1:??"}, "input[0].encrypted_content"),

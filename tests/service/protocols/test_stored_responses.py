@@ -254,9 +254,6 @@ async def test_an_unknown_item_is_404_by_its_id() -> None:
         many = [{"type": "item_reference", "id": f"msg_{n:024x}00"} for n in range(513)]
         status, answer, _ = await post(served, "/v1/responses", {"input": many}, headers=a)
         assert (status, answer["error"]["param"]) == (400, "input")
-        body = {"input": [{"type": "item_reference", "id": mine}]}
-        status, _, _ = await post(served, "/v1/responses/input_tokens", body, headers=a)
-        assert status == 400
 
 
 async def test_the_input_of_a_response_is_listed_in_pages() -> None:
