@@ -19,6 +19,9 @@ from service.session_ids import CALL_CHARS_MAX
 
 END_TOKENS = 16  # of a prompt that are looked at for the beginning of reasoning
 TEXT_PARAMETERS_CHARS_MAX = 1 << 15
+MEDIA_PARTS = (
+    "image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio",
+)  # fmt: skip
 CALLS_MAX = 64  # tool calls of one conversation that are looked up
 
 
@@ -64,6 +67,15 @@ class Conversation:
     append_to: str = ""  # the turn behind whose answer they go
     heading: int = 0  # first messages that `append` leaves out where the turn before has them
     stored: bool = False  # as in `Prompt`
+
+
+def omitted(kind: object) -> str | None:
+    """What stands for a part of a tool's result that is no text; None if it must be refused.
+
+    An agent sends an image that its tool has read with every later turn: if it were refused, as a
+    user's is, the session could not go on.
+    """
+    return f"[{kind} omitted: this model reads text only]" if kind in MEDIA_PARTS else None
 
 
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
-from service.protocols.conversation import Conversation, ToolChoice
+from service.protocols.conversation import Conversation, ToolChoice, omitted
 from service.protocols.messages import signatures
 from service.protocols.messages.body import Choice, MessagesRequest, Object
 from service.protocols.openai import formats
@@ -67,7 +67,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
         response_param="output_config.format",
         continues=body.messages[-1].get("role") == "assistant",
         template=template,
-        unread=tuple(tools.unread),
+        unread=tuple(dict.fromkeys(tools.unread)),
     )
 
 
@@ -200,7 +200,15 @@ def _blocks(content: object, where: str) -> Iterator[tuple[Object, str]]:
 
 
 def _text(block: Object, param: str) -> str:
-    """The text of a block of text, a document of plain text or a search result; raises 400."""
+    """The text of a block; raises 400."""
+    text = _read(block, param)
+    if text is None:
+        raise _unreadable(block.get("type"), param)
+    return text
+
+
+def _read(block: Object, param: str) -> str | None:
+    """The text of a block of text, a document of plain text or a search result; None for others."""
     kind = block.get("type")
     source: object = block.get("source")
     if kind == "text" and isinstance(block.get("text"), str):
@@ -212,7 +220,7 @@ def _text(block: Object, param: str) -> str:
     if kind == "search_result":
         parts = [_text(part, at) for part, at in _blocks(block.get("content"), f"{param}.content")]
         return "\n".join([*_strings(block.get("title"), block.get("source")), *parts])
-    raise _unreadable(kind, param)
+    return None
 
 
 def _strings(*values: object) -> list[str]:
@@ -255,8 +263,13 @@ def _result(block: Object, param: str, tools: _Tools) -> Object:
     for part, at in _blocks(block.get("content") or "", f"{param}.content"):
         if part.get("type") == "tool_reference" and isinstance(part.get("tool_name"), str):
             texts.append(tools.define(part["tool_name"]))
+        elif (text := _read(part, at)) is not None:
+            texts.append(text)
+        elif (instead := omitted(part.get("type"))) is not None:
+            texts.append(instead)
+            tools.unread.append(f"tool_result.{part['type']}")
         else:
-            texts.append(_text(part, at))
+            raise _unreadable(part.get("type"), at)
     text = "\n".join(texts)
     if block.get("is_error") is True:
         text = ERROR + text

@@ -58,7 +58,7 @@ def _conversation(body: ChatRequest) -> Conversation:
         tokens_max=tokens_asked(body.max_completion_tokens, body.max_tokens, body.n_predict),
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         echo=LEGACY if is_legacy else NOTHING,
-        unread=tuple(_unread(body)),
+        unread=tuple(dict.fromkeys(_unread(body))),
     )
 
 
@@ -66,6 +66,10 @@ def _unread(body: ChatRequest) -> Iterator[str]:
     """Names of fields that are accepted and change nothing."""
     if body.min_tokens:
         yield "min_tokens"
+    for message in body.messages:
+        if message.get("role") == "tool" and isinstance(message.get("content"), list):
+            parts = cast("list[dict[str, Any]]", message["content"])  # `_content` has read them
+            yield from (f"tool.{p['type']}" for p in parts if conversation.omitted(p.get("type")))
     if (body.prompt_cache_options or {}).get("prewarm") is not None:
         yield "prompt_cache_options.prewarm"  # of Responses only
 
@@ -130,6 +134,9 @@ def _content(message: dict[str, Any], role: str, where: str) -> str:
         fields = cast("dict[str, object]", part)
         kind = fields.get("type")
         text = fields.get("refusal" if kind == "refusal" else "text")
+        if role == "tool" and (instead := conversation.omitted(kind)) is not None:
+            texts.append(instead)
+            continue
         if kind not in TEXT_PARTS or not isinstance(text, str):
             raise errors.INVALID_FIELD(
                 param=f"{param}.type",

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
+from service.protocols.conversation import omitted
 from service.protocols.responses.tools import call_arguments, qualified
 
 Fields = dict[str, Any]
@@ -79,8 +80,7 @@ class _Reader:
             case "function_call" | "custom_tool_call":
                 self._call(item, where)
             case "function_call_output" | "custom_tool_call_output":
-                call_id, content = _text_of(item, "call_id", where), _output(item, where)
-                self.add({"role": "tool", "tool_call_id": call_id, "content": content})
+                self._output(item, where)
             case str() if kind in PASSED_OVER:
                 self.passed_over[kind] = None
             case _:
@@ -111,6 +111,12 @@ class _Reader:
         }
         self._answer().setdefault("tool_calls", []).append(call)
 
+    def _output(self, item: Fields, where: str) -> None:
+        call_id, media = _text_of(item, "call_id", where), dict[str, None]()
+        content = _content(item.get("output"), f"{where}.output", media)
+        self.passed_over |= {f"{item['type']}.{kind}": None for kind in media}
+        self.add({"role": "tool", "tool_call_id": call_id, "content": content})
+
     def _answer(self) -> Fields:
         """The assistant's message that the next item belongs to."""
         if self._open is None:
@@ -119,8 +125,9 @@ class _Reader:
         return self._open
 
 
-def _content(content: object, where: str) -> str:
-    """Text, or the text of a list of text parts."""
+def _content(content: object, where: str, media: dict[str, None] | None = None) -> str:
+    """Text, or the text of a list of text parts. `media`: kinds of the parts that others stand for;
+    None = each is refused."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -130,6 +137,10 @@ def _content(content: object, where: str) -> str:
         fields = cast("Fields", part) if isinstance(part, dict) else {}
         kind = fields.get("type")
         text: object = fields.get("refusal" if kind == "refusal" else "text")
+        if media is not None and (instead := omitted(kind)) is not None:
+            texts.append(instead)
+            media[str(kind)] = None
+            continue
         if kind not in TEXT_PARTS or not isinstance(text, str):
             raise errors.INVALID_FIELD(
                 param=f"{where}[{index}]",
@@ -139,10 +150,6 @@ def _content(content: object, where: str) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
-
-
-def _output(item: Fields, where: str) -> str:
-    return _content(item.get("output"), f"{where}.output")
 
 
 def _reasoning(item: Fields, where: str) -> str:

@@ -180,7 +180,8 @@ async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
         assert found["reason_id"] == "pipeline"
         assert found["notes"][0].startswith("the pipeline computed 12 pages in ")
         found = await decision(prompt, "batch")
-        assert found["notes"] == ["no pipeline: 12 pages of the prompt are in the store"]
+        assert found["strategy"]["prefill"] == "local"  # the store has its pages
+        assert found["notes"] == []
         found = await decision(words(12, 12 * PAGE_TOKENS + 7), "standard")
         assert found["strategy"]["prefill"] == "local"
         assert rejected(found) == "only for throughput-tolerant requests"

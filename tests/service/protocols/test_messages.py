@@ -172,7 +172,7 @@ def test_readable_documents_are_text() -> None:
         ({"messages": [user({"type": "document", "source": {"type": "base64"}})]},
          "messages.0.content.0.type"),
         ({"messages": [user({"type": "tool_result", "tool_use_id": "t",
-                             "content": [{"type": "image"}]})]},
+                             "content": [{"type": "x"}]})]},
          "messages.0.content.0.content.0.type"),
         ({"messages": [user("a")]}, "messages.0.content.0"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
