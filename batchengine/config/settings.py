@@ -95,6 +95,8 @@ class LaneConfig:
     """[[lane]]: one compute resource. 0 or () = derived from the machine.
 
     device, vram_bytes: of a lane of kind cuda, its GPU's index and what it takes of its memory.
+    multiprocessors_max: how many of the GPU's it uses, so that another process or lane has the
+    others; rounded up to what the driver can part (8 on an H100).
     steps_in_flight: 2 = a step is planned and sent while the worker computes the one before.
     """
 
@@ -102,6 +104,7 @@ class LaneConfig:
     kind: str = field(default="cpu", metadata=_one_of("cpu", "cuda"))
     device: int = field(default=0, metadata=_within(0, 63))
     vram_bytes: int = field(default=0, metadata=_size(1 << 20, 1 << 50))
+    multiprocessors_max: int = field(default=0, metadata=_within(0, 4096))
     threads: int = field(default=0, metadata=_within(0, 1024))
     cores: tuple[int, ...] = ()
     entries_max: int = field(default=64, metadata=_within(1, 1024))

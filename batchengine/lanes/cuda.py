@@ -63,7 +63,11 @@ OpenGpu = Callable[[wire.CudaResources, Path], Gpu]
 def open_gpu(resources: wire.CudaResources, cache_dir: Path) -> Gpu:
     """The GPU of a lane, with its kernels compiled or from `cache_dir`. Raises GPU_UNUSABLE."""
     try:
-        return CudaGpu(resources.index, lambda target: cubins(target, cache_dir / CUBINS_DIR))
+        return CudaGpu(
+            resources.index,
+            lambda target: cubins(target, cache_dir / CUBINS_DIR),
+            resources.multiprocessors_max,
+        )
     except (GpuFault, CompileError, OSError) as error:
         raise errors.GPU_UNUSABLE(index=resources.index, why=str(error)) from error
 

@@ -148,7 +148,7 @@ def found_gpu(name: str, multiprocessors: int, memory_bytes: int) -> Processor:
     if named:
         sheet = GPUS[named[0]]
         computes = min(1.0, multiprocessors / sheet.multiprocessors)
-        reads = min(1.0, memory_bytes / sheet.memory_bytes)
+        reads = min(computes, memory_bytes / sheet.memory_bytes)
     else:
         n = max(1, multiprocessors)
         sheet, computes, reads = GpuSheet(0, UNKNOWN_READ_GBPS * n, UNKNOWN_TOPS * n, n), 1.0, 1.0

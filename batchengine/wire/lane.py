@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 9
+VERSION = 10
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -39,11 +39,13 @@ class CpuResources(
 class CudaResources(
     msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True, tag="cuda"
 ):
-    """A GPU as a lane's device: its index, and how much of its memory the lane may take. What the
-    processor does for it has `threads`, as those of CpuResources."""
+    """A GPU as a lane's device: its index, and how much of its memory and how many of its
+    multiprocessors (0 = all) the lane may take. What the processor does for it has `threads`, as
+    those of CpuResources."""
 
     index: int
     vram_bytes: int
+    multiprocessors_max: int
     threads: int
     cores: tuple[int, ...]
     spin_us: int

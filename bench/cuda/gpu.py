@@ -9,7 +9,7 @@ with other kernels. FOLDER/result.json has all of them. No step begins that migh
 `identical` (golden hashes, random cases, whole models and sessions that move), `cases`,
 `decode_b1_of_copy` and `prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens),
 `promote_vs_prefill_8k` (time of a prefill over that of a move, of the 0.6B shape) and
-`coexec_goodput` (of GPU and CPU over that of the GPU alone).
+`coexec_goodput` (of GPU and CPU over that of the GPU alone; `_of_part`: with a part of the GPU).
 """
 
 from __future__ import annotations
@@ -184,6 +184,7 @@ def summary(
         "prefill_of_ceiling": None,
         "promote_vs_prefill_8k": None,
         "coexec_goodput": None,
+        "coexec_goodput_of_part": None,
     }
     if differs:
         reasons["identical"] = ", ".join(differs)
@@ -200,13 +201,17 @@ def summary(
                 reasons[figure] = str(measured.get("not_measured", f"{step}: no row {row}"))
     if not lacking("promote_vs_prefill_8k", "promotion"):
         found["promote_vs_prefill_8k"] = results["promotion"]["promote_vs_prefill"]
-    served = [name for name, _ in steps.SERVED]
-    if not lacking("coexec_goodput", *served):
-        alone, both = (results[name]["goodput"] for name in served)
-        if alone:
-            found["coexec_goodput"] = round(both / alone, 3)
-        else:
-            reasons["coexec_goodput"] = "the GPU alone keeps its promises at no rate"
+    for figure, lanes in (
+        ("coexec_goodput", steps.SERVED),
+        ("coexec_goodput_of_part", steps.PARTED),
+    ):
+        served = [name for name, _ in lanes]
+        if not lacking(figure, *served):
+            alone, both = (results[name]["goodput"] for name in served)
+            if alone:
+                found[figure] = round(both / alone, 3)
+            else:
+                reasons[figure] = "the GPU alone keeps its promises at no rate"
     return found | {"reasons": reasons}
 
 

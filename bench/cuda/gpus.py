@@ -17,13 +17,17 @@ CUBINS = BUILD / "cuda"
 
 
 def open_gpu(
-    emulated: bool, sources: Sequence[Path], *, is_checked: bool = True
+    emulated: bool,
+    sources: Sequence[Path],
+    *,
+    is_checked: bool = True,
+    multiprocessors_max: int = 0,
 ) -> tuple[Gpu, dict[str, Any]]:
     """A GPU with the kernels of `sources`, and what it is. Raises GpuFault and CompileError."""
     if emulated:
         library = compile_kernels(BUILD / "simt", sources, is_checked=is_checked)
         return Emulator(library), {"name": "the emulator", "multiprocessors": 1}
-    gpu = CudaGpu(0, lambda target: cubins(target, CUBINS, sources))
+    gpu = CudaGpu(0, lambda target: cubins(target, CUBINS, sources), multiprocessors_max)
     facts = gpu.facts
     return gpu, {
         "name": facts.name,

@@ -25,7 +25,7 @@ from bench.cuda.comparison import compare_cases
 from bench.cuda.gpus import BUILD, open_gpu
 from bench.cuda.passes import REAL, TINY, Passes
 from bench.cuda.serving import goodput, promotion
-from bench.cuda.serving.engines import make_site, scratch
+from bench.cuda.serving.engines import PART_MULTIPROCESSORS, make_site, scratch
 from bench.cuda.speed import Speeds
 from bench.models.synthetic import PRESETS
 from kernels.cuda.compile import units
@@ -38,6 +38,7 @@ MODELS = ("0.6b", "8b", "27b")
 MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
+PARTED = [(f"co-execution {lanes}", lanes) for lanes in goodput.PARTED]
 LLAMA_SOURCE = "LLAMA_SOURCE"
 LLAMA_PROJECT = """cmake_minimum_required(VERSION 3.20)
 project(measured C CXX)
@@ -134,6 +135,18 @@ def measure_ceilings(place: Place) -> Result:
     """The ceilings, on a GPU with the kernels for them alone."""
     gpu, device = open_gpu(place.emulated, [ceilings.SOURCE], is_checked=False)
     return dict(ceilings.measure(gpu, int(device["multiprocessors"]), place.tiny))
+
+
+def measure_part(place: Place) -> Result:
+    """The ceilings of the part of the GPU that co-execution is measured with, too."""
+    gpu, device = open_gpu(
+        place.emulated,
+        [ceilings.SOURCE],
+        is_checked=False,
+        multiprocessors_max=PART_MULTIPROCESSORS,
+    )
+    count = int(device["multiprocessors"])
+    return {"multiprocessors": count, **ceilings.measure(gpu, count, place.tiny)}
 
 
 def model_steps(model: str) -> list[Step]:
@@ -234,4 +247,6 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         Part("promotion", [Step("promotion", promote, 150.0)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),
         Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),
+        Part("ceilings of a part", [Step("ceilings of a part", measure_part)]),
+        *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in PARTED),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -102,8 +102,15 @@ class CudaGraph(Graph):
 class CudaGpu(Gpu):
     """One device, for the thread that made it. Every failure but of memory is a GpuFault."""
 
-    def __init__(self, index: int, cubins_for: Callable[[str], Mapping[str, bytes]]) -> None:
-        """`cubins_for`: the cubins for a target. Raises GpuFault if there is no such device."""
+    def __init__(
+        self,
+        index: int,
+        cubins_for: Callable[[str], Mapping[str, bytes]],
+        multiprocessors_max: int = 0,
+    ) -> None:
+        """`cubins_for`: the cubins for a target. `multiprocessors_max`: how many of the device's
+        are used, rounded up to what the driver can part; 0 = all. Raises GpuFault if there is no
+        such device."""
         super().__init__()
         try:
             self._driver: Any = importlib.import_module("cuda.bindings.driver")
@@ -114,6 +121,8 @@ class CudaGpu(Gpu):
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         self._call("cuCtxSetCurrent", self._context)
         self.facts = self._facts_of(device)
+        if 0 < multiprocessors_max < self.facts.multiprocessors:
+            self._take_part(device, multiprocessors_max)
         self._stream, self._aside = Stream(self._call), Stream(self._call)
         self._event = self._call("cuEventCreate", 2)  # without a time
         cubins = cubins_for(self.facts.target)
@@ -122,6 +131,20 @@ class CudaGpu(Gpu):
         self._may_copy = True
         self._pinned: list[tuple[int, int]] = []  # first and end of what `_kept` holds
         self._kept: list[NDArray[np.generic]] = []
+
+    def _take_part(self, device: Any, multiprocessors_max: int) -> None:
+        """Make a green context current, whose launches use some multiprocessors only. No setting
+        of the device changes: others use all of them meanwhile."""
+        kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        every = self._call("cuDeviceGetDevResource", device, kind)
+        split = self._call("cuDevSmResourceSplitByCount", 1, every, 0, multiprocessors_max)
+        part = split[0][0]  # groups, their number, and what remains
+        described = self._call("cuDevResourceGenerateDesc", [part], 1)
+        flag = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        green = self._call("cuGreenCtxCreate", described, device, int(flag))
+        self._context = self._call("cuCtxFromGreenCtx", green)
+        self._call("cuCtxSetCurrent", self._context)
+        self.facts = replace(self.facts, multiprocessors=int(part.sm.smCount))
 
     def _facts_of(self, device: Any) -> DeviceFacts:
         names = self._driver.CUdevice_attribute

@@ -36,6 +36,7 @@ FIGURES = {
     "prefill_of_ceiling",
     "promote_vs_prefill_8k",
     "coexec_goodput",
+    "coexec_goodput_of_part",
 }
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -164,6 +165,8 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     results["promotion"] = {"identical": True, "promote_vs_prefill": 7.0}
     results["co-execution gpu"] = {"goodput": 4.0}
     results["co-execution gpu and cpu"] = {"goodput": 6.0}
+    results["co-execution part of the gpu"] = {"goodput": 2.0}
+    results["co-execution part of the gpu and cpu"] = {"goodput": 2.5}
     results[f"{MAIN_MODEL} decode"] = {"1": {"of_copy": 0.5}}
     results[f"{MAIN_MODEL} prefill"] = {"8192": {"not_measured": "about 99 s are expected"}}
     found = summary(results, every, {}, tiny=False)
@@ -174,6 +177,7 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
         "prefill_of_ceiling": None,
         "promote_vs_prefill_8k": 7.0,
         "coexec_goodput": 1.5,
+        "coexec_goodput_of_part": 1.25,
         "reasons": {"prefill_of_ceiling": "about 99 s are expected"},
     }
     results["cases 500"]["differences"] = ["case 501"]

@@ -212,6 +212,6 @@ def test_a_step_is_divided_between_entries() -> None:
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="GPU 63 cannot be used") as refusal:
-        open_gpu(wire.CudaResources(63, 1 << 30, 1, (), 0), tmp_path)
+        open_gpu(wire.CudaResources(63, 1 << 30, 0, 1, (), 0), tmp_path)
     assert refusal.value.code == errors.GPU_UNUSABLE.code
     assert refusal.value.why

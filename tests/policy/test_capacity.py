@@ -137,6 +137,8 @@ def test_a_gpu_is_found_by_the_name_of_its_driver(name: str, sheet: str) -> None
     part = found_gpu(f"{name} MIG 1g", known.multiprocessors // 4, known.memory_bytes // 8)
     assert part.linear_gops == pytest.approx(found.linear_gops / 4, rel=0.05)
     assert part.read_gbps == pytest.approx(found.read_gbps / 8)
+    some = found_gpu(name, known.multiprocessors // 4, known.memory_bytes)  # of a lane's part
+    assert some.read_gbps == pytest.approx(found.read_gbps / 4, rel=0.05)
 
 
 def test_an_unknown_gpu_is_assumed_to_be_slower_than_every_known_one() -> None:

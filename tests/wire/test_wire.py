@@ -103,7 +103,7 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
     st.builds(
         Load, st.text(max_size=30), st.text(max_size=30),
         st.builds(CpuResources, u31, st.lists(u31, max_size=4).map(tuple), u31)
-        | st.builds(CudaResources, u31, u64, u31, st.lists(u31, max_size=4).map(tuple), u31),
+        | st.builds(CudaResources, u31, u64, u31, u31, st.lists(u31, max_size=4).map(tuple), u31),
         u31, u31, u31,
         st.none() | st.builds(LinkIdentity, st.text(max_size=9), st.text(max_size=9)),
     ),

@@ -93,7 +93,14 @@ class ModelLoader:
 def _resources(config: LaneConfig) -> wire.Resources:
     threads = max(1, config.threads)
     if config.kind == "cuda":
-        return wire.CudaResources(config.device, config.vram_bytes, threads, config.cores, SPIN_US)
+        return wire.CudaResources(
+            config.device,
+            config.vram_bytes,
+            config.multiprocessors_max,
+            threads,
+            config.cores,
+            SPIN_US,
+        )
     return wire.CpuResources(threads, config.cores, SPIN_US)
 
 

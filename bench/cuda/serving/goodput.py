@@ -6,7 +6,8 @@ within the targets of its class. The goodput is the highest rate, in requests a 
 the share ATTAINED of the requests is good: the rate doubles until it is not, and is then halved
 into. Both engines get the same requests at the same times. What has not ended END_S after a round
 began is ended: it is good if its first token and those so far kept the promise, which leaves
-requests of class background more time than a round has.
+requests of class background more time than a round has. The same is measured with a part of the
+GPU, which is as much faster than the host's processor as a smaller GPU than that of its host.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from batchengine.engine import Engine
 from bench.cuda.serving.engines import (
     CPU,
     GPU,
+    PART,
     Site,
     Stream,
     ask,
@@ -42,6 +44,7 @@ CONTEXT_MAX, ANSWER_MAX = 4096, 128  # tokens of a request of the trace, which i
 REFUSED, LATE = "refused", "late"
 END_S, IDLE_S = 28.0, 60.0
 LANES = {"gpu": (GPU,), "gpu and cpu": (GPU, CPU)}
+PARTED = {"part of the gpu": (PART,), "part of the gpu and cpu": (PART, CPU)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +164,7 @@ async def measure(site: Site, lanes: str) -> dict[str, Any]:
     sizes = FEW if site.tiny else REAL
     rounds: list[dict[str, Any]] = []
     with scratch(site) as (folder, model):
-        async with running(site, model, folder, LANES[lanes], RouterConfig()) as engine:
+        async with running(site, model, folder, (LANES | PARTED)[lanes], RouterConfig()) as engine:
 
             async def attained(rate: float) -> float:
                 rounds.append(await round_at(engine, site, rate, sizes))

@@ -10,6 +10,7 @@ import ctypes
 import enum
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ SHAPE = {
     "COMPUTE_CAPABILITY_MAJOR": 9,
     "COMPUTE_CAPABILITY_MINOR": 0,
 }
+
+
+PARTED_BY = 8  # multiprocessors of an H100
 
 
 class Status(enum.Enum):
@@ -46,11 +50,14 @@ class FakeDriver:
     CUresult = Status
     CUdevice_attribute = Attributes()
     CUstreamCaptureMode = int
+    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
+    CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
 
     def __init__(self, gpu: Emulator) -> None:
         self.gpu = gpu
         self.fail: dict[str, Status] = {}
         self.calls: list[str] = []
+        self.context = ""  # the current one
         self.pinned: list[NDArray[np.uint8]] = []
         self.queues: dict[int, list[Callable[[], None]]] = {}  # by stream
         self.ended: dict[int, int] = {}  # pieces of work of a stream
@@ -80,6 +87,34 @@ class FakeDriver:
 
     def _cuDeviceGetAttribute(self, attribute: str, device: int) -> int:
         return SHAPE[attribute]
+
+    def _cuDevicePrimaryCtxRetain(self, device: int) -> str:
+        return "whole"
+
+    def _cuCtxSetCurrent(self, context: str) -> tuple[()]:
+        self.context = context
+        return ()
+
+    def _cuDeviceGetDevResource(self, device: int, kind: int) -> SimpleNamespace:
+        return SimpleNamespace(sm=SimpleNamespace(smCount=SHAPE["MULTIPROCESSOR_COUNT"]))
+
+    def _cuDevSmResourceSplitByCount(
+        self, groups: int, every: SimpleNamespace, flags: int, least: int
+    ) -> tuple[list[SimpleNamespace], int, SimpleNamespace]:
+        count = -(-least // PARTED_BY) * PARTED_BY
+        rest = every.sm.smCount - count
+        parts = [SimpleNamespace(sm=SimpleNamespace(smCount=n)) for n in (count, rest)]
+        return parts[:1], groups, parts[1]
+
+    def _cuDevResourceGenerateDesc(self, resources: list[SimpleNamespace], count: int) -> str:
+        assert len(resources) == count
+        return f"{resources[0].sm.smCount} multiprocessors"
+
+    def _cuGreenCtxCreate(self, described: str, device: int, flags: int) -> str:
+        return f"green, {described}"
+
+    def _cuCtxFromGreenCtx(self, green: str) -> str:
+        return f"context: {green}"
 
     def _cuMemGetInfo(self) -> tuple[int, int]:
         return 1 << 29, 1 << 30

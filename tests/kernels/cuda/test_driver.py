@@ -54,6 +54,29 @@ def test_facts_choose_the_target(driver: FakeDriver) -> None:
     assert targets == [facts.target] == ["sm_90"]
 
 
+@pytest.mark.parametrize(
+    ("most", "used", "context"),
+    [
+        (0, 132, "whole"),
+        (132, 132, "whole"),
+        (30, 32, "context: green, 32 multiprocessors"),
+        (1, 8, "context: green, 8 multiprocessors"),
+    ],
+)
+def test_a_gpu_may_use_a_part_of_the_multiprocessors(
+    driver: FakeDriver, pool: kernels.Pool, most: int, used: int, context: str
+) -> None:
+    gpu = CudaGpu(0, lambda target: {"all": target.encode()}, most)
+    assert (gpu.facts.multiprocessors, driver.context) == (used, context)
+    cases()["quantise"](gpu, pool, np.random.default_rng(3))
+
+
+def test_a_device_that_cannot_be_parted_is_a_fault(driver: FakeDriver) -> None:
+    driver.fail["cuGreenCtxCreate"] = Status.CUDA_ERROR_NO_DEVICE
+    with pytest.raises(GpuFault, match="cuGreenCtxCreate"):
+        CudaGpu(0, lambda target: {}, 8)
+
+
 def test_what_was_copied_in_may_change_at_once(driver: FakeDriver) -> None:
     gpu = opened(driver)
     values = np.arange(5000, dtype=np.int32)
