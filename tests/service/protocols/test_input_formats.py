@@ -69,7 +69,7 @@ def test_a_forced_call_follows_the_grammar_of_its_input(family: str) -> None:
     given: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
     (tool,), names, left_out = tools.functions([given | {"format": lark(PATCH)}])
     assert (names.custom, left_out) == (("apply_patch",), [])
-    assert "*** Begin Patch" in tool["function"]["description"], "the model is told the grammar"
+    assert "*** Begin Patch" in tool["function"]["description"]
     forced = constraint_of(
         FAMILIES[family],
         lambda _: None,
