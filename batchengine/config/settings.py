@@ -126,7 +126,7 @@ class StoreConfig:
     of it before its end; power = every token. full_disk: a turn whose tokens the ledger cannot
     take any more ends with an error (fail), or as it would have, marked `durable: false` (finish).
     free_floor_bytes: pages leave so much of the disk to others; 0 = by its size
-    (`kv_store.pages.allocator.derived_floor_bytes`). sessions_max, ledger_bytes_max (of tokens and
+    (`kv_store.pages.core.derived_floor_bytes`). sessions_max, ledger_bytes_max (of tokens and
     turns): beyond them, garbage collection forgets the longest unused sessions of those keys that
     have more than an equal share.
     """

@@ -29,12 +29,13 @@ RATE_WEIGHT = 0.2  # of the newest page: five pages after a change, two thirds o
 FREE_FLOOR_PERCENT = 5
 FREE_FLOOR_BYTES = 2 << 30  # kept for logs and other programs on a disk of any size,
 FREE_FLOOR_SHARE = 4  # but never more than one part in so many of a small disk
+FREE_FLOOR_BYTES_MAX = 8 << 30  # a larger disk has no more logs for being larger
 
 
 def derived_floor_bytes(total_bytes: int) -> int:
-    """Bytes of a file system that extents leave free: max(5 %, min(2 GiB, a quarter of it))."""
+    """Bytes of a file system that extents leave free: 5 % of it, from 2 GiB (or a quarter) to 8."""
     least = min(FREE_FLOOR_BYTES, total_bytes // FREE_FLOOR_SHARE)
-    return max(total_bytes * FREE_FLOOR_PERCENT // 100, least)
+    return min(max(total_bytes * FREE_FLOOR_PERCENT // 100, least), FREE_FLOOR_BYTES_MAX)
 
 
 class BudgetSpent(StoreFull):

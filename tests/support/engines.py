@@ -76,6 +76,7 @@ async def running_engine(
             "store.dir": str(site.folder / "kv"),
             "store.allow_volatile": True,
             "store.budget_bytes": 192 << 20,
+            "store.free_floor_bytes": 1 << 20,  # a test caches on any disk that it fits on
             "server.admin_socket": "/tmp/unused.sock",
             **{name.replace("__", "."): value for name, value in overrides.items()},
         },

@@ -27,6 +27,7 @@ from service.cli.options import POCKET, Debug, table_lines
 NODES_MIN, NODES_MAX = 2, 8
 KV_PAGES = 12  # of 256 tokens, that a daemon keeps
 HOLD_PAGES = 8  # of them, for sessions of its peers at most
+FREE_FLOOR_BYTES = 256 << 20  # of disk: what the demonstration adds is small
 OPEN_PAGES = 6  # in addition, while they are computed
 TURN_PAGES = 4  # by which the long conversation grows in a turn
 NODE_BYTES = 256 << 20  # processes of one daemon, beside weights and KV
@@ -197,6 +198,7 @@ class Cluster:
         own = [cores[(index * share + i) % len(cores)] for i in range(share)]
         lines = ["[[lane]]", f"cores = {own}", f"places = {OPEN_PAGES}", "[store]"]
         lines += [f"budget_bytes = {self._kv_pages * self._page_bytes}"]
+        lines += [f"free_floor_bytes = {FREE_FLOOR_BYTES}"]
         lines += ["[peers]", f"hold_bytes = {self._hold_pages * self._page_bytes}"]
         for other, (name, peer_port) in enumerate(places.items()):
             if other != index:
