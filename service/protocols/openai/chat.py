@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
+
+import msgspec
 
 from batchengine import errors
 from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
@@ -12,6 +14,7 @@ from service.protocols import conversation
 from service.protocols.conversation import Conversation
 from service.protocols.formatter import Answer
 from service.protocols.openai import formats, tools
+from service.protocols.openai.custom_tools import CustomInput, custom_input
 from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import (
     CallArguments,
@@ -26,11 +29,13 @@ from service.protocols.output import (
     reasoning_text,
 )
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
-from service.protocols.requests import NOTHING, Prompt
+from service.protocols.requests import NOTHING, HttpJob, Prompt
 from service.protocols.schema import ChatRequest, openai_fields, tokens_asked
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-LEGACY = b'"functions"'  # echo of a request with `functions` instead of tools
+# echo of a request with `functions` instead of tools; of one with custom tools it is their names
+LEGACY = b'"functions"'
+_encode, _names = msgspec.json.Encoder().encode, msgspec.json.Decoder(tuple[str, ...]).decode
 REASONING_NAMES = ("reasoning_content", "reasoning", "reasoning_text")
 
 
@@ -47,18 +52,19 @@ def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) ->
 
 
 def _conversation(body: ChatRequest) -> Conversation:
-    is_legacy = body.tools is None and body.functions is not None
+    offered = tools.tools_of(body)
+    echo = LEGACY if body.tools is None and body.functions is not None else NOTHING
     return Conversation(
         messages=[_message(message, index) for index, message in enumerate(body.messages)],
-        tools=tools.tools_of(body),
+        tools=offered.functions,
         tool_choice=tools.choice_of(body),
         response=formats.constraint_of(body),
         continues=_continues(body),
         template=_kwargs(body),
         tokens_max=tokens_asked(body.max_completion_tokens, body.max_tokens, body.n_predict),
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
-        echo=LEGACY if is_legacy else NOTHING,
-        unread=tuple(dict.fromkeys(_unread(body))),
+        echo=_encode(offered.custom) if offered.custom else echo,
+        unread=tuple(dict.fromkeys((*_unread(body), *offered.unread))),
     )
 
 
@@ -106,7 +112,8 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
         function: dict[str, Any] = message["function_call"]
         calls = [{"id": function.get("name"), "type": "function", "function": function}]
     if calls is not None:
-        clean["tool_calls"] = _objects(calls, f"{where}.tool_calls")
+        where = f"{where}.tool_calls"
+        clean["tool_calls"] = tools.calls_of(_objects(calls, where), where)
     for name in REASONING_NAMES:
         if isinstance(message.get(name), str):
             clean["reasoning_content"] = message[name]
@@ -174,6 +181,13 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
     return given
 
 
+class CustomCall(NamedTuple):
+    """A call of a custom tool that grows."""
+
+    call: int
+    reader: CustomInput
+
+
 class ChatFormatter(OpenAIFormatter):
     """Chat chunks and the whole chat object."""
 
@@ -185,16 +199,28 @@ class ChatFormatter(OpenAIFormatter):
     opening_content: ClassVar[object] = {"role": "assistant", "content": ""}
     empty_content: ClassVar[object] = {}
 
+    def __init__(self, job: HttpJob) -> None:
+        super().__init__(job)
+        self._custom = () if job.echo in (LEGACY, NOTHING) else _names(job.echo)
+        self._inputs: dict[int, CustomCall] = {}  # the call that grows, by choice
+
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
         logprobs = self._token_logprobs(index, event)
         # one chunk, since a reader that goes on behind its id has all of the token
-        delta = _joined(self._delta(index, part) for part in parts or (Text(""),))
-        return [self._chunk(index, delta, logprobs=logprobs)]
+        deltas = [delta for part in parts or (Text(""),) for delta in self._deltas(index, part)]
+        return [self._chunk(index, _joined(deltas), logprobs=logprobs)]
+
+    def _skip(self, index: int, parts: Sequence[OutputPart]) -> None:
+        for part in parts:
+            self._deltas(index, part)
 
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
-        chunks = [self._chunk(index, self._delta(index, part)) for part in parts]
+        deltas = [delta for part in parts for delta in self._deltas(index, part)]
+        if self.ids is None or not self.answers[index].cut:  # else a reader may go on
+            deltas += self._rest(index)
+        chunks = [self._chunk(index, delta) for delta in deltas]
         return [*chunks, self._chunk(index, {}, self._finish_reason(index))]
 
     def _finish_reason(self, index: int) -> str:
@@ -202,6 +228,22 @@ class ChatFormatter(OpenAIFormatter):
         if not answer.calls or answer.finish_reason != "stop":
             return answer.finish_reason
         return "function_call" if self.job.echo == LEGACY else "tool_calls"
+
+    def _deltas(self, index: int, part: OutputPart) -> list[Chunk]:
+        """What a part adds to the message, behind what is left of a custom tool's call before."""
+        if isinstance(part, CallArguments):
+            if (growing := self._inputs.get(index)) is None:
+                return [self._delta(index, part)]
+            return _more_input(growing.call, growing.reader.push(part.json))
+        deltas = self._rest(index)
+        if isinstance(part, CallStart) and part.name in self._custom:
+            self._inputs[index] = CustomCall(part.call, CustomInput())
+        return [*deltas, self._delta(index, part)]
+
+    def _rest(self, index: int) -> list[Chunk]:
+        """The end of the input of a custom tool's call, which is over."""
+        growing = self._inputs.pop(index, None)
+        return [] if growing is None else _more_input(growing.call, growing.reader.flush())
 
     def _delta(self, index: int, part: OutputPart) -> Chunk:
         match part:
@@ -219,8 +261,11 @@ class ChatFormatter(OpenAIFormatter):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
 
     def _call(self, index: int, call: int, name: str, arguments: str = "") -> Chunk:
-        function = {"name": name, "arguments": arguments}
         call_id = call_id_of(self.job.requests[index].request_id, call)
+        if name in self._custom:
+            custom = {"name": name, "input": custom_input(arguments)}
+            return {"id": call_id, "type": "custom", "custom": custom}
+        function = {"name": name, "arguments": arguments}
         return {"id": call_id, "type": "function", "function": function}
 
     def _choice(self, index: int, answer: Answer) -> Chunk:
@@ -257,6 +302,10 @@ class ChatFormatter(OpenAIFormatter):
         return lists | {"refusal": None}
 
 
+def _more_input(call: int, text: str) -> list[Chunk]:
+    return [{"tool_calls": [{"index": call, "custom": {"input": text}}]}] if text else []
+
+
 def _joined(deltas: Iterable[Chunk]) -> Chunk:
     """One delta that says what several in a row say."""
     made: dict[str, Any] = {}
@@ -266,8 +315,9 @@ def _joined(deltas: Iterable[Chunk]) -> Chunk:
                 made[name] = value
             elif name == "tool_calls":
                 last, new = made[name][-1], value[0]
+                field, text = ("custom", "input") if "custom" in new else ("function", "arguments")
                 if last["index"] == new["index"]:
-                    last["function"]["arguments"] += new["function"]["arguments"]
+                    last[field][text] += new[field][text]
                 else:
                     made[name].append(new)
             elif name == "function_call":

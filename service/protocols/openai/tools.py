@@ -1,30 +1,74 @@
-"""Tools and tool choices of chat requests, in the present form and the one of `functions`."""
+"""Tools, tool choices and calls of chat requests, in the present form and that of `functions`."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.protocols.conversation import ToolChoice
+from service.protocols.openai import custom_tools
 from service.protocols.schema import ChatRequest
 
 NAME_CHARS_MAX = 256
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
 
-def tools_of(body: ChatRequest) -> list[dict[str, Any]]:
-    """The functions that a request offers; raises 400."""
+class Offered(NamedTuple):
+    """The tools of a request as functions, those of them that stand for custom tools, and the names
+    of fields that change nothing."""
+
+    functions: list[dict[str, Any]]
+    custom: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+
+def tools_of(body: ChatRequest) -> Offered:
+    """The tools that a request offers; raises 400."""
     if body.tools is None:
-        return [
-            {"type": "function", "function": _function(one, f"functions[{index}]")}
-            for index, one in enumerate(body.functions or ())
-        ]
+        return Offered(
+            [
+                {"type": "function", "function": _function(one, f"functions[{index}]")}
+                for index, one in enumerate(body.functions or ())
+            ]
+        )
+    made: list[dict[str, Any]] = []
+    custom: list[str] = []
+    unread: list[str] = []
     for index, tool in enumerate(body.tools):
-        if tool.get("type") != "function":
-            raise _no_function(f"tools[{index}]")
-        _function(tool.get("function"), f"tools[{index}]")
-    return body.tools
+        where, kind = f"tools[{index}]", tool.get("type")
+        if kind == "function":
+            _function(tool.get("function"), where)
+            made.append(tool)
+        elif kind == "custom":
+            fields = _function(tool.get("custom"), where)
+            name: str = fields["name"]
+            fields = fields | {"format": _format(fields.get("format"))}
+            made.append(custom_tools.function_of(fields, name, unread))
+            custom.append(name)
+        else:
+            raise _no_tool(where)
+    return Offered(made, tuple(custom), tuple(unread))
+
+
+def calls_of(calls: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """The calls of a message as calls of functions; raises 400."""
+    made: list[dict[str, Any]] = []
+    for index, call in enumerate(calls):
+        if call.get("type") == "custom":
+            given: object = call.get("custom")
+            fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            name, text = fields.get("name"), fields.get("input")
+            if not isinstance(name, str) or not isinstance(text, str):
+                raise errors.INVALID_FIELD(
+                    param=f"{where}[{index}].custom",
+                    what=f"{where}[{index}].custom is not a call with a name and an input",
+                    fix='send {"id": "…", "type": "custom", "custom": {"name": "…", "input": "…"}}',
+                )
+            function = {"name": name, "arguments": custom_tools.call_arguments(text)}
+            call = {"id": call.get("id"), "type": "function", "function": function}
+        made.append(call)
+    return made
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
@@ -44,28 +88,29 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         fields = cast("dict[str, Any]", allowed)
         tools: object = fields.get("tools")
         if not isinstance(tools, list) or not tools:
-            raise _wrong("tool_choice.allowed_tools.tools", "must be a list of functions")
+            raise _wrong("tool_choice.allowed_tools.tools", "must be a list of tools")
         names = tuple(_name(one, "tool_choice.allowed_tools") for one in cast("list[Any]", tools))
         return ToolChoice(_mode(fields.get("mode", "auto"), "tool_choice.mode"), names, parallel)
-    if given.get("type") == "function":
+    if given.get("type") in ("function", "custom"):
         return ToolChoice("required", (_name(given, param),), False)
-    raise _wrong(param, "names no function")
+    raise _wrong(param, "names no tool")
 
 
 def _mode(value: object, param: str) -> Any:
     mode = _MODES.get(value) if isinstance(value, str) else None
     if mode is None:
-        raise _wrong(param, "must be auto, none, required, or name a function")
+        raise _wrong(param, "must be auto, none, required, or name a tool")
     return mode
 
 
 def _name(given: object, param: str) -> str:
-    """The function that {"type", "function": {"name"}} or {"name"} names."""
+    """The tool that {"type", "function": {"name"}}, such a "custom" or {"name"} names."""
     fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    inner: object = fields.get("function", fields)
+    kind = "custom" if fields.get("type") == "custom" else "function"
+    inner: object = fields.get(kind, fields)
     name: object = cast("dict[str, Any]", inner).get("name") if isinstance(inner, dict) else None
     if not isinstance(name, str):
-        raise _wrong(param, "names no function")
+        raise _wrong(param, "names no tool")
     return name
 
 
@@ -73,17 +118,24 @@ def _function(given: object, param: str) -> dict[str, Any]:
     fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     name, schema = fields.get("name"), fields.get("parameters")
     if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
-        raise _no_function(param)
+        raise _no_tool(param)
     if schema is not None and not isinstance(schema, dict):
         what = f"{param} has parameters that are no JSON Schema"
         raise errors.INVALID_FIELD(param=param, what=what, fix="send an object")
     return fields
 
 
-def _no_function(param: str) -> BatchEngineError:
+def _format(given: object) -> object:
+    """The format of a custom tool as Responses has it: there a grammar is no object of its own."""
+    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    inner: object = fields.get("grammar")
+    return (cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}) | fields
+
+
+def _no_tool(param: str) -> BatchEngineError:
     return errors.INVALID_FIELD(
         param=param,
-        what=f"{param} is not a function with a name",
+        what=f"{param} is not a function or a custom tool with a name",
         fix='send {"type": "function", "function": {"name": "…", "parameters": {…}}}',
     )
 

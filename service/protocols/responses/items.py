@@ -13,7 +13,8 @@ from typing import Any, cast
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.protocols.conversation import omitted
-from service.protocols.responses.tools import call_arguments, qualified
+from service.protocols.openai.custom_tools import call_arguments
+from service.protocols.responses.tools import qualified
 
 Fields = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from service.protocols.openai.custom_tools import CustomInput
 from service.protocols.openai.envelope import Chunk
 from service.protocols.output import (
     CallArguments,
@@ -21,7 +22,7 @@ from service.protocols.output import (
     call_id_of,
 )
 from service.protocols.responses.items import encrypted
-from service.protocols.responses.tools import ToolNames, custom_input
+from service.protocols.responses.tools import ToolNames
 
 Fields = dict[str, Any]
 
@@ -37,6 +38,7 @@ class PartForm(NamedTuple):
 
 _TEXT = PartForm("output_text", "output_text", "content_part", "content")
 _CONTENT = PartForm("reasoning_text", "reasoning_text", "content_part", "content")
+_INPUT = "response.custom_tool_call_input"
 _SUMMARY = PartForm("summary_text", "reasoning_summary_text", "reasoning_summary_part", "summary")
 
 
@@ -55,6 +57,7 @@ class OutputItems:
         self._item: Fields | None = None  # that grows
         self._form = _TEXT  # of its part; calls have none
         self._text: list[str] = []  # of it, so far
+        self._input = CustomInput()  # of the call of a custom tool
         self._calls = 0
 
     @property
@@ -108,10 +111,11 @@ class OutputItems:
             done = "response.function_call_arguments.done"
             events.append({"type": done, **at, **place, "name": item["name"], "arguments": text})
         elif kind == "custom_tool_call":
-            item["input"] = text = custom_input(text)
-            name = "response.custom_tool_call_input"
-            events.append({"type": f"{name}.delta", **at, **place, "delta": text})
-            events.append({"type": f"{name}.done", **at, **place, "input": text})
+            if rest := self._input.flush():
+                text += rest
+                events.append({"type": f"{_INPUT}.delta", **at, **place, "delta": rest})
+            item["input"] = text
+            events.append({"type": f"{_INPUT}.done", **at, **place, "input": text})
         else:
             form, part = self._form, _part(self._form, text)
             item[form.field] = [part]
@@ -145,6 +149,7 @@ class OutputItems:
         else:
             fields["name"] = name
         if name in self._names.custom:
+            self._input = CustomInput()
             return self._begin("custom_tool_call", "ctc", fields | {"input": ""})
         return self._begin("function_call", "fc", fields | {"arguments": ""})
 
@@ -175,13 +180,16 @@ class OutputItems:
         return {"type": f"response.{form.text}.delta", **here, "delta": text}
 
     def _grow_call(self, json: str) -> Chunk | None:
-        """The event of more arguments; None for a custom tool, whose input is known at its end."""
+        """The event of more arguments; None if they show nothing of a custom tool's input yet."""
         assert self._item is not None
-        self._text.append(json)
-        if self._item["type"] == "custom_tool_call":
+        is_custom = self._item["type"] == "custom_tool_call"
+        shown = self._input.push(json) if is_custom else json
+        if not shown:
             return None
+        self._text.append(shown)
+        name = _INPUT if is_custom else "response.function_call_arguments"
         here = {"item_id": self._item["id"], "output_index": len(self.done)}
-        return {"type": "response.function_call_arguments.delta", **here, "delta": json}
+        return {"type": f"{name}.delta", **here, "delta": shown}
 
 
 def _part(form: PartForm, text: str) -> Fields:

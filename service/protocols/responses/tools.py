@@ -1,7 +1,7 @@
 """Tools of a Responses request as functions of a chat, and their calls by the names of the request.
 
-Owns the names: a function inside a namespace is `NAMESPACE.NAME` to the model, a custom tool is a
-function with one text argument. Tools that a provider runs are left out.
+Owns the names: a function inside a namespace is `NAMESPACE.NAME` to the model. Tools that a
+provider runs are left out.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.protocols.conversation import ToolChoice
-from service.protocols.families.grammars import PATTERN
-from service.protocols.responses.input_formats import pattern_of
+from service.protocols.openai import custom_tools
 
 Fields = dict[str, Any]
 HOSTED = (
@@ -22,9 +21,7 @@ HOSTED = (
     "code_interpreter", "image_generation", "local_shell", "shell", "mcp", "tool_search",
     "apply_patch", "programmatic_tool_calling",
 )  # fmt: skip
-CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
 NAME_CHARS_MAX = 256
-ESCAPE_CHARS_MAX = 12  # of one character in JSON, a pair of surrogates
 
 
 class ToolNames(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -50,7 +47,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
         if kind == "function":
             made.append(_function(tool, where))
         elif kind == "custom":
-            made.append(_custom(tool, where, left_out))
+            made.append(custom_tools.function_of(tool, _name(tool, where), left_out))
             custom.append(_name(tool, where))
         elif kind == "namespace":
             outer, inner = _name(tool, where), tool.get("tools")
@@ -62,7 +59,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
                 name = qualified(_name(fields, at), outer)
                 namespaces[name] = outer, _name(fields, at)
                 if fields.get("type") == "custom":
-                    made.append(_custom(fields, at, left_out, name))
+                    made.append(custom_tools.function_of(fields, name, left_out))
                     custom.append(name)
                 else:
                     made.append(_function(fields, at, name))
@@ -108,24 +105,6 @@ def tool_choice(
     raise _wrong_choice("tool_choice is none that this daemon knows", fix)
 
 
-def call_arguments(custom_input: str) -> str:
-    """The arguments of the function that stands for a custom tool."""
-    return msgspec.json.encode({CUSTOM_ARGUMENT: custom_input}).decode()
-
-
-def custom_input(arguments: str) -> str:
-    """The input of a custom tool from those arguments, which may have been cut; they themselves if
-    they are none."""
-    cut = (arguments[: len(arguments) - n] + '"}' for n in range(ESCAPE_CHARS_MAX))
-    for text in (arguments, *cut):
-        try:
-            found = msgspec.json.decode(text, type=dict[str, object]).get(CUSTOM_ARGUMENT)
-        except (msgspec.DecodeError, msgspec.ValidationError):
-            continue
-        return found if isinstance(found, str) else arguments
-    return arguments
-
-
 def _function(tool: Fields, where: str, name: str = "") -> Fields:
     function: Fields = {"name": name or _name(tool, where)}
     for field, kind in (("description", str), ("parameters", dict), ("strict", bool)):
@@ -139,33 +118,6 @@ def _function(tool: Fields, where: str, name: str = "") -> Fields:
             )
         function[field] = value
     return {"type": "function", "function": function}
-
-
-def _custom(tool: Fields, where: str, left_out: list[str], name: str = "") -> Fields:
-    """A function of one text. A grammar of it stands in the description, and holds for calls that
-    are forced or strict."""
-    argument: Fields = {"type": "string"}
-    described, form = tool.get("description"), tool.get("format")
-    pattern = pattern_of(form)
-    if pattern is None:
-        left_out.append("tools.format")
-    elif pattern and isinstance(form, dict):
-        grammar = cast("Fields", form)
-        note = f"The input follows this grammar ({grammar['syntax']}):\n{grammar['definition']}"
-        described = f"{described}\n\n{note}" if isinstance(described, str) else note
-    parameters = {
-        "type": "object",
-        "properties": {CUSTOM_ARGUMENT: argument},
-        "required": [CUSTOM_ARGUMENT],
-        "additionalProperties": False,
-    }
-    function: Fields = {"name": name or _name(tool, where), "parameters": parameters}
-    if isinstance(described, str):
-        function["description"] = described
-    if tool.get("strict") is True:
-        function["strict"] = True
-    made: Fields = {"type": "function", "function": function}
-    return made | {PATTERN: pattern} if pattern else made
 
 
 def _name(tool: Fields, where: str) -> str:

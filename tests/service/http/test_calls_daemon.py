@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessageCustomToolCall
 from pydantic import BaseModel
 
 from service.cli.local.child import ChildDaemon
@@ -167,6 +168,37 @@ def test_a_custom_tool_follows_the_grammar_of_its_input(sdk: openai.OpenAI) -> N
     )  # fmt: skip
     calls = [item.input for item in answer.output if item.type == "custom_tool_call"]
     assert calls == ["ab\nab\n"]
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [("lark", 'start: ("ab" LF)~2\n%import common.LF'), ("regex", "(ab\n){2}")],
+)
+def test_a_custom_tool_of_a_chat_is_called_streamed_and_answered(
+    sdk: openai.OpenAI, syntax: Literal["lark", "regex"], definition: str
+) -> None:
+    tool: Any = {"type": "custom", "custom": {
+        "name": "write", "description": "Writes.",
+        "format": {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}},
+    }}  # fmt: skip
+    choice: Any = {"type": "custom", "custom": {"name": "write"}}
+    fields = asked(messages=[USER], tools=[tool, NOW], tool_choice=choice)
+    answer = sdk.chat.completions.create(**fields).choices[0]
+    (call,) = answer.message.tool_calls or ()
+    assert isinstance(call, ChatCompletionMessageCustomToolCall)
+    assert (call.custom.name, call.custom.input) == ("write", "ab\nab\n")
+    assert answer.finish_reason == "tool_calls"
+    pieces: list[str] = []
+    for chunk in sdk.chat.completions.create(**fields, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            pieces.append(cast(Any, delta).custom["input"])
+    assert pieces[0] == ""
+    assert len(pieces) > 2
+    assert "".join(pieces) == call.custom.input
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+    turns = [USER, cast(Any, answer.message.to_dict()), result]
+    again = sdk.chat.completions.create(**asked(messages=turns, tools=[tool, NOW], max_tokens=4))
+    assert again.choices
 
 
 def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:

@@ -138,6 +138,86 @@ async def test_whole_answers(tools: list[Any]) -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
 
 
+PATCH = (
+    '<tool_call>\n{"name": "patch", "argum', 'ents": {"in', 'put": "say \\"', "h\\", 'u00e9\\"',
+    '\\n"}}\n</tool_call>', '\n<tool_call>\n{"name": "weather", "arguments": {"a": ', "1}}\n",
+    '</tool_call>\n<tool_call>\n{"name": "patch", "arguments": {"text": "x"}}', "\n</tool_call>",
+)  # fmt: skip
+PATCH_CALLS = {
+    0: ("call_abn0", "custom", "patch", 'say "hé"\n'),
+    1: ("call_abn1", "function", "weather", '{"a": 1}'),
+    2: ("call_abn2", "custom", "patch", '{"text": "x"}'),
+}
+
+
+def typed_calls(choices: list[dict[str, Any]]) -> dict[int, tuple[str, str, str, str]]:
+    """(id, type, name, text) of the calls that a client builds of its deltas."""
+    found: dict[int, tuple[str, str, str, str]] = {}
+    for call in (one for choice in choices for one in choice["delta"].get("tool_calls", ())):
+        (kind,) = {"custom", "function"} & set(call)
+        text = call[kind]["input" if kind == "custom" else "arguments"]
+        if "id" in call:
+            found[call["index"]] = call["id"], call["type"], call[kind]["name"], text
+        else:
+            call_id, begun, name, before = found[call["index"]]
+            assert begun == kind
+            found[call["index"]] = call_id, kind, name, before + text
+    return found
+
+
+@pytest.mark.parametrize("start", range(len(PATCH) + 1))
+def test_calls_of_custom_tools_have_their_input(start: int) -> None:
+    """In one stream, and in one that goes on where another was left."""
+    first, again = formatter_of(echo=b'["patch"]'), formatter_of(echo=b'["patch"]')
+    tokens = [TokenEvent(number, text) for number, text in enumerate(PATCH)]
+    events = deltas_of(first, [*tokens[:start]])
+    rest = deltas_of(again, [*map(SkippedEvent, PATCH[:start]), *tokens[start:], DONE])
+    assert typed_calls(events + rest) == PATCH_CALLS
+    assert rest[-1]["finish_reason"] == "tool_calls"
+
+
+CUSTOM: Any = {"type": "custom", "custom": {"name": "patch", "description": "Edit."}}
+LETTERS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]+c"}}
+
+
+async def test_a_custom_tool_is_a_function_to_the_model() -> None:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a"b'}}
+    of_function = {"name": "patch", "arguments": '{"input":"a\\"b"}'}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "done"}
+    prompts: list[Any] = []
+    for one in (call, {"id": "c1", "type": "function", "function": of_function}):
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [one]}]
+        status, _, request = await asked(chat(messages=[*turns, result], tools=[CUSTOM, TOOL]))
+        assert status == 200
+        assert (request.echo, request.tool_call_ids) == ('["patch"]', ("c1",))
+        prompts.append(request.prompt)
+    assert prompts[0] == prompts[1]
+
+
+async def test_whole_answers_with_calls_of_custom_tools() -> None:
+    _, body, _ = await asked(chat(tools=[CUSTOM, TOOL]), PATCH)
+    message = body["choices"][0]["message"]
+    assert [call["type"] for call in message["tool_calls"]] == ["custom", "function", "custom"]
+    assert message["tool_calls"][0]["custom"] == {"name": "patch", "input": 'say "hé"\n'}
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"type": "custom", "custom": {"name": "patch"}},
+        {"type": "allowed_tools", "allowed_tools": {
+            "mode": "required", "tools": [{"type": "custom", "custom": {"name": "patch"}}]}},
+    ],
+)  # fmt: skip
+async def test_a_forced_custom_tool_follows_its_format(choice: Any) -> None:
+    tool = {"type": "custom", "custom": CUSTOM["custom"] | {"format": LETTERS}}
+    status, _, request = await asked(chat(tools=[TOOL, tool], tool_choice=choice))
+    assert status == 200
+    assert "[ab]+c" in request.constraint.text
+    assert "weather" not in request.constraint.text
+
+
 async def asked(body: dict[str, Any], reply: tuple[str, ...] = REPLY) -> tuple[int, Any, Any]:
     """(status, answer, request of the engine) of a chat."""
     async with (
@@ -183,6 +263,13 @@ async def test_tool_choices(choice: Any, expected: str | None) -> None:
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [CUSTOM], "tool_choice": {"type": "custom", "custom": {}}}, "tool_choice"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "id": "c"}]}]},
+            "messages[0].tool_calls[0].custom",
+        ),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
         ({"guided_choice": []}, "guided_choice"),

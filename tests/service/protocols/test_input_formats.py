@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from batchengine.families import FAMILIES
 from service.protocols.families.grammars import Calls, constraint_of
+from service.protocols.openai.custom_tools import CustomInput, call_arguments, custom_input
+from service.protocols.openai.input_formats import PATTERN_CHARS_MAX, pattern_of
 from service.protocols.responses import tools
-from service.protocols.responses.input_formats import PATTERN_CHARS_MAX, pattern_of
 from tests.service.families.test_grammars import allows
 
 PATCH = r"""
@@ -137,3 +139,47 @@ def test_other_formats() -> None:
 @given(st.text(alphabet='abz:|()[]?*+~.>-"/\\n1 %{', max_size=60))
 def test_any_definition_is_read_or_not(text: str) -> None:
     pattern_of(lark(f"start: {text}"))
+
+
+# ---- the input, read from the arguments of a function ----
+
+
+def in_pieces(text: str, cuts: list[int]) -> list[str]:
+    """The pieces of a text between places."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    return [text[start:end] for start, end in itertools.pairwise(places)]
+
+
+texts = st.text(st.characters(codec="utf-8") | st.sampled_from('"\\/\n\t\x00\U0001f600é'))
+
+
+@given(texts, st.booleans(), st.lists(st.integers(0, 999), max_size=6))
+def test_the_input_is_read_from_arguments_in_pieces(
+    text: str, plain: bool, cuts: list[int]
+) -> None:
+    arguments = call_arguments(text) if plain else json.dumps({"input": text}, indent=1)
+    reader = CustomInput()
+    assert "".join(map(reader.push, in_pieces(arguments, cuts))) == text
+    assert reader.flush() == ""
+
+
+@given(texts, st.integers(0, 200))
+def test_arguments_that_were_cut_give_the_input_up_to_there(text: str, end: int) -> None:
+    found = custom_input(json.dumps({"input": text})[:end])
+    assert text.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input":"say \\"h', 'say "h'), ('{"input":"a\\ud83d\\ude0', "a"), ('{"inp', ""),
+        ("no object", "no object"), ('{"x": 1}', '{"x": 1}'), ('{"input": 1}', '{"input": 1}'),
+        (" " * 999 + "x", " " * 999 + "x"),
+        ('{"x": 1, "input": "a"}', "a"), ('{"input": "a\\d"}', "a\\d"),
+        ('{"input": "\\ud83d and more text"}', "\ufffd and more text"),
+    ],
+)  # fmt: skip
+def test_arguments_that_are_no_such_object(arguments: str, text: str) -> None:
+    assert custom_input(arguments) == text
+    reader = CustomInput()
+    assert "".join(map(reader.push, arguments)) + reader.flush() == text

@@ -36,7 +36,7 @@ from service.protocols.responses import items, schema, tools
 from service.protocols.responses.formatter import Echo, ResponsesFormatter
 from service.protocols.responses.responses import RESPONSES
 from service.protocols.responses.schema import ResponsesRequest
-from service.protocols.responses.tools import ToolNames, call_arguments, custom_input
+from service.protocols.responses.tools import ToolNames
 from tests.support.fake_engine import FakeEngine, post, serving
 
 
@@ -556,9 +556,14 @@ def test_a_resumed_stream_goes_on_with_the_same_events(lists: list[list[Any]], k
     assert shown == streamed(script)[len(streamed(script)) - len(shown) :]
 
 
-def test_the_input_of_a_custom_tool_that_was_cut_is_no_json() -> None:
-    whole = call_arguments('say "h\u00e9"\n\U0001f600')
-    assert custom_input(whole) == 'say "h\u00e9"\n\U0001f600'
-    assert custom_input('{"input":"say \\"h') == 'say "h'
-    assert custom_input('{"input":"a\\ud83d\\ude0') == "a"
-    assert custom_input("no object") == "no object"
+def test_the_input_of_a_custom_tool_is_streamed() -> None:
+    script: list[list[OutputPart]] = [
+        [CallStart(0, "patch"), CallArguments(0, '{"input": "*** Be')],
+        [CallArguments(0, "gin\\")],
+        [CallArguments(0, 'n"}')],
+        [CallStart(1, "patch"), CallArguments(1, "begin")],
+    ]
+    events = streamed(script)
+    deltas = [(e["output_index"], e["delta"]) for e in events if e["type"].endswith("input.delta")]
+    assert deltas == [(0, "*** Be"), (0, "gin"), (0, "\n"), (1, "begin")]
+    assert [one["input"] for one in events[-1]["response"]["output"]] == ["*** Begin\n", "begin"]
