@@ -150,7 +150,7 @@ CONSTRAINT_CHARS_MAX = 1 << 20
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """A grammar that the whole text of an answer follows, control tokens of the family included.
+    """A grammar that the whole text of an answer follows, control tokens of the markup included.
 
     `text` is a JSON Schema as JSON ("{}" = any JSON value), a grammar in llguidance's variant of
     Lark, or a regular expression.
@@ -163,13 +163,14 @@ class Constraint(msgspec.Struct, frozen=True):
 class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the text of an answer is split into parts (`service.protocols.output`).
 
-    `family`: markup of the model, "" = all text is content. `in_reasoning`: the prompt ends inside
-    a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the only tool that
-    the answer calls, where its text is the arguments alone; "" = none. `text_parameters`: by tool,
-    the parameters that are text, which markup without quotes does not tell.
+    `markup`: its name (`batchengine.markup`), "" = all text is content. `in_reasoning`: the prompt
+    ends inside a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the
+    only tool that the answer calls, where its text is the arguments alone; "" = none.
+    `text_parameters`: by tool, the parameters that are text, which markup without quotes does not
+    tell.
     """
 
-    family: str = ""
+    markup: str = msgspec.field(default="", name="family")  # its name in records of turns
     in_reasoning: bool = False
     calls: bool = False
     tool: str = ""

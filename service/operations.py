@@ -115,7 +115,7 @@ async def _move(
 async def show(engine: EngineApi, subject: Subject) -> Facts:
     """One timeline in detail; the others of its family by their ids."""
     detail = await engine.session_detail(*subject.session)
-    timelines = engine.timelines(subject.session[0], session_ids.family_of(subject.id))
+    timelines = engine.timelines(subject.session[0], detail["family"])
     return {**detail, "timelines": timelines} if len(timelines) > 1 else detail
 
 

@@ -59,12 +59,6 @@ def session_key(tenant: str, client_id: str, param: str = "session_id") -> str:
     return f"be_{body}{_tag(tenant, body)}"
 
 
-def family_of(session_id: str) -> str:
-    """The session of a timeline's id: without the number of the timeline."""
-    ours = _OURS.fullmatch(session_id)
-    return session_id if ours is None else ours[1]
-
-
 def _tag(tenant: str, body: str) -> str:
     return _letters(b"tag", tenant, body)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from batchengine.core import BatchEngineError, Constraint
-from batchengine.families import Family, family_of
+from batchengine.markup import Markup, markup_of
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.grammar import GrammarCompiler
 from batchengine.text.messages import PROBE_TEXT, PROBES, prepare_messages
@@ -33,8 +33,8 @@ class TextEncoder:
         self._renderer = renderer
         self._on_phase = on_phase
         self._guard = ControlGuard(tokenizer)
-        self._family = family_of(renderer.source, tokenizer.special_ids.__contains__)
-        starts = [start for start, _ in self._family.reasoning]
+        self._markup = markup_of(renderer.source, tokenizer.special_ids.__contains__)
+        starts = [start for start, _ in self._markup.reasoning]
         known = (renderer.source, tokenizer.special_ids)
         self.reasons = any(start in one for start in starts for one in known)
         self._takes: dict[str, bool] = {}
@@ -70,12 +70,12 @@ class TextEncoder:
         return token in self._tokenizer.eog
 
     @property
-    def family(self) -> Family:
-        """The family of the model; calls that its template cannot show are written in the form
+    def markup(self) -> Markup:
+        """The markup of the model; calls that its template cannot show are written in the form
         that stands in the prompt instead."""
-        if self._family.writes != "object" and not self.takes("calls"):
-            self._family = dataclasses.replace(self._family, writes="object")
-        return self._family
+        if self._markup.writes != "object" and not self.takes("calls"):
+            self._markup = dataclasses.replace(self._markup, writes="object")
+        return self._markup
 
     def takes(self, probe: str) -> bool:
         """Whether the template shows the last text of a probe of `messages.PROBES`."""

@@ -17,7 +17,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import PLAIN_OUTPUT, Constraint, OutputForm
-from batchengine.families import MARKERS
+from batchengine.markup import MARKERS
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.pool import TextLimits, TextPool
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
@@ -120,8 +120,8 @@ class TextFrontend:
         return self.tokenizer.piece(token)
 
     def detokeniser(self, output: OutputForm = PLAIN_OUTPUT) -> Detokeniser:
-        """A fresh streaming decoder; control tokens are invisible, but for markers of a family."""
-        hidden = self._unmarked if output.family else self.tokenizer.control
+        """A fresh streaming decoder; control tokens are invisible, but for markers."""
+        hidden = self._unmarked if output.markup else self.tokenizer.control
         return Detokeniser(self.tokenizer.piece, hidden.__contains__)
 
     async def close(self) -> None:

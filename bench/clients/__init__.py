@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from batchengine.child.command import python_command
+from batchengine.engine.sessions.directory import family_of
 from bench import report
 from bench.clients.agents import AGENTS, CONTEXT_TOKENS, MODEL, Agent
 from bench.clients.install import PINNED, SETS, Installation, environment
@@ -34,7 +35,6 @@ from bench.clients.libraries import LIBRARIES, PACKAGES, PROMPT, RESULT
 from bench.clients.long_model import long_model
 from bench.clients.proxy import Exchange, Proxy, Script
 from service.cli.local.child import ChildDaemon
-from service.session_ids import family_of
 
 SECONDS_MAX = 300.0  # of one question
 TEXT = "pong"

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from batchengine import errors
 from batchengine.core import Constraint, OutputForm
 from service.protocols import append, requests
-from service.protocols.families import grammars, history
+from service.protocols.markup import grammars, history
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
 from service.session_ids import CALL_CHARS_MAX
@@ -105,10 +105,10 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         tokens_max = min(limits.tokens_max_default, context - len(tokens))
     form = OutputForm(
-        text.family.name,
+        text.markup.name,
         in_reasoning(tokens, text),
         calls=bool(called),
-        text_parameters=text_parameters(called) if text.family.has_bare_values else {},
+        text_parameters=text_parameters(called) if text.markup.has_bare_values else {},
     )
     return Prompt(
         [tokens],
@@ -151,7 +151,7 @@ def _begun(tokens: list[int], message: dict[str, Any] | None, text: PromptEncode
         return tokens
     begun = message["content"]
     if in_reasoning(tokens, text):
-        begun = f"{message.get('reasoning_content', '')}\n{text.family.reasoning[0][1]}\n\n{begun}"
+        begun = f"{message.get('reasoning_content', '')}\n{text.markup.reasoning[0][1]}\n\n{begun}"
     return tokens + text.encode(begun, special=False)[len(text.encode("", special=False)) :]
 
 
@@ -184,7 +184,7 @@ def _constraint(
     inside = in_reasoning(tokens, text)
     may_reason = text.reasons and not conversation.continues and not has_reasoned(tokens, text)
     return grammars.constraint_of(
-        text.family,
+        text.markup,
         text.control_id,
         in_reasoning=inside,
         may_reason=may_reason and not inside,
@@ -201,13 +201,13 @@ def _end_of(prompt: list[int], text: PromptEncoder) -> str:
 def in_reasoning(prompt: list[int], text: PromptEncoder) -> bool:
     """Whether a prompt ends with the beginning of reasoning."""
     end = _end_of(prompt, text)
-    return any(end.endswith(start) for start, _ in text.family.reasoning)
+    return any(end.endswith(start) for start, _ in text.markup.reasoning)
 
 
 def has_reasoned(prompt: list[int], text: PromptEncoder) -> bool:
     """Whether a prompt ends with the end of reasoning."""
     end = _end_of(prompt, text)
-    return any(end.endswith(closing) for _, closing in text.family.reasoning)
+    return any(end.endswith(closing) for _, closing in text.markup.reasoning)
 
 
 def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchengine.core import BatchEngineError, DoneEvent, SkippedEvent, TokenEvent, Usage
-from service.protocols.families.parser import parser_of
+from service.protocols.markup.parser import parser_of
 from service.protocols.output import CallStart, OutputParser, OutputPart, Reasoning
 from service.protocols.requests import HttpJob
 

@@ -10,7 +10,7 @@ from typing import Any, Generic
 import msgspec
 
 from batchengine.core import BatchEngineError, OutputForm
-from batchengine.families import Family
+from batchengine.markup import Markup
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
 from service.protocols.requests import HttpJob, Prompt
@@ -21,7 +21,7 @@ class PromptEncoder(typing.Protocol):
     """Tokenizer and chat template, as `batchengine.text.encoder` has them."""
 
     @property
-    def family(self) -> Family: ...
+    def markup(self) -> Markup: ...
     def encode(self, text: str, *, special: bool) -> list[int]: ...
     def piece(self, token: int) -> bytes: ...
     @property

@@ -36,7 +36,7 @@ from batchengine.core import (
     Waiting,
 )
 from batchengine.engine.sessions import directory
-from batchengine.families import FAMILIES
+from batchengine.markup import MARKUPS
 from batchengine.metrics import Metrics
 from service.http import app
 from service.http.listener import Listener, bind
@@ -51,7 +51,7 @@ class FakeText:
     """One token per UTF-8 byte; a chat is its messages, one per line."""
 
     def __init__(self) -> None:
-        self.family = FAMILIES["hermes"]
+        self.markup = MARKUPS["hermes"]
         self.reasons = False
         self.chats: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, Any]] = []
 
@@ -244,7 +244,8 @@ class FakeEngine:
     async def session_detail(self, tenant: str, session_id: str) -> Mapping[str, Any]:
         request = self._last(tenant, session_id)
         return {
-            "session_id": session_id, "tenant": tenant, "tokens": len(request.prompt),
+            "session_id": session_id, "family": session_id, "tenant": tenant,
+            "tokens": len(request.prompt),
             "state": "idle", "turns": [], "tool_calls": [],
             **self._parked_row(session_id),
         }  # fmt: skip

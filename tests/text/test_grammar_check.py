@@ -13,12 +13,12 @@ import pytest
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint, Kind
-from batchengine.families import FAMILIES
+from batchengine.markup import MARKUPS
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.grammar import CHECK_CPU_S_MAX, GrammarCompiler
 from batchengine.text.vocab import Tokenizer
 from bench.grammar import Words
-from service.protocols.families.grammars import Calls, constraint_of
+from service.protocols.markup.grammars import Calls, constraint_of
 
 
 def schema(value: object) -> Constraint:
@@ -37,9 +37,9 @@ def tool(number: int, parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": {"name": f"tool_{number}", "parameters": parameters}}
 
 
-def calls(family: str, tools: list[dict[str, Any]], *, required: bool = True) -> Constraint:
+def calls(markup: str, tools: list[dict[str, Any]], *, required: bool = True) -> Constraint:
     found = constraint_of(
-        FAMILIES[family],
+        MARKUPS[markup],
         lambda _: None,
         in_reasoning=False,
         may_reason=True,

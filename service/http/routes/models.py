@@ -114,7 +114,7 @@ def _seats(service: Service) -> list[tuple[str, int]]:
 
 
 def _template_features(info: ModelInfo) -> dict[str, bool]:
-    """What chats can hold; calls of tools are parsed in the markup of every family."""
+    """What chats can hold; calls of tools are parsed in every markup."""
     has_tools = info.template_reads("tools")
     return {
         "supports_system_role": bool(info.chat_template),

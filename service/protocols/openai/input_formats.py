@@ -1,6 +1,6 @@
 """The format of a custom tool's input as a regular expression: a grammar in Lark, or one already.
 
-The input is a string of JSON in most families, where a grammar of its own cannot stand; a pattern
+The input is a string of JSON in most markups, where a grammar of its own cannot stand; a pattern
 can. So rules of Lark are written out, which those that contain themselves cannot be.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import re
 from typing import Any, cast
 
-from service.protocols.families.grammars import LOOKS_AROUND
+from service.protocols.markup.grammars import LOOKS_AROUND
 
 PATTERN_CHARS_MAX = 1 << 16
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from batchengine import errors
-from service.protocols.families.parser import parser_of
+from service.protocols.markup.parser import parser_of
 from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
 from service.protocols.responses.formatter import STATUS, echo_of
 from service.protocols.responses.output import OutputItems

@@ -112,7 +112,8 @@ async def test_a_session_of_many_turns_leaves_the_loop_free() -> None:
     turn = {"turn": "t", "prompt_tokens": 9, "new_tokens": 1, "status": "done"}
 
     async def detail(tenant: str, session_id: str) -> dict[str, Any]:
-        return {"session_id": session_id, "tenant": tenant, "turns": [turn] * 20_000}
+        names = {"session_id": session_id, "family": session_id, "tenant": tenant}
+        return names | {"turns": [turn] * 20_000}
 
     engine.session_detail = detail  # type: ignore[method-assign]
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchengine.families import FAMILIES
-from service.protocols.families.grammars import Calls, constraint_of
+from batchengine.markup import MARKUPS
+from service.protocols.markup.grammars import Calls, constraint_of
 from service.protocols.openai.custom_tools import CustomInput, call_arguments, custom_input
 from service.protocols.openai.input_formats import PATTERN_CHARS_MAX, pattern_of
 from service.protocols.responses import tools
-from tests.service.families.test_grammars import allows
+from tests.service.markup.test_grammars import allows
 
 PATCH = r"""
 start: begin hunk+ end   // a patch of several files
@@ -66,14 +66,14 @@ def test_a_patch_as_agents_describe_it() -> None:
     assert not [text for text in BAD if re.fullmatch(pattern, text)]
 
 
-@pytest.mark.parametrize("family", ["hermes", "xml"])
-def test_a_forced_call_follows_the_grammar_of_its_input(family: str) -> None:
+@pytest.mark.parametrize("markup", ["hermes", "xml"])
+def test_a_forced_call_follows_the_grammar_of_its_input(markup: str) -> None:
     given: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Edit files."}
     (tool,), names, left_out = tools.functions([given | {"format": lark(PATCH)}])
     assert (names.custom, left_out) == (("apply_patch",), [])
     assert "*** Begin Patch" in tool["function"]["description"]
     forced = constraint_of(
-        FAMILIES[family],
+        MARKUPS[markup],
         lambda _: None,
         in_reasoning=False,
         may_reason=False,
@@ -82,7 +82,7 @@ def test_a_forced_call_follows_the_grammar_of_its_input(family: str) -> None:
     )
 
     def call(text: str) -> str:
-        if family == "hermes":
+        if markup == "hermes":
             arguments = json.dumps({"input": text}, ensure_ascii=False)
             return f'<tool_call>\n{{"name": "apply_patch", "arguments": {arguments}}}\n</tool_call>'
         return (

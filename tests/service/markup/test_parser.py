@@ -1,4 +1,4 @@
-"""The parser of answers with markup: recorded forms of each family, cuts, and broken calls."""
+"""The parser of answers with markup: recorded forms of each, cuts, and broken calls."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.core import OutputForm
-from batchengine.families import FAMILIES, family_of
-from service.protocols.families.parser import parser_of
+from batchengine.markup import MARKUPS, markup_of
+from service.protocols.markup.parser import parser_of
 from service.protocols.output import (
     CallArguments,
     OutputPart,
@@ -26,7 +26,7 @@ from service.protocols.output import (
 
 def parts_of(text: str, cuts: list[int] | None = None, **fields: Any) -> list[OutputPart]:
     """The parts of an answer that arrives in pieces; parts of one kind joined."""
-    parser = parser_of(OutputForm(**({"family": "hermes", "calls": True} | fields)))
+    parser = parser_of(OutputForm(**({"markup": "hermes", "calls": True} | fields)))
     bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts or ()), len(text)]
     found: list[OutputPart] = []
     for start, end in itertools.pairwise(bounds):
@@ -154,11 +154,11 @@ RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
 TEXTS = {"search": ("query", "code")}
 
 
-@pytest.mark.parametrize(("family", "text", "expected"), RECORDED)
-def test_recorded_answers(family: str, text: str, expected: tuple[Any, ...]) -> None:
-    parts = parts_of(text, family=family, text_parameters=TEXTS)
+@pytest.mark.parametrize(("markup", "text", "expected"), RECORDED)
+def test_recorded_answers(markup: str, text: str, expected: tuple[Any, ...]) -> None:
+    parts = parts_of(text, markup=markup, text_parameters=TEXTS)
     assert summary(parts) == expected
-    assert parts_of(text, list(range(len(text))), family=family, text_parameters=TEXTS) == parts
+    assert parts_of(text, list(range(len(text))), markup=markup, text_parameters=TEXTS) == parts
 
 
 BROKEN = [
@@ -184,9 +184,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("family", "text"), BROKEN)
-def test_a_broken_call_is_text(family: str, text: str) -> None:
-    assert summary(parts_of(text, family=family)) == ("", text, [])
+@pytest.mark.parametrize(("markup", "text"), BROKEN)
+def test_a_broken_call_is_text(markup: str, text: str) -> None:
+    assert summary(parts_of(text, markup=markup)) == ("", text, [])
 
 
 def test_a_call_after_a_broken_one_is_found() -> None:
@@ -226,7 +226,7 @@ def test_arguments_come_while_they_are_written() -> None:
 
 MARKUP = st.sampled_from(
     [
-        *sorted(FAMILIES["generic"].markers), "<think>", "</think>", "[THINK]", "[/THINK]",
+        *sorted(MARKUPS["generic"].markers), "<think>", "</think>", "[THINK]", "[/THINK]",
         "</function>", "<parameter=", "</parameter>", ">", "{", "}", "[", "]", '"', "\\", ":", ",",
         ";", '"name"', '"arguments"', '"parameters"', '"function"', "f", " ", "\n", "1", "true",
         '{"name": "f", "arguments": {"a": 1}}', "é", "<",
@@ -238,13 +238,13 @@ MARKUP = st.sampled_from(
 @given(
     st.lists(MARKUP, max_size=30).map("".join),
     st.lists(st.integers(0, 1000), max_size=12),
-    st.sampled_from(sorted(FAMILIES)),
+    st.sampled_from(sorted(MARKUPS)),
     st.booleans(),
 )
-def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], family: str, inside: bool) -> None:
-    whole = parts_of(text, family=family, in_reasoning=inside)
-    assert parts_of(text, cuts, family=family, in_reasoning=inside) == whole
-    assert parts_of(text, list(range(len(text))), family=family, in_reasoning=inside) == whole
+def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], markup: str, inside: bool) -> None:
+    whole = parts_of(text, markup=markup, in_reasoning=inside)
+    assert parts_of(text, cuts, markup=markup, in_reasoning=inside) == whole
+    assert parts_of(text, list(range(len(text))), markup=markup, in_reasoning=inside) == whole
 
 
 @settings(deadline=None)
@@ -252,10 +252,10 @@ def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], family: str, in
     st.text(st.characters(blacklist_categories=("Cs",)), max_size=80),
     st.sampled_from(["hermes", "mistral"]),
 )
-def test_text_without_markup_is_never_changed(text: str, family: str) -> None:
-    if not any(marker in text for marker in FAMILIES[family].markers):
-        assert plain_text(parts_of(text, family=family)) == text
-        assert plain_text(parts_of(text, family=family, calls=False)) == text
+def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
+    if not any(marker in text for marker in MARKUPS[markup].markers):
+        assert plain_text(parts_of(text, markup=markup)) == text
+        assert plain_text(parts_of(text, markup=markup, calls=False)) == text
 
 
 @pytest.mark.parametrize(
@@ -288,14 +288,14 @@ def test_a_text_that_arrives_at_once_costs_time_in_proportion(inner: str) -> Non
     assert arguments_of(parts)[0] == text[len(opening) - len('{"a": ') : -len("}</tool_call>")]
 
 
-def test_families_are_chosen_by_template_then_vocabulary() -> None:
+def test_a_markup_is_chosen_by_template_then_vocabulary() -> None:
     def no_token(text: str) -> bool:
         return False
 
-    assert family_of("x <tool_call> y", no_token).name == "hermes"
-    assert family_of("<tool_call>\n<function=", no_token).name == "xml"
-    assert family_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
-    assert family_of("<|start_header_id|>", no_token).name == "llama"
-    assert family_of("<|im_start|>", no_token).name == "generic"
-    assert family_of("{{'<｜tool▁calls▁begin｜>'}}", no_token).name == "deepseek"
-    assert family_of("<|im_start|>", "<tool_call>".__eq__).name == "hermes"
+    assert markup_of("x <tool_call> y", no_token).name == "hermes"
+    assert markup_of("<tool_call>\n<function=", no_token).name == "xml"
+    assert markup_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
+    assert markup_of("<|start_header_id|>", no_token).name == "llama"
+    assert markup_of("<|im_start|>", no_token).name == "generic"
+    assert markup_of("{{'<｜tool▁calls▁begin｜>'}}", no_token).name == "deepseek"
+    assert markup_of("<|im_start|>", "<tool_call>".__eq__).name == "hermes"

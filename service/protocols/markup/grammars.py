@@ -1,8 +1,8 @@
-"""Grammars of answers: reasoning, then text, calls of tools in the form of a family, or a format.
+"""Grammars of answers: reasoning, then text, calls of tools in the model's markup, or a format.
 
 Owns the translation of a tool choice and a response format to one `core.Constraint`, in the variant
 of Lark that llguidance reads. A call that a grammar forces is written exactly as the chat templates
-of its family write it, so that the next turn's prompt begins with the tokens of this answer.
+of its markup write it, so that the next turn's prompt begins with the tokens of this answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, Constraint
-from batchengine.families import (
+from batchengine.markup import (
     ARGS,
     CALL_BEGIN,
     CALL_END,
@@ -24,7 +24,7 @@ from batchengine.families import (
     CALLS_END,
     TAG_END,
     TOOL_CALLS,
-    Family,
+    Markup,
 )
 
 ANY = r"/(.|\n)*/"
@@ -55,7 +55,7 @@ class Calls:
 class _Rules:
     """Rules of a grammar; `control_id` as in `PromptEncoder`."""
 
-    family: Family
+    markup: Markup
     control_id: Callable[[str], int | None]
     lines: list[str] = field(default_factory=list[str])
     param: str = "tools"  # that an error names
@@ -82,7 +82,7 @@ class _Rules:
 
 
 def constraint_of(
-    family: Family,
+    markup: Markup,
     control_id: Callable[[str], int | None],
     *,
     in_reasoning: bool,
@@ -102,7 +102,7 @@ def constraint_of(
         response = Constraint("json_schema", enforceable(response.text))
     if calls is None and not refuses and (response is None or not reasons):
         return response
-    rules = _Rules(family, control_id, param="tools" if response is None else "response_format")
+    rules = _Rules(markup, control_id, param="tools" if response is None else "response_format")
     choices: list[str] = []
     if response is not None:
         choices.append(_format(rules, response))
@@ -116,7 +116,7 @@ def constraint_of(
     answer = rules.add("answer", " | ".join(choices))
     start = answer
     if reasons:
-        opening, closing = family.reasoning[0]
+        opening, closing = markup.reasoning[0]
         thought = rules.up_to("thought", closing)
         rules.add("BLANK", r"/[ \n]*/")
         lead = f"{thought} BLANK"
@@ -145,7 +145,7 @@ def _calls(rules: _Rules, calls: Calls) -> str:
 
 def _no_call(rules: _Rules) -> str:
     """A rule of any text without the marker that begins calls; a control token is none of text."""
-    marker = re.escape(rules.family.opening).replace("/", "\\/")
+    marker = re.escape(rules.markup.opening).replace("/", "\\/")
     return rules.add("TEXT", rf"{ANY} & ~/(.|\n)*{marker}(.|\n)*/")
 
 
@@ -155,17 +155,17 @@ def _text_or_calls(rules: _Rules, calls: Calls) -> list[str]:
     if not marker:  # a call begins the answer
         more = f" ({between} {body})*" if calls.parallel else ""
         return [rules.add("calls", body + more), rules.add("text", r"/([^{\[ \n](.|\n)*)?/")]
-    head = rules.up_to("head", rules.family.opening)
+    head = rules.up_to("head", rules.markup.opening)
     more = f" ({between} {marker} {body})*" if calls.parallel else ""
     return [rules.add("calls", f"{head} {body}{more}"), rules.add("text", ANY)]
 
 
 def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
-    """(marker, call behind it, what stands between two calls) as the family writes them."""
-    family, bodies = rules.family, list[str]()
+    """(marker, call behind it, what stands between two calls) as the markup has them."""
+    markup, bodies = rules.markup, list[str]()
     for number, tool in enumerate(calls.tools):
         name, schema = tool["function"]["name"], _schema(tool)
-        match family.writes:
+        match markup.writes:
             case "object":
                 body = _object(rules, number, name, schema, "arguments")
                 body = f"{_literal(chr(10))} {body} {_literal(chr(10))} {rules.marker(TAG_END)}"
@@ -185,7 +185,7 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
                 body = _object(rules, number, name, schema, "arguments")
         bodies.append(rules.add(f"call{number}", body))
     body = rules.add("call", " | ".join(bodies))
-    match family.writes:
+    match markup.writes:
         case "object" | "function":
             return rules.marker("<tool_call>"), body, _literal("\n")
         case "objects":

@@ -1,8 +1,8 @@
-"""Families of models by the markup of their answers: reasoning, and calls of tools.
+"""The markups that models write in their answers: around reasoning, and in calls of tools.
 
-One row per family. The rows are read by three parts: the text process, which chooses a family for
+One row per markup. The rows are read by three parts: the text process, which chooses a markup for
 a model, the detokeniser, which shows control tokens that are markers, and the parser of answers
-(`service.protocols.families`).
+(`service.protocols.markup`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ CALL_SEP = "<｜tool▁sep｜>"
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Markup of one family.
+class Markup:
+    """Marks and forms of one kind of answers.
 
     `forms`: the form of calls behind each marker that begins them. `bare`: an answer that begins
     with a JSON object of a call's fields is a call, or with [NAME(KEY=VALUE, ...)]. `writes`: the
-    form in which the family is made to call. `reasoning`: pairs of markers around reasoning, which
+    form in which a model is made to call. `reasoning`: pairs of markers around reasoning, which
     stands before all else. `inner`: further markers, inside calls.
     """
 
@@ -49,7 +49,7 @@ class Family:
 
     @property
     def opening(self) -> str:
-        """The marker that begins calls as the family is made to write them."""
+        """The marker that begins calls as a model is made to write them."""
         return next(marker for marker, form in self.forms.items() if form == self.form)
 
     @property
@@ -72,32 +72,32 @@ class Family:
 _TAGGED: dict[str, CallForm] = {TAG: "object", FUNCTION: "function"}
 _BRACKETS = (ARGS, CALL_ID, "[/TOOL_CALLS]")
 
-FAMILIES = {
-    family.name: family
-    for family in (
-        Family("hermes", "object", _TAGGED, inner=(TAG_END,)),
-        Family("xml", "function", _TAGGED, inner=(TAG_END,)),
-        Family(
+MARKUPS = {
+    markup.name: markup
+    for markup in (
+        Markup("hermes", "object", _TAGGED, inner=(TAG_END,)),
+        Markup("xml", "function", _TAGGED, inner=(TAG_END,)),
+        Markup(
             "llama",
             "objects",
             {PYTHON_TAG: "objects", **_TAGGED},
             bare=True,
             inner=(TAG_END,),
         ),
-        Family(
+        Markup(
             "mistral",
             "list",
             {TOOL_CALLS: "list", **_TAGGED},
             reasoning=(("[THINK]", "[/THINK]"), THINK),
             inner=(TAG_END, *_BRACKETS),
         ),
-        Family(
+        Markup(
             "deepseek",
             "named",
             {CALLS_BEGIN: "named", CALL_BEGIN: "named", **_TAGGED},
             inner=(TAG_END, CALL_SEP, CALL_END, CALLS_END),
         ),
-        Family(
+        Markup(
             "generic",
             "object",
             {**_TAGGED, PYTHON_TAG: "objects", TOOL_CALLS: "list"},
@@ -106,9 +106,9 @@ FAMILIES = {
         ),
     )
 }
-MARKERS = frozenset[str]().union(*(family.markers for family in FAMILIES.values()))
+MARKERS = frozenset[str]().union(*(markup.markers for markup in MARKUPS.values()))
 
-_FAMILY_SIGNS = (
+_SIGNS = (
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("xml", re.compile(r"<function=|<parameter=")),
     ("hermes", re.compile(re.escape(TAG))),
@@ -117,12 +117,12 @@ _FAMILY_SIGNS = (
 )
 
 
-def family_of(template: str, has_token: Callable[[str], bool]) -> Family:
-    """The family of a model, by its chat template, then by special tokens of its vocabulary."""
-    for name, sign in _FAMILY_SIGNS:
+def markup_of(template: str, has_token: Callable[[str], bool]) -> Markup:
+    """The markup of a model, by its chat template, then by special tokens of its vocabulary."""
+    for name, sign in _SIGNS:
         if sign.search(template):
-            return FAMILIES[name]
+            return MARKUPS[name]
     for token, name in ((TAG, "hermes"), (TOOL_CALLS, "mistral"), (PYTHON_TAG, "llama")):
         if has_token(token):
-            return FAMILIES[name]
-    return FAMILIES["generic"]
+            return MARKUPS[name]
+    return MARKUPS["generic"]

@@ -11,7 +11,7 @@ import hashlib
 import json
 from typing import Any
 
-from batchengine.families import TAG, TAG_END
+from batchengine.markup import TAG, TAG_END
 from batchengine.text.messages import call_arguments
 from service.protocols.protocol import PromptEncoder
 
@@ -44,7 +44,7 @@ def prepare(
 
 
 def _with_calls(messages: list[Message], text: PromptEncoder) -> list[Message]:
-    if text.family.name == "mistral":
+    if text.markup.name == "mistral":
         for message in messages:
             _shorten_ids(message)
     takes, takes_cut = text.takes("calls"), text.takes("cut calls")

@@ -1,4 +1,4 @@
-"""A family's markers in a vocabulary: how a model's is found, and how its answers show them."""
+"""Markers in a vocabulary: how a model's markup is found, and how its answers show them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from batchengine.text.encoder import TextEncoder
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
-from service.protocols.families.history import prepare
-from service.protocols.families.parser import parser_of
+from service.protocols.markup.history import prepare
+from service.protocols.markup.parser import parser_of
 from service.protocols.output import CallArguments, CallStart
 from tests.text.test_tokenizer import CONTROL, NORMAL, byte_alphabet, write_vocab
 
@@ -40,9 +40,9 @@ def encoder(path: Path, source: str | None) -> TextEncoder:
     return TextEncoder(Tokenizer(path), Renderer(source, datetime.date(2026, 1, 1), 100_000))
 
 
-def test_a_family_is_found_by_its_tokens(mistral_path: Path) -> None:
+def test_a_markup_is_found_by_its_tokens(mistral_path: Path) -> None:
     text = encoder(mistral_path, "{{ messages[0].content }}")
-    assert text.family.name == "mistral"
+    assert text.markup.name == "mistral"
     assert text.control_id("[TOOL_CALLS]") == 259
     assert text.control_id("[THINK]") is None
     assert not text.reasons
@@ -58,14 +58,14 @@ def test_a_template_is_probed_once_and_faults_are_no(mistral_path: Path) -> None
 
 def test_calls_are_written_as_the_prompt_shows_them(mistral_path: Path) -> None:
     """A template without calls has those of a conversation as text, in the form of its tools."""
-    bare = encoder(mistral_path, "[TOOL_CALLS]{{ messages[0].content }}").family
+    bare = encoder(mistral_path, "[TOOL_CALLS]{{ messages[0].content }}").markup
     assert (bare.name, bare.writes, bare.opening) == ("mistral", "object", "<tool_call>")
     shown = "{% for one in messages[1].tool_calls %}[TOOL_CALLS]{{ one.function.name }}{% endfor %}"
-    full = encoder(mistral_path, shown).family
+    full = encoder(mistral_path, shown).markup
     assert (full.name, full.writes, full.opening) == ("mistral", "list", "[TOOL_CALLS]")
 
 
-def test_only_markers_of_a_family_are_shown(mistral_path: Path) -> None:
+def test_only_markers_of_a_markup_are_shown(mistral_path: Path) -> None:
     async def main() -> tuple[str, str]:
         frontend = await TextFrontend.open(mistral_path)
         tokens = await frontend.encode(f"[INST]{CALL}", special=True)

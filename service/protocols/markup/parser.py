@@ -1,4 +1,4 @@
-"""The parser of answers with markup: reasoning, text, and calls of tools in any form of a family.
+"""The parser of answers with markup: reasoning, text, and calls of tools in any form of the markup.
 
 Markup is never shown; what looks like a call and is none comes out as text, also after its end. A
 call is certain once its name and the beginning of its arguments were read: from there on they are
@@ -15,20 +15,20 @@ from typing import cast
 import msgspec
 
 from batchengine.core import OutputForm
-from batchengine.families import (
+from batchengine.markup import (
     ARGS,
     CALL_BEGIN,
     CALL_END,
     CALL_ID,
     CALL_SEP,
     CALLS_END,
-    FAMILIES,
     FUNCTION,
+    MARKUPS,
     TAG_END,
     CallForm,
-    Family,
+    Markup,
 )
-from service.protocols.families.reader import Reader, Reading
+from service.protocols.markup.reader import Reader, Reading
 from service.protocols.output import (
     CallArguments,
     CallStart,
@@ -51,12 +51,12 @@ _PARAMETER, _PARAMETER_END, _FUNCTION_END = "<parameter=", "</parameter>", "</fu
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-class FamilyParser:
+class MarkupParser:
     """Splits an answer of one form; parts of one kind that follow each other are joined."""
 
     def __init__(self, form: OutputForm) -> None:
         self._form = form
-        self._family: Family = FAMILIES[form.family]
+        self._markup: Markup = MARKUPS[form.markup]
         self._reader = Reader()
         self._parts = GrowingParts()
         self._calls = 0
@@ -97,8 +97,8 @@ class FamilyParser:
         if not self._form.calls:
             yield from self._reader.until((), lambda text: self._parts.add(Text(text)))
             return True
-        family, reader = self._family, self._reader
-        if family.bare:
+        markup, reader = self._markup, self._reader
+        if markup.bare:
             reader.keep()
             following = yield from reader.space()
             self._held += reader.kept()
@@ -106,21 +106,21 @@ class FamilyParser:
                 yield from self._objects("", strict=True)
             elif following == "[":
                 yield from self._bracket()
-        openers = tuple(family.forms)
+        openers = tuple(markup.forms)
         while marker := (yield from reader.until(openers, self._text)):
-            yield from self._call(family.forms[marker], marker)
+            yield from self._call(markup.forms[marker], marker)
         if self._held and (self._shown or not self._calls):
             self._parts.add(Text(self._held))
         return True
 
     def _reasoning(self) -> Reading[None]:
         """Reasoning before all else; of an answer without any, white space is text."""
-        reader, ends = self._reader, tuple(end for _, end in self._family.reasoning)
+        reader, ends = self._reader, tuple(end for _, end in self._markup.reasoning)
         if not self._form.in_reasoning:
             reader.keep()
             yield from reader.space()
             space = reader.kept()
-            for start, _ in self._family.reasoning:
+            for start, _ in self._markup.reasoning:
                 if (yield from reader.has(start)):
                     break
             else:
@@ -260,7 +260,7 @@ class FamilyParser:
 
     def _bracket(self) -> Reading[None]:
         """An answer that begins with a bracket: that of a marker, or of calls as Python's."""
-        for marker, form in self._family.forms.items():
+        for marker, form in self._markup.forms.items():
             if marker[0] == "[" and (yield from self._reader.has(marker)):
                 yield from self._call(form, marker)
                 return
@@ -476,4 +476,4 @@ def parser_of(form: OutputForm) -> OutputParser:
     """The parser of an answer of this form."""
     if form.tool:
         return ArgumentsParser(form.tool)
-    return FamilyParser(form) if form.family in FAMILIES else PlainText()
+    return MarkupParser(form) if form.markup in MARKUPS else PlainText()

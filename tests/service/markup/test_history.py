@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
-from batchengine.families import FAMILIES
+from batchengine.markup import MARKUPS
 from batchengine.text.messages import PROBE_TEXT, PROBES
 from batchengine.text.renderer import Renderer
-from service.protocols.families.history import prepare
+from service.protocols.markup.history import prepare
 from tests.support.fake_engine import FakeText
 
 STRICT = """{%- for m in messages %}
@@ -21,9 +21,9 @@ CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments
 class Takes(FakeText):
     """A template that takes some probes."""
 
-    def __init__(self, *taken: str, family: str = "hermes") -> None:
+    def __init__(self, *taken: str, markup: str = "hermes") -> None:
         super().__init__()
-        self.family = FAMILIES[family]
+        self.markup = MARKUPS[markup]
         self.taken = taken
 
     def takes(self, probe: str) -> bool:
@@ -75,7 +75,7 @@ def test_call_ids_of_mistral_have_nine_characters() -> None:
         message("tool", "r", tool_call_id="call_1"),
         message("tool", "r", tool_call_id="abcdefghi"),
     ]
-    found, _ = prepare(messages, None, Takes(*PROBES, family="mistral"))
+    found, _ = prepare(messages, None, Takes(*PROBES, markup="mistral"))
     made = found[0]["tool_calls"][0]["id"]
     assert len(made) == 9
     assert found[1]["tool_call_id"] == made

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import pytest
 
 from batchengine.core import BatchEngineError, Constraint, OutputForm
-from batchengine.families import FAMILIES
-from service.protocols.families.grammars import Calls, constraint_of
-from service.protocols.families.parser import parser_of
+from batchengine.markup import MARKUPS
+from service.protocols.markup.grammars import Calls, constraint_of
+from service.protocols.markup.parser import parser_of
 from service.protocols.output import arguments_of, calls_of
 
 llguidance = pytest.importorskip("llguidance")
@@ -77,7 +77,7 @@ def no_control(text: str) -> int | None:
 
 
 def grammar(
-    family: str,
+    markup: str,
     control_id: Callable[[str], int | None] = no_control,
     *,
     required: bool = True,
@@ -88,7 +88,7 @@ def grammar(
     response: Constraint | None = None,
 ) -> Constraint | None:
     return constraint_of(
-        FAMILIES[family],
+        MARKUPS[markup],
         control_id,
         in_reasoning=inside,
         may_reason=may,
@@ -120,52 +120,52 @@ FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)
+@pytest.mark.parametrize(("markup", "control_id", "one", "two"), FORMS)
 def test_forced_calls(
-    family: str, control_id: Callable[[str], int | None], one: str, two: str
+    markup: str, control_id: Callable[[str], int | None], one: str, two: str
 ) -> None:
-    forced = grammar(family, control_id)
+    forced = grammar(markup, control_id)
     assert allows(forced, one)
     assert allows(forced, two)
-    assert not allows(grammar(family, control_id, parallel=False), two)
+    assert not allows(grammar(markup, control_id, parallel=False), two)
     assert not allows(forced, "Hello.")
     assert not allows(forced, one.replace("weather", "wether"))
     assert not allows(forced, one.replace("city", "town"))
-    form = OutputForm(family, calls=True, text_parameters={"weather": ("city", "unit")})
+    form = OutputForm(markup, calls=True, text_parameters={"weather": ("city", "unit")})
     parser = parser_of(form)
     parts = [*parser.push(one), *parser.flush()]
     assert [call.name for call in calls_of(parts)] == ["weather"]
     assert json.loads(arguments_of(parts)[0])["city"] == "Paris"
 
 
-@pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)
+@pytest.mark.parametrize(("markup", "control_id", "one", "two"), FORMS)
 def test_free_text_that_goes_over_to_calls(
-    family: str, control_id: Callable[[str], int | None], one: str, two: str
+    markup: str, control_id: Callable[[str], int | None], one: str, two: str
 ) -> None:
-    free = grammar(family, control_id, required=False)
+    free = grammar(markup, control_id, required=False)
     assert allows(free, "Hello.\nHow < are [you]?")
     assert allows(free, one)
     assert allows(free, two)
     assert not allows(free, one.replace("weather", "wether"))
-    if family != "llama":
+    if markup != "llama":
         assert allows(free, f"Let me see.\n\n{one}")
 
 
-@pytest.mark.parametrize(("family", "control_id", "one", "two"), FORMS)
+@pytest.mark.parametrize(("markup", "control_id", "one", "two"), FORMS)
 def test_text_without_calls(
-    family: str, control_id: Callable[[str], int | None], one: str, two: str
+    markup: str, control_id: Callable[[str], int | None], one: str, two: str
 ) -> None:
     def made(**more: Any) -> Constraint | None:
         fields: dict[str, Any] = {"in_reasoning": False, "may_reason": True, "calls": None}
         return constraint_of(
-            FAMILIES[family], control_id, **{**fields, "response": None, "refuses": True, **more}
+            MARKUPS[markup], control_id, **{**fields, "response": None, "refuses": True, **more}
         )
 
-    opening, closing = FAMILIES[family].reasoning[0]
+    opening, closing = MARKUPS[markup].reasoning[0]
     assert allows(made(), "Hello.\nHow < are [you]? {}")
     assert allows(made(), f"{opening}\nSo.{closing}\n\nHello.")
     assert allows(made(in_reasoning=True), f"So.{closing}\n\nHello.")
-    if family != "llama":  # whose calls are objects, which are text here
+    if markup != "llama":  # whose calls are objects, which are text here
         assert not allows(made(), one)
         assert not allows(made(), f"Let me see.\n\n{two}")
     assert made(response=FORMAT, may_reason=False) == FORMAT
@@ -212,7 +212,7 @@ def test_patterns_that_look_around_are_left_out() -> None:
     schema = {"type": "object", "properties": {"a": mail}, "required": ["a"]}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     forced = constraint_of(
-        FAMILIES["hermes"],
+        MARKUPS["hermes"],
         no_control,
         in_reasoning=False,
         may_reason=False,
@@ -233,7 +233,7 @@ def test_definitions_that_every_parameter_repeats_are_bounded() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(BatchEngineError, match="more than 1048576 characters") as caught:
         constraint_of(
-            FAMILIES["xml"],
+            MARKUPS["xml"],
             no_control,
             in_reasoning=False,
             may_reason=False,

@@ -1,1 +1,0 @@
-"""Answers in the markup of a model's family: parsers, and the grammars of calls."""

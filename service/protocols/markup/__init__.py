@@ -1,0 +1,1 @@
+"""Answers in the markup of a model: parsers, and the grammars of calls."""
