@@ -117,6 +117,9 @@ class Metrics:
         self.kv_tier_ok = gauge("kv_tier_ok", "1 = pages can be cached")
         self.ledger_ok = gauge("ledger_ok", "1 = the token ledger can be written")
         self.lane_up = gauge("lane_up", "1 = the lane computes", "lane")
+        self.lane_confined = gauge(
+            "lane_confined", "1 = the lane's worker has given up what it does not need", "lane"
+        )
         # routing, moves and restores; actual times are in ttft_seconds
         self.route_decisions_total = counter(
             "route_decisions_total", "Routing decisions", "lane", "reason"

@@ -129,6 +129,7 @@ class Housekeeping:
         metrics = self._state.metrics
         for loop in self._state.lanes:
             metrics.lane_up.labels(loop.lane.name).set(loop.up)
+            metrics.lane_confined.labels(loop.lane.name).set(not loop.lane.unconfined)
             name = loop.lane.name
             for counter, labels, value in (
                 (metrics.steps_total, (name,), loop.meter.steps),

@@ -91,6 +91,9 @@ def troubles(state: EngineState) -> list[str]:
         phase, why = _lane_state(loop), _lane_why(loop)
         if phase != "ready" or why:
             found.append(f"lane {loop.lane.name} {phase}" + (f": {why}" if why else ""))
+        if loop.lane.unconfined:
+            why = f"its worker may use every system call: {loop.lane.unconfined}"
+            found.append(f"lane {loop.lane.name} unconfined: {why}")
     if state.store is not None and state.store.tier != "ok":
         found.append(f"KV cache {state.store.tier}")
     if state.store is not None:

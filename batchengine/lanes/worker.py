@@ -66,7 +66,7 @@ class Worker:
     def __init__(
         self, link: BlockingLink[wire.LaneMessage], incarnation: int, devices: Devices = DEVICES
     ) -> None:
-        self.on_loaded: Callable[[], None] = lambda: None
+        self.on_loaded: Callable[[], str] = lambda: ""
         self.files: socket.socket | None = None
         self._link = link
         self._incarnation = incarnation
@@ -202,8 +202,7 @@ class Worker:
             facts.vocab_size,
             self._links is not None,
         )
-        self.on_loaded()
-        return wire.Ready(facts)
+        return wire.Ready(facts, self.on_loaded())
 
     def _attach(self, attach: wire.Attach) -> wire.LaneMessage:
         device, facts = self._device, self._facts
@@ -258,9 +257,10 @@ class Worker:
             self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
 
 
-def _confine() -> None:
+def _confine() -> str:
     if why := confinement.confine():
         log.warning("this worker may use every system call: %s", why)
+    return why
 
 
 def _failed(error: BatchEngineError, fatal: bool) -> wire.Failed:

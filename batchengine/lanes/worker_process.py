@@ -70,6 +70,7 @@ class Lane:
         self.deaths = 0
         self.steps = 0
         self.facts: wire.ModelFacts | None = None
+        self.unconfined = ""  # why the worker may use every system call, or ""
         self.late_frames = 0
         self.on_event: Callable[[wire.LaneEvent], None] = lambda event: None
         self.is_attached = False  # the worker has its arena: it takes steps and notes
@@ -119,7 +120,7 @@ class Lane:
             self._on_loading = None
         if not isinstance(answer, wire.Ready):
             raise await self._unexpected(answer)
-        self.facts = answer.facts
+        self.facts, self.unconfined = answer.facts, answer.unconfined
         return answer.facts
 
     async def attach(self, attach: wire.Attach, deadline_s: float = 60.0) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 10
+VERSION = 11
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -118,9 +118,11 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 
 
 class Ready(Message, tag=3, frozen=True):
-    """Worker -> engine: the model is loaded."""
+    """Worker -> engine: the model is loaded. `unconfined` is why the kernel refuses the filter of
+    system calls, or ""."""
 
     facts: ModelFacts
+    unconfined: str = ""
 
 
 class Attach(Message, tag=4, frozen=True):

@@ -14,7 +14,16 @@ from cyclopts import Parameter
 
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import EXIT_FAILED, Debug, Json, Socket, admin_path, show, table_lines
+from service.cli.options import (
+    AT_LEAST_0,
+    EXIT_FAILED,
+    Debug,
+    Json,
+    Socket,
+    admin_path,
+    show,
+    table_lines,
+)
 
 POLL_S = 0.2
 TIMEOUT_S = 60.0
@@ -30,7 +39,11 @@ def drain(
     *,
     undo: Annotated[bool, Parameter(negative=(), help="Take new sessions again.")] = False,
     timeout: Annotated[
-        float, Parameter(help="Seconds to wait for the end of what is there; 0 = do not wait.")
+        float,
+        Parameter(
+            validator=AT_LEAST_0,
+            help="Seconds to wait for the end of what is there; 0 = do not wait.",
+        ),
     ] = TIMEOUT_S,
     admin_socket: Socket = None,
     json: Json = False,

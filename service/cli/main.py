@@ -31,6 +31,8 @@ from service.cli.agents import bench, connect
 from service.cli.local import cluster, install
 from service.cli.machine import doctor
 from service.cli.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_LOCKED,
@@ -62,6 +64,28 @@ OPTIONS_OF_PEERS = {
     **dict.fromkeys(("-t", "--n-threads"), "MODEL.gguf --threads N"),
     "--api-key": "MODEL.gguf --api-key-file FILE",
     **dict.fromkeys(("-np", "--parallel", "--max-num-seqs"), "MODEL.gguf; it batches by itself"),
+}
+
+# commands of other programs -> what to do here
+COMMANDS_OF_PEERS = {
+    **dict.fromkeys(
+        ("stop", "kill", "quit", "shutdown", "restart"),
+        "press Ctrl-C where `serve` runs, or use systemctl; `batchengine drain` lets its work end"
+        " before that, and `batchengine ps` shows its pid",
+    ),
+    **dict.fromkeys(("start", "server", "load"), "start a daemon with `batchengine serve`"),
+    "run": "write `batchengine chat MODEL.gguf`, or `batchengine serve MODEL.gguf` for agents",
+    **dict.fromkeys(
+        ("status", "list", "ls"),
+        "`batchengine ps` shows what is computed, `batchengine sessions` all sessions",
+    ),
+    **dict.fromkeys(
+        ("pull", "download"), "give `serve` the path of a GGUF file; no model is downloaded"
+    ),
+    **dict.fromkeys(
+        ("log", "logs"), "read them where `serve` runs, or with journalctl -u batchengine"
+    ),
+    **dict.fromkeys(("rm", "show", "park", "fork"), "it is a command of `batchengine sessions`"),
 }
 
 app = cyclopts.App(
@@ -142,14 +166,30 @@ def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
     text = re.sub(r"is no int\b", "is no whole number", text).replace("is no float", "is no number")
     if isinstance(error, cyclopts.UnusedCliTokensError):
         text = f"unexpected argument {' '.join(error.unused_tokens or [])!r}."
-    command = f" {arguments[0]}" if arguments and arguments[0] in app else ""
+    command = _command_of(arguments)
+    if isinstance(error, cyclopts.UnknownCommandError):
+        if not command and (ours := COMMANDS_OF_PEERS.get(arguments[0])):
+            return f'Unknown command "{arguments[0]}". Fix: {ours}'
+        text = re.sub(r" Available commands: .*, \.\.\.$", "", text)
     if isinstance(error, cyclopts.UnknownOptionError):
         option = str(error.token.value or error.token.keyword).partition("=")[0]
         if command == " ps" and option == "--watch":
             return "Unknown option: --watch. Fix: `batchengine top` looks again every second"
         if command == " serve" and (ours := OPTIONS_OF_PEERS.get(option)):
             return f"Unknown option: {option}. Fix: write it as `batchengine serve {ours}`"
+    if command == " sessions" and isinstance(error, cyclopts.UnusedCliTokensError):
+        return f"{text} Fix: name a command, such as `batchengine sessions show SESSION`"
     return f"{text} Fix: see `batchengine{command} --help`"
+
+
+def _command_of(arguments: Sequence[str]) -> str:
+    """The command that the arguments begin with, each of its words after a space."""
+    found, words = app, ""
+    for name in arguments:
+        if name.startswith("-") or name not in found:
+            break
+        found, words = found[name], f"{words} {name}"
+    return words
 
 
 def _print_error(error: BatchEngineError, as_json: bool) -> None:
@@ -360,10 +400,15 @@ def chat(
         list[Path] | None, Parameter(negative=(), help="Text file to send with the first message.")
     ] = None,
     sla_class: Annotated[
-        str, Parameter(name="--class", help="interactive, standard, background or batch.")
+        Literal["interactive", "standard", "background", "batch"],
+        Parameter(name="--class", help="How soon the answers are wanted."),
     ] = "interactive",
-    temperature: Annotated[float, Parameter(help="0 = always the likeliest token.")] = 0.7,
-    max_tokens: Annotated[int | None, Parameter(help="Tokens per answer at most.")] = None,
+    temperature: Annotated[
+        float, Parameter(validator=AT_LEAST_0, help="0 = always the likeliest token.")
+    ] = 0.7,
+    max_tokens: Annotated[
+        int | None, Parameter(validator=AT_LEAST_1, help="Tokens per answer at most.")
+    ] = None,
     api_key_file: Annotated[Path | None, Parameter(help="File with the API key.")] = None,
     debug: Debug = False,
 ) -> int:

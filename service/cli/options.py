@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter, Token
+from cyclopts.validators import Number
 
 from batchengine.core import BatchEngineError
 
@@ -17,6 +18,12 @@ EXIT_USAGE = 2
 EXIT_LOCKED = 3
 EXIT_NO_DAEMON = 4
 EXIT_INTERRUPTED = 130
+DAY_S = 86_400
+
+# bounds of numbers
+AT_LEAST_0 = Number(gte=0)
+AT_LEAST_1 = Number(gte=1)
+PAUSE = Number(gte=0, lte=DAY_S)  # seconds
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 Debug = Annotated[bool, Parameter(name="--debug", negative=(), help="Tracebacks and debug log.")]
@@ -100,6 +107,14 @@ def instance_socket(name: str) -> str:
     from batchengine import config as configuration
 
     return configuration.load(None, {"instance": name}).server.admin_socket
+
+
+def instance_of(path: str) -> str:
+    """The name of the instance whose admin socket this is; "" = of none."""
+    name = Path(path).parent.name
+    with contextlib.suppress(BatchEngineError):
+        return name if instance_socket(name) == path else ""
+    return ""
 
 
 def running_daemons() -> list[str]:

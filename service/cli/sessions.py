@@ -18,7 +18,9 @@ from service.admin.client import Json as Answer
 from service.admin.client import admin
 from service.cli import render
 from service.cli.options import (
+    AT_LEAST_0,
     EXIT_FAILED,
+    PAUSE,
     Debug,
     Json,
     KeyName,
@@ -123,9 +125,12 @@ def list_sessions(
     match: Annotated[
         str | None, Parameter(help="Only sessions with this text in their name or id.")
     ] = None,
-    limit: Annotated[int, Parameter(help="Rows at most; 0 = all.")] = 100,
+    limit: Annotated[int, Parameter(validator=AT_LEAST_0, help="Rows at most; 0 = all.")] = 100,
     watch: Annotated[
-        float, Parameter(help="Look again every so many seconds, until Ctrl-C; 0 = once.")
+        float,
+        Parameter(
+            validator=PAUSE, help="Look again every so many seconds, until Ctrl-C; 0 = once."
+        ),
     ] = 0.0,
     admin_socket: Socket = None,
     json: Json = False,

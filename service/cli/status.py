@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import Debug, Json, Socket, admin_path, show
+from service.cli.options import AT_LEAST_0, PAUSE, Debug, Json, Socket, admin_path, show
 from service.cli.tables import Column, fitted, watch
 
 REQUESTS_SHOWN = 20  # that `top` shows
@@ -65,8 +65,8 @@ def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
 
 def top(
     *,
-    seconds: Annotated[float, Parameter(help="Time between two looks.")] = 1.0,
-    count: Annotated[int, Parameter(help="Looks; 0 = until Ctrl-C.")] = 0,
+    seconds: Annotated[float, Parameter(validator=PAUSE, help="Time between two looks.")] = 1.0,
+    count: Annotated[int, Parameter(validator=AT_LEAST_0, help="Looks; 0 = until Ctrl-C.")] = 0,
     admin_socket: Socket = None,
     debug: Debug = False,
 ) -> int:

@@ -19,6 +19,8 @@ from batchengine import errors
 from service.admin.client import admin
 from service.cli import render
 from service.cli.options import (
+    AT_LEAST_0,
+    DAY_S,
     ConfigFile,
     Debug,
     Json,
@@ -32,7 +34,6 @@ from service.cli.options import (
 if TYPE_CHECKING:
     from kv_store.fsck import FsckReport
 
-DAY_S = 24 * 3600.0
 UNUSED_DAYS = 30  # packed weights that no start has used for so long may go
 CHORE_S = 24 * 3600.0  # verifying a terabyte takes hours
 
@@ -157,9 +158,9 @@ def weights(
     remove: Annotated[
         bool, Parameter(negative=(), help="Remove those that were not used for --days.")
     ] = False,
-    days: Annotated[float, Parameter(help="Days without a use after which one may go.")] = (
-        UNUSED_DAYS
-    ),
+    days: Annotated[
+        float, Parameter(validator=AT_LEAST_0, help="Days without a use after which one may go.")
+    ] = UNUSED_DAYS,
     config: ConfigFile = None,
     json: Json = False,
     debug: Debug = False,

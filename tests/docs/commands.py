@@ -14,7 +14,10 @@ from pathlib import Path
 _BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 PORT = "7717"
 
-PRELUDE = """set -eu -o pipefail
+PRELUDE = f"""set -eu -o pipefail
+printf '[server]\\nport = {PORT}\\n' > port.toml
+"""
+PRELUDE += """
 stop_daemon() {
   if [ -n "${daemon:-}" ]; then kill "$daemon" 2>/dev/null || true; wait "$daemon" || true; fi
   daemon=""
@@ -51,5 +54,7 @@ def script(page: Path, port: int) -> str:
     for block in blocks(page):
         for line in block.splitlines():
             is_daemon = line.startswith("batchengine serve")
+            if line.startswith("batchengine check ") and "--config" not in line:
+                line += " --config port.toml"
             lines.append(f"start_daemon {line} --port {PORT}" if is_daemon else line)
-    return PRELUDE + "\n".join(lines).replace(PORT, str(port)) + "\n"
+    return (PRELUDE + "\n".join(lines)).replace(PORT, str(port)) + "\n"

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from batchengine.child import confinement
+from batchengine.engine import Engine
 from batchengine.text.frontend import TextFrontend
 from tests.support.confined_worker import PRY
-from tests.support.engines import Reference, Site, read, request, running_engine, words
+from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -102,6 +103,38 @@ assert os.listdir("/proc/self/fd") and open("/proc/self/statm").read()
 def test_a_private_process_is_closed_to_others_of_its_user() -> None:
     done = subprocess.run([sys.executable, "-c", PRIVATE], cwd=ROOT, timeout=60)
     assert done.returncode == 0
+
+
+ON_ANOTHER_MACHINE = """
+import platform
+from batchengine.lanes import worker
+
+platform.machine = lambda: "riscv64"
+worker.main()
+"""
+
+
+async def test_a_worker_that_cannot_be_confined_is_a_trouble(
+    site: Site, reference: Reference
+) -> None:
+    """It serves; the status says so as long as that worker runs."""
+    command = (sys.executable, "-c", ON_ANOTHER_MACHINE)
+    async with running_engine(site, command) as engine:
+        (lane,) = (loop.lane for loop in engine.state.lanes)
+        (trouble,) = engine.stats()["troubles"]
+        assert f"lane {lane.name} unconfined" in trouble
+        assert "riscv64" in trouble
+        await until(lambda: confined(engine, lane.name) == 0.0)
+        prompt = words(53, 20)
+        assert (await read(engine.submit(request(prompt, 4)))).tokens == reference.tokens(prompt, 4)
+        lane.unconfined = ""  # as of a worker that was started since
+        assert engine.stats()["troubles"] == []
+        await until(lambda: confined(engine, lane.name) == 1.0)
+
+
+def confined(engine: Engine, lane: str) -> float | None:
+    registry = engine.state.metrics.registry
+    return registry.get_sample_value("batchengine_lane_confined", {"lane": lane})
 
 
 def test_a_machine_without_a_table_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 
 import cyclopts
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from service.admin.client import Client
-from service.cli.options import URL_DEFAULT, Debug, Json, Url, show
+from service.cli.options import AT_LEAST_1, URL_DEFAULT, Debug, Json, Url, show
 from service.cli.tables import Column, fitted
 
 COLUMNS = (
@@ -27,6 +28,7 @@ COLUMNS = (
     Column("prefill/s", right=True),
 )
 WORDS = 300  # of the prompt
+STREAMS = Number(gte=1, lte=1000)
 
 
 def add(app: cyclopts.App) -> None:
@@ -36,8 +38,10 @@ def add(app: cyclopts.App) -> None:
 
 def bench(
     *,
-    streams: Annotated[int, Parameter(help="Answers at once, besides one alone.")] = 8,
-    tokens: Annotated[int, Parameter(help="Tokens of each answer.")] = 64,
+    streams: Annotated[
+        int, Parameter(validator=STREAMS, help="Answers at once, besides one alone.")
+    ] = 8,
+    tokens: Annotated[int, Parameter(validator=AT_LEAST_1, help="Tokens of each answer.")] = 64,
     url: Url = URL_DEFAULT,
     json: Json = False,
     debug: Debug = False,
@@ -47,7 +51,7 @@ def bench(
 
     client = Client(url, os.environ.get("BATCHENGINE_API_KEY", ""))
     model = client.models()[0]
-    rows = [_measure(client, model, n, tokens) for n in dict.fromkeys((1, max(1, streams)))]
+    rows = [_measure(client, model, n, tokens) for n in dict.fromkeys((1, streams))]
     show({"model": model, "rows": rows}, json, lambda: [model, *fitted(COLUMNS, rows, "")])
     return 0
 

@@ -14,7 +14,7 @@ import cyclopts
 from batchengine.core import BatchEngineError
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, show
+from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, instance_of, show
 from service.cli.store import DAY_S, UNUSED_DAYS
 
 FILES_WANTED = 4096
@@ -82,7 +82,9 @@ def _configuration(path: str | None, admin_socket: str) -> Iterator[Diagnosis]:
     from service.cli.machine.check import check
 
     try:
-        loaded = configuration.load(path, {"server.admin_socket": admin_socket})
+        name = instance_of(admin_socket)
+        own = {"instance": name} if name else {}
+        loaded = configuration.load(path, {"server.admin_socket": admin_socket, **own})
         found = check(loaded, may_run=True)
     except BatchEngineError as error:
         yield _of("config", error)

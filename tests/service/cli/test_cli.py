@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ import pytest
 
 import batchengine
 from batchengine import errors
+from service.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
@@ -135,14 +137,15 @@ def test_version_is_fast_and_imports_little() -> None:
         "sys.exit(str(heavy) if heavy else 0)"
     )
     seconds: list[float] = []
-    for _ in range(3):
-        began = time.monotonic()
+    for _ in range(3):  # processor time: others may have the machine
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
         )
-        seconds.append(time.monotonic() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0, done.stderr
-    assert min(seconds) < 1.0, seconds  # 0.2 s on an idle machine
+    assert 0.01 < min(seconds) < 0.6, seconds  # 0.2 s
 
 
 def test_help_names_every_command_and_the_exit_codes() -> None:
@@ -184,20 +187,34 @@ BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
     (["serve", "x.gguf", "--ctx", "16k"], 2, ('"16k" is no whole number', "serve --help")),
     (["ps", "--watch"], 2, ("`batchengine top`",)),
     (["plan", "pocket", "--config", "/nowhere/c.toml"], 2, ("BE1100",)),
+    (["stop"], 2, ('"stop"', "Ctrl-C", "systemctl")),
+    (["run", "x.gguf"], 2, ("`batchengine chat MODEL.gguf`",)),
+    (["sessions", "foo"], 2, ("'foo'", "sessions show SESSION")),
+    (["sessions", "show"], 2, ("SESSION", "sessions show --help")),
+    (["sessions", "--limit", "-1"], 2, ("--limit", ">= 0", "sessions --help")),
+    (["sessions", "--watch", "nan"], 2, ("--watch",)),
+    (["top", "--seconds", "inf"], 2, ("--seconds",)),
+    (["top", "--count", "-1"], 2, ("--count", ">= 0")),
+    (["drain", "--timeout", "-1"], 2, ("--timeout", ">= 0")),
+    (["store", "weights", "--days", "-1"], 2, ("--days", "store weights --help")),
+    (["bench", "--streams", "0"], 2, ("--streams", ">= 1")),
+    (["chat", "--class", "urgent"], 2, ("interactive", "batch")),
+    (["chat", "--temperature", "-1"], 2, ("--temperature", ">= 0")),
+    (["chat", "--max-tokens", "0"], 2, ("--max-tokens", ">= 1")),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "code", "words"), BAD_USAGE)
 def test_errors_are_one_line_without_a_traceback(
-    arguments: list[str], code: int, words: tuple[str, ...]
+    arguments: list[str], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    done = cli(*arguments)
-    assert done.returncode == code, done.stderr
-    assert done.stdout == ""
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
+    assert main.run(arguments) == code
+    out, error = capsys.readouterr()
+    assert out == ""
+    lines = error.strip().splitlines()
+    assert len(lines) == 1, error
     assert lines[0].startswith("batchengine: ")
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in error
     for word in words:
         assert word in lines[0], (word, lines[0])
 
@@ -219,6 +236,12 @@ def test_output_that_cannot_be_written_is_said_and_no_letter_stops_a_command() -
     assert cli("--help", PYTHONIOENCODING="ascii").returncode == 0
     closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     assert subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE).stderr == b""
+
+
+def test_a_process_ends_with_the_code_of_its_error() -> None:
+    done = cli("serve", "/nowhere/x.gguf")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith("batchengine: BE1116")
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -409,9 +432,9 @@ def test_chat_sends_turns_and_starts_new_sessions(tmp_path: Path) -> None:
         answers = [line for line in done.stdout.splitlines() if line]
         assert answers == ["w w w ", "w w w ", "(new session)", "w w w "]
         assert done.stderr == ""
-        done = cli("chat", "--url", running.url, "--class", "vip", stdin="hello\n")
+        done = cli("chat", "--url", running.url, "--temperature", "99", stdin="hello\n")
         assert done.returncode == 1
-        assert "batchengine.class" in done.stderr
+        assert "temperature" in done.stderr
 
 
 def test_chat_goes_on_with_a_session_and_never_replaces_its_history(tmp_path: Path) -> None:

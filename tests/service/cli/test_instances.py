@@ -43,6 +43,25 @@ def test_a_name_is_no_path(name: str) -> None:
         load(None, {"instance": name})
 
 
+def test_doctor_looks_at_the_places_of_the_named_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "state/instances/two/kv"
+    store.parent.mkdir(parents=True)
+    store.touch()  # no folder can be made there
+    for path, given in (
+        ("", ["--instance", "two"]),
+        ("", ["--admin-socket", str(tmp_path / "runtime/instances/two/admin.sock")]),
+        (str(tmp_path / "c.toml"), ["--instance", "two", "--config", str(tmp_path / "c.toml")]),
+    ):
+        if path:
+            Path(path).write_text("[server]\nport = 0\n")
+        assert main.run(["doctor", *given]) == 1
+        assert str(store) in capsys.readouterr().out
+    main.run(["doctor"])
+    assert str(store) not in capsys.readouterr().out
+
+
 def test_commands_find_a_daemon_by_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
