@@ -131,6 +131,8 @@ class Sampling(msgspec.Struct, frozen=True):
     # -1 = none, 0 = chosen token only, n = also the n best
     logprobs: Annotated[int, Meta(ge=-1, le=LOGPROBS_MAX)] = -1
     logit_bias: Annotated[tuple[Bias, ...], Meta(max_length=1024)] = ()
+    # before so many tokens of the answer none that ends it is chosen, unless a grammar is complete
+    tokens_min: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
 
     @property
     def history_tokens(self) -> int:

@@ -132,7 +132,13 @@ def choose(stepper: Stepper, batch: StepInput) -> tuple[list[kernels.Sampled], t
     entries whose mask is late, whose token is not to be used."""
     masks = batch.masks(batch.entries)
     specs = [
-        sample_spec(e.sampling, position=e.start + e.n_tokens, history=history, mask=mask)
+        sample_spec(
+            e.sampling,
+            position=e.start + e.n_tokens,
+            history=history,
+            mask=mask,
+            banned=e.banned,
+        )
         for e, history, mask in zip(batch.entries, batch.histories, masks, strict=True)
         if e.sampling is not None
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,9 +17,11 @@ def sample_spec(
     position: int,
     history: NDArray[np.int32] | None,
     mask: NDArray[np.uint32] | None = None,
+    banned: tuple[int, ...] = (),
 ) -> kernels.SampleSpec:
     """Parameters for the token at `position`; `history`: tokens that penalties see, None = none;
-    `mask`: a bit for each token that it may be, None = any."""
+    `mask`: a bit for each token that it may be, None = any; `banned`: tokens that it is not, unless
+    the mask allows no other."""
     return kernels.SampleSpec(
         temperature=sampling.temperature,
         top_k=sampling.top_k,
@@ -29,7 +33,7 @@ def sample_spec(
         seed=sampling.seed,
         position=position,
         history=history,
-        bias=list(sampling.logit_bias),
+        bias=[*sampling.logit_bias, *((token, -math.inf) for token in banned)],
         logprobs=sampling.logprobs,
         mask=mask,
     )

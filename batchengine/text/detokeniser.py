@@ -49,7 +49,8 @@ class StopMatcher:
                  [  emitted      )[held]      state depth 2
     """
 
-    def __init__(self, stops: Iterable[str]) -> None:
+    def __init__(self, stops: Iterable[str], unchecked: int = 0) -> None:
+        """A stop string that is complete after the first `unchecked` texts is text."""
         self._next: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._longest = [0]  # length of the longest stop that ends in this state, 0 = none
@@ -60,6 +61,7 @@ class StopMatcher:
         self._fail = self._links()
         self._state = 0
         self._held = ""
+        self._unchecked = unchecked
         self.stopped = False
         self.found = ""  # the stop string that was completed
 
@@ -67,6 +69,7 @@ class StopMatcher:
         """(text that may be shown, whether a stop string was completed)."""
         if self.stopped:
             return "", True
+        is_checked, self._unchecked = self._unchecked <= 0, self._unchecked - 1
         if len(self._next) == 1:
             return text, False
         pending = self._held + text
@@ -75,7 +78,7 @@ class StopMatcher:
         for index in range(start, len(pending)):
             state = self._step(state, pending[index])
             cut = self._longest[state]
-            if cut:
+            if cut and is_checked:
                 self.stopped, self._held = True, ""
                 self.found = pending[index + 1 - cut : index + 1]
                 return pending[: index + 1 - cut], True

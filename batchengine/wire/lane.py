@@ -166,7 +166,8 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     the leading pages, which lie elsewhere; the code of such a page is
     `HELD_BIT | link << 32 | index in the hold`. `takes_sample`: the only token, and the last one of
     the history, is what the Step before has sampled for this session, and 0 in the payload.
-    `masked`: a Mask says which tokens it may be; it may come after the Step.
+    `masked`: a Mask says which tokens it may be; it may come after the Step. `banned`: tokens that
+    it is not, unless the mask allows no other.
     """
 
     session: int
@@ -179,6 +180,7 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     segments: tuple[Segment, ...] = ()
     takes_sample: bool = False
     masked: bool = False
+    banned: tuple[int, ...] = ()
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

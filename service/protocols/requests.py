@@ -209,6 +209,7 @@ def sampling_of(body: Common, logprobs: int, vocab_size: int) -> Sampling:
         frequency_penalty=number(body.frequency_penalty, 0.0),
         logprobs=logprobs,
         logit_bias=_bias_of(body.logit_bias, vocab_size),
+        tokens_min=body.min_tokens or 0,
     )
 
 
@@ -281,6 +282,13 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
         job.asked = dataclasses.replace(job.asked, session_id=None)
     context = info.context_tokens
     sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
+    if sampling.tokens_min > max(1, prompt.tokens_max):
+        raise errors.INVALID_FIELD(
+            param="min_tokens",
+            what=f"min_tokens is {sampling.tokens_min}, and the answer has at most"
+            f" {prompt.tokens_max} tokens",
+            fix="lower min_tokens, or raise max_tokens",
+        )
     for tokens in prompt.tokens:
         if len(tokens) + prompt.tokens_max > context:
             n, asked = len(tokens), f"{len(tokens):,} tokens + max {prompt.tokens_max:,}"

@@ -93,6 +93,7 @@ class Common(Struct, kw_only=True):
         | None
     ) = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
     user: Name | None = None
     metadata: Annotated[dict[str, Any], Meta(max_length=64)] | None = None
     service_tier: Name | None = None
@@ -115,7 +116,6 @@ class OpenAIBody(Common, kw_only=True):
     max_tokens: TokensMax | None = None
     n_predict: TokensMax | None = None
     repeat_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=TOKENS_MAX)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     json_schema: dict[str, Any] | None = None

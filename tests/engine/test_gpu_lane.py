@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from batchengine.core import BatchEngineError
 from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from tests.engine.test_constrained import LONG, constrained, expected
+from tests.engine.test_tokens_min import asked as unending
+from tests.engine.test_tokens_min import expected as bounded
 from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, WRONG, plan_failure
 from tests.support.engines import (
     Reference,
@@ -256,13 +259,18 @@ async def test_without_a_gpu_the_cpu_serves_and_health_says_why(
         assert engine.phase == "degraded"
 
 
-async def test_a_constrained_answer_moves_from_the_gpu_to_the_cpu(
+async def test_constrained_answers_move_from_the_gpu_to_the_cpu(
     site: Site, reference: Reference
 ) -> None:
+    """By a grammar, and by a least number of tokens."""
     async with gpu_engine(site) as engine:
-        (prompt,) = await prepared(engine, [words(5, 60)])
-        asked = constrained(prompt, LONG, session="s0")
+        first, second = await prepared(engine, [words(5, 60), words(6, 60)])
+        asked = constrained(first, LONG, session="s0")
+        other = dataclasses.replace(unending(reference, 1), prompt=tuple(second))
         _, reader = await started(engine, asked, 5)
+        _, beside = await started(engine, other, 5)
         assert engine.state.lanes[1].meter.steps >= 5
+        await moved(engine, "s1", "cpu")
         await moved(engine, "s0", "cpu")
         assert (await reader).tokens == expected(reference, asked)
+        assert (await beside).tokens == bounded(reference, other)

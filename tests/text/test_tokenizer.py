@@ -485,6 +485,21 @@ def test_without_stops_no_text_is_held_back() -> None:
     assert matcher.flush() == ""
 
 
+@given(st.lists(few, max_size=12), st.lists(few.filter(bool), max_size=4), st.integers(0, 5))
+def test_a_stop_string_that_is_complete_too_early_is_text(
+    chunks: list[str], stops: list[str], unchecked: int
+) -> None:
+    """One that ends later is found, wherever it begins."""
+    text, early = "".join(chunks), len("".join(chunks[:unchecked]))
+    ends = [(end, -len(s)) for s in stops for end in range(early + 1, len(text) + 1)
+            if text[:end].endswith(s)]  # fmt: skip
+    matcher, shown = StopMatcher(stops, unchecked), ""
+    for chunk in chunks:
+        shown += matcher.push(chunk)[0]
+    assert shown + matcher.flush() == (text[: sum(min(ends))] if ends else text)
+    assert matcher.stopped == bool(ends)
+
+
 def test_many_long_stops_match_in_linear_time() -> None:
     stops = [("a" * 500) + suffix for suffix in "bcdefghijklmnop"]
     matcher = StopMatcher(stops)

@@ -87,7 +87,7 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep) -> InFlightStep 
         entries.append(
             wire.Entry(
                 session.key, session.epoch, start, 1, n_pages, turn.sampling, n_history,
-                takes_sample=True, masked=turn.matcher is not None,
+                takes_sample=True, masked=turn.matcher is not None, banned=turn.banned(start + 1),
             )
         )  # fmt: skip
         fills += [(turn, page, slot) for page, slot in kv.filled(start, start + 1)]

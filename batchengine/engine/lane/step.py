@@ -103,7 +103,7 @@ class StepWriter:
             entries.append(
                 wire.Entry(
                     key, session.epoch, start, n, n_pages, sampling, history_len, segments,
-                    masked=masked,
+                    masked=masked, banned=turn.banned(end) if wants else (),
                 )
             )  # fmt: skip
             parts.append(StepEntry(turn, n, wants))

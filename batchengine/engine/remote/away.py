@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from batchengine import errors
 from batchengine.core import BatchEngineError, ModelInfo
 from batchengine.engine.lane.loop import LaneLoop
@@ -409,8 +411,10 @@ class AwayTurns:
         tokens_max = request.tokens_max - turn.generation.completion_tokens
         run.exchange = Exchange(run.number, n_tokens, self._info.vocab_size, is_owner=True)
         run.allowed = n_tokens + CREDIT_TOKENS
+        tokens_min = max(0, turn.sampling.tokens_min - turn.generation.completion_tokens)
+        sampling = msgspec.structs.replace(turn.sampling, tokens_min=tokens_min)
         asked = RunTurn(
-            run.number, n_tokens, tokens_max, turn.sampling, request.sla.sla_class, session.salt
+            run.number, n_tokens, tokens_max, sampling, request.sla.sla_class, session.salt
         )
         reply = (await link.request(asked, timeout_s=ANSWER_S)).message
         if not isinstance(reply, TurnAccepted) or reply.why:

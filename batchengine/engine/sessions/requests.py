@@ -332,7 +332,14 @@ class Requests:
         """Create the turn and assign it to the lane."""
         state, (horizon_ms, tpot_ms) = self._state, self._dispatcher.pace(loop, generation.request)
         now_ms = state.now_ms()
-        turn = Turn(session, generation, horizon_ms=horizon_ms, tpot_ms=tpot_ms, now_ms=now_ms)
+        turn = Turn(
+            session,
+            generation,
+            horizon_ms=horizon_ms,
+            tpot_ms=tpot_ms,
+            now_ms=now_ms,
+            end_tokens=self._text.tokenizer.eog,
+        )
         state.turns[generation] = turn
         generation.computing = session
         state.home[session.key] = loop

@@ -87,7 +87,7 @@ class Generation:
         self.resumes: int | None = None  # a resume: tokens that its reader has already
         self.looked = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
-        self.stops = StopMatcher(request.stop)
+        self.stops = StopMatcher(request.stop, request.sampling.tokens_min)
         self.detokeniser = detokeniser()
         self._new_detokeniser = detokeniser
         self._on_cancel = on_cancel
@@ -244,7 +244,8 @@ class Generation:
                     break
         self._shown += shown
         if not self._over:
-            detokeniser, stops = self._new_detokeniser(), StopMatcher(self.request.stop)
+            detokeniser, asked = self._new_detokeniser(), self.request
+            stops = StopMatcher(asked.stop, asked.sampling.tokens_min)
             self._resend = Resend(tokens[:shown], self.resumes or 0, detokeniser, stops)
             self._wake()
         return reason

@@ -7,7 +7,7 @@ reader's stream. Plain state; the lane loop is the only writer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from batchengine import errors
@@ -64,7 +64,9 @@ class Turn:
         horizon_ms: float,
         tpot_ms: float,
         now_ms: float,
+        end_tokens: Collection[int] = (),
     ) -> None:
+        """`end_tokens`: tokens that end a generation."""
         request = generation.request
         self.session = session
         self.generation = generation
@@ -78,6 +80,8 @@ class Turn:
         self.pages_max = pages_for(len(request.prompt) + request.tokens_max)
         self.sampling = request.sampling
         self.history_tokens = request.sampling.history_tokens
+        self._end_tokens = tuple(end_tokens)
+        self._ends_from = len(request.prompt) + request.sampling.tokens_min  # position
         self.paused = False  # computes nothing, since its reader is slow, or since it `is_away`
         self.shared_with = ""  # the peer that computes it too: it stays on its lane
         self.on_difference: Callable[[], None] = lambda: None  # from that peer's tokens
@@ -194,6 +198,10 @@ class Turn:
         times = times + 1 if computed == self.session.computed else 0
         self._ways = self.session.computed, times
         return times
+
+    def banned(self, position: int) -> tuple[int, ...]:
+        """Tokens that are not chosen at a position of the timeline."""
+        return self._end_tokens if position < self._ends_from else ()
 
     def history_len(self) -> int:
         """Number of tokens at the end of the timeline that the penalties of the next token use."""

@@ -70,8 +70,6 @@ def _conversation(body: ChatRequest) -> Conversation:
 
 def _unread(body: ChatRequest) -> Iterator[str]:
     """Names of fields that are accepted and change nothing."""
-    if body.min_tokens:
-        yield "min_tokens"
     for message in body.messages:
         if message.get("role") == "tool" and isinstance(message.get("content"), list):
             parts = cast("list[dict[str, Any]]", message["content"])  # `_content` has read them

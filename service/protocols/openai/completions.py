@@ -74,7 +74,6 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
         "prompt",
         constraint=formats.constraint_of(body),
         echo=msgspec.json.encode(repeated) if body.echo or is_best else NOTHING,
-        unread=("min_tokens",) if body.min_tokens else (),
     )
 
 

@@ -200,7 +200,7 @@ def test_the_ledger_keeps_every_sampling_field_by_name() -> None:
         '{"sampling":{"temperature":0.5,"top_k":0,"top_p":1.0,"min_p":0.0,'
         '"repetition_penalty":1.0,"presence_penalty":0.0,"frequency_penalty":0.0,'
         '"penalty_tokens":256,"seed":18446744073709551615,"logprobs":-1,'
-        '"logit_bias":[[7,-1.5]]},"tokens_max":9}'
+        '"logit_bias":[[7,-1.5]],"tokens_min":0},"tokens_max":9}'
     )
     assert turn_record(text) == record
     newer = text.replace('"top_k":0', '"top_k":0,"of_a_later_version":1')

@@ -119,7 +119,7 @@ async def test_every_parameter_reaches_the_engine() -> None:
             temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, repetition_penalty=1.1,
             presence_penalty=0.5, frequency_penalty=-0.5, seed=-1, stop=["x", "y", "x"],
             logit_bias={"7": 1.5, "3": -100}, max_tokens=9, max_completion_tokens=5,
-            ignore_eos=True, logprobs=True, top_logprobs=3,
+            ignore_eos=True, logprobs=True, top_logprobs=3, min_tokens=4,
         )  # fmt: skip
         assert (await post(served, "/v1/chat/completions", body))[0] == 200
         request = served.engine.generations[0].request
@@ -129,7 +129,7 @@ async def test_every_parameter_reaches_the_engine() -> None:
         assert sampling.top_p == 0.8999999761581421
         assert sampling.min_p == 0.05000000074505806
         assert sampling.repetition_penalty == 1.100000023841858
-        assert (sampling.top_k, sampling.logprobs) == (40, 3)
+        assert (sampling.top_k, sampling.logprobs, sampling.tokens_min) == (40, 3, 4)
         assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
         assert sampling.seed == (1 << 64) - 1
         assert sampling.logit_bias == ((3, -100.0), (7, 1.5))

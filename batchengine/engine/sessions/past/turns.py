@@ -138,7 +138,8 @@ class PastTurns:
 
     async def _text_of(self, asked: GenerationRequest, tokens: list[int]) -> str:
         """The text that the client of this answer got; other tasks run meanwhile."""
-        detokeniser, stops = self._text.detokeniser(asked.output), StopMatcher(asked.stop)
+        detokeniser = self._text.detokeniser(asked.output)
+        stops = StopMatcher(asked.stop, asked.sampling.tokens_min)
         texts: list[str] = []
         for start in range(0, len(tokens), SLICE):
             await asyncio.sleep(0)

@@ -79,6 +79,8 @@ BAD_FIELDS: list[Refused] = [
     (CHAT, {"messages": MESSAGES, "stop": [""]}, 400, "invalid_value", "stop[0]"),
     (CHAT, {"messages": MESSAGES, "stop": 7}, 400, "invalid_value", "stop"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias"),
+    (CHAT, {"messages": MESSAGES, "min_tokens": -1}, 400, "invalid_value", "min_tokens"),
+    (TEXT, {"prompt": "x", "min_tokens": 17}, 400, "invalid_value", "min_tokens"),
     (CHAT, {"messages": MESSAGES, "logit_bias": {"3": 101}}, 400, "invalid_value", "logit_bias"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 21, "logprobs": True},
      400, "invalid_value", "top_logprobs"),
