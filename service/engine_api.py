@@ -5,6 +5,7 @@ The service depends on these types alone, so tests can replace the engine.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,6 +38,11 @@ class GenerationApi(Protocol):
     def session_id(self) -> str | None: ...
     @property
     def turn_id(self) -> str: ...
+    @property
+    def recorded(self) -> asyncio.Event:
+        """Set once its turn is in the ledger, where a later daemon finds it; or it is over."""
+        ...
+
     async def events(self) -> list[GenerationEvent]:
         """Every event that is ready, at least one; [] once the last one was taken."""
         ...

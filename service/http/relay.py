@@ -7,6 +7,7 @@ Owns the order of events and the fan-in of several choices. However a handler en
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -30,6 +31,7 @@ from service.protocols.formatter import EventIds, Formatter, SseEvent
 
 log = logging.getLogger("batchengine.service")
 
+RECORD_WAIT_S = 2.0  # of the first event of an answer that can be asked for by its id
 BATCHES_MAX = 32  # of all choices of one request, between their tasks and the socket
 SLICE = 32  # events between two chances for other tasks; with log-probabilities 100 us each
 PART_BYTES = 128 * 1024  # of a whole answer, between two such chances
@@ -191,6 +193,8 @@ async def answer_stream(
     source = source_of(live.generations)
     try:
         await stream.open()
+        if formatter.is_fetched:
+            await recorded(live)
         await stream.send(sse.encode(formatter.opening()))
         live.outcome = await _relay(stream, formatter, source, live, request.app[SERVICE])
         live.usage = formatter.answers[0].usage if formatter.is_done else None
@@ -209,6 +213,15 @@ async def answer_stream(
         if not (keeps and live.outcome in LEFT):
             source.close()
     return stream.response
+
+
+async def recorded(live: Live) -> None:
+    """Waits until the turns of a request are in the ledger: their ids can be asked for after a
+    crash. One that waits longer for its session or a lane is shown before that."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(RECORD_WAIT_S):
+            for generation in live.generations:
+                await generation.recorded.wait()
 
 
 async def _relay(

@@ -142,6 +142,8 @@ class Formatter(ABC):
 
     # ---- streams ----
 
+    is_fetched = False  # a client may ask for the answer by the id in its first event
+
     @abstractmethod
     def opening(self) -> list[SseEvent]:
         """The events that show a client that it was admitted."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,13 @@ from tests.service.test_daemon_sessions import serving
 
 
 @contextmanager
-def client_of(model: Path, folder: Path, cache_dir: Path) -> Iterator[openai.OpenAI]:
+def client_of(model: Path, folder: Path, cache_dir: Path) -> Iterator[tuple[openai.OpenAI, int]]:
+    """A client, and the pid of its daemon."""
     with (
-        serving(model, folder, cache_dir) as (port, _, _),
-        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client,
+        serving(model, folder, cache_dir) as (port, pid, _),
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0) as client,
     ):
-        yield client
+        yield client, pid
 
 
 def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
@@ -30,7 +33,7 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
     folder = tmp_path_factory.mktemp("r")
     asked: dict[str, Any] = {"model": "", "temperature": 0, "max_output_tokens": 24}
     story = "Tell me a long story about a small dog that finds a red ball in the garden. " * 12
-    with client_of(pocket_path, folder, cache_dir) as client:
+    with client_of(pocket_path, folder, cache_dir) as (client, pid):
         asked["model"] = client.models.list().data[0].id
         first = client.responses.create(input=story, instructions="Be kind.", **asked)
         assert first.status in ("completed", "incomplete")
@@ -44,7 +47,11 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
         assert events[-1].type in ("response.completed", "response.incomplete")
         beside = events[-1].response
         assert beside.batchengine["timeline"]["use"] == "forked"
-    with client_of(pocket_path, folder, cache_dir) as client:
+        with client.responses.create(input="A", stream=True, **asked) as events_of:
+            cut_id = next(iter(events_of)).response.id
+            os.kill(pid, signal.SIGKILL)
+    with client_of(pocket_path, folder, cache_dir) as (client, _):
+        assert client.responses.retrieve(cut_id).id == cut_id  # it was sent, so it is kept
         found = client.responses.retrieve(second.id)
         assert found.output_text == second.output_text
         assert (found.status, found.instructions) == (second.status, "Be kind.")
@@ -122,7 +129,7 @@ def test_a_forced_call_and_a_schema_are_valid_from_any_model(
         "additionalProperties": False,
     }
     tool: Any = {"type": "function", "name": "weather", "parameters": parameters, "strict": True}
-    with client_of(pocket_path, folder, cache_dir) as client:
+    with client_of(pocket_path, folder, cache_dir) as (client, _):
         asked: dict[str, Any] = {
             "model": client.models.list().data[0].id, "input": "Weather in Paris?", "tools": [tool],
             "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200,

@@ -96,6 +96,9 @@ class FakeGeneration:
         self.request_id = request.request_id
         self.session_id = request.session_id or f"be_{request.request_id}"
         self.turn_id = request.request_id
+        self.recorded = asyncio.Event()
+        if not engine.records_late:
+            self.recorded.set()
         self.cancelled = asyncio.Event()
         self.finished = False
         self.is_queued = False
@@ -131,6 +134,7 @@ class FakeEngine:
         self.reply = tuple(reply)
         self.delay_s = delay_s
         self.queued_s = 0.0
+        self.records_late = False  # a test sets `recorded` of each generation
         self.history: list[dict[str, str]] = []  # of every session
         self.cut = ""  # reason with which answers are cut
         self.fail_after: int | None = None  # tokens before an ErrorEvent

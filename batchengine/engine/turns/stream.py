@@ -84,6 +84,7 @@ class Generation:
         self.finished = False  # the last event is queued; events may be unread
         self.paused_since_ms: float | None = None
         self.computing: Session | None = None  # once its turn has begun
+        self.recorded = asyncio.Event()  # its turn can be found, also after a crash; or it is over
         self.resumes: int | None = None  # a resume: tokens that its reader has already
         self.looked = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
@@ -136,6 +137,7 @@ class Generation:
             return
         self.cancelled = True
         self._over = True
+        self.recorded.set()
         self._events.clear()
         self._resend = None
         self._wake()
@@ -169,7 +171,9 @@ class Generation:
         self._wake()
 
     def release(self, tokens: int = ALL_TOKENS) -> None:
-        """Allow the first `tokens` tokens of the completion to be sent: they are durable enough."""
+        """Allow the first `tokens` tokens of the completion to be sent: they are durable enough,
+        as is the turn."""
+        self.recorded.set()
         if tokens <= self._durable:
             return
         self._durable = tokens
@@ -226,6 +230,7 @@ class Generation:
         Returns the finish reason if the turn ends among them, else "". Tokens after the end are
         not sent. They are durable already.
         """
+        self.recorded.set()
         shown, reason = 0, ""
         while shown < len(tokens) and not reason:
             await asyncio.sleep(0)

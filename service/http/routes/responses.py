@@ -133,6 +133,7 @@ async def in_background(
     if live.job.stream:
         return await _shown(request, formatter, live, in_background=True)
     _finish_alone(request.app[SERVICE], live)
+    await relay.recorded(live)
     return web.Response(body=formatter.begun(), content_type="application/json")
 
 

@@ -118,6 +118,8 @@ def error_fields(error: BatchEngineError) -> Chunk:
 class ResponsesFormatter(Formatter):
     """Events with `sequence_number`, or one response object."""
 
+    is_fetched = True
+
     def __init__(self, job: HttpJob, first: int = 0) -> None:
         """Events before number `first` are not sent: the client has them."""
         super().__init__(job)

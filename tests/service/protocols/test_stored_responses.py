@@ -9,9 +9,11 @@ import random
 from typing import Any
 
 import aiohttp
+import pytest
 
 from batchengine.config import ApiKey
 from batchengine.core import PastTurn, SlaClass
+from service.http import relay
 from tests.support.fake_engine import FakeEngine, Served, fake_config, post, serving
 
 
@@ -145,6 +147,33 @@ async def test_a_background_response_goes_on_when_the_reader_of_its_stream_leave
         assert isinstance(text, str)
         assert text.startswith("event: response.created\n")
         assert not served.service.live
+
+
+@pytest.mark.parametrize("field", ["stream", "background"])
+async def test_an_id_is_sent_once_its_turn_is_in_the_ledger(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "RECORD_WAIT_S", 1e6)
+    engine = FakeEngine()
+    engine.records_late = True
+    async with serving(engine) as served, aiohttp.ClientSession() as client:
+
+        async def first_line() -> bytes:
+            body = {"input": "hi", field: True}
+            async with client.post(served.base + "/v1/responses", json=body) as reply:
+                return await reply.content.readline()
+
+        asked = asyncio.create_task(first_line())
+        while not engine.generations:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            await get(served, "/v1/models")
+        assert not asked.done()
+        engine.generations[0].recorded.set()
+        assert b"response" in await asked
+        monkeypatch.setattr(relay, "RECORD_WAIT_S", 0.01)  # it waits for longer than that
+        assert b"response" in await first_line()
+        assert not engine.generations[1].recorded.is_set()
 
 
 async def test_a_stream_after_its_last_event_is_that_event() -> None:
