@@ -146,6 +146,7 @@ def linear_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: st
     cols = 256 * int(rng.integers(1, 10)) if kind.endswith("_k") else 32 * int(rng.integers(1, 70))
     values = some_values(rng, tokens, cols)
     matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng)
+    gate, gate_buffer = packed_with_bytes(pool, kind, rows, cols, rng)
     bias = rng.standard_normal(rows).astype(np.float32) if rng.integers(2) else None
     before = rng.standard_normal((tokens, rows)).astype(np.float32)
     activations = kernels.Activations(tokens, cols, keep_float=True)
@@ -154,13 +155,15 @@ def linear_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: st
     stored, added, gated = kernels.Rows(tokens, rows), rows_of(before), kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [matrix], [vector], tokens, stored)
     kernels.linear_add(pool, activations, matrix, vector, tokens, added)
-    kernels.linear_gated(pool, activations, matrix, matrix, vector, vector, tokens, gated)
+    kernels.linear_gated(pool, activations, gate, matrix, vector, vector, tokens, gated)
+    gate_product = kernels.Rows(tokens, rows)
+    kernels.linear(pool, activations, [gate], [vector], tokens, gate_product)
     tiles, eights = -(-rows // 16), -(-tokens // 8)
-    few = ((tiles, eights, 1), 32 * int(rng.integers(4, 9)))
-    many = ((-(-tiles // 4), -(-tokens // 64), 1), 128)
+    few = ((eights, tiles, 1), 32 * int(rng.integers(4, 9)))
+    many = ((-(-tokens // 64), -(-tiles // 4), 1), 128)
     shapes = {f"linear_few_{kind}": few, f"linear_many_{kind}": many}
     if kind in FLOATS:
-        shapes = {f"linear_{kind}": ((tiles, eights, 1), 128)}
+        shapes = {f"linear_{kind}": ((eights, tiles, 1), 128)}
     with Arrays(gpu) as arrays:
         x = Quantised.empty(arrays, tokens, cols)
         gpu.copy_in(x.values.address, values)
@@ -170,17 +173,24 @@ def linear_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: st
         b = 0 if bias is None else arrays.put(bias).address
         q, scale, sums = x.addresses
         source = [x.values.address, cols, scale] if kind in FLOATS else [q, scale, sums]
-        for kernel, (grid, threads) in shapes.items():
-            for then, want in ((STORE, stored), (ADD, added), (GATE, gated)):
-                # The gate's product stands in `out` before the other one is gated with it.
-                out = arrays.put({STORE: before, ADD: before, GATE: stored.view(tokens)}[then])
-                arguments = [weights.address, rows, cols, *source, tokens]
-                gpu.launch(kernel, grid, threads, [*arguments, b, then, out.address, rows])
-                finite = np.isfinite(want.view(tokens))
-                got = out.read()
-                what = f"{kernel}, {rows} x {cols}, {tokens} tokens, then {then}"
-                compare(np.isfinite(got), finite, what)
-                compare(got[finite], want.view(tokens)[finite], what)
+        held = gate_product.view(tokens)  # before the other product is gated with it
+        once = [arrays.put(gate_buffer).address, b]
+        plans: list[tuple[str, int, F32, kernels.Rows, list[int]]] = []
+        for kernel in shapes:
+            none = [0, 0] if "_few_" in kernel else []
+            plans += [(kernel, STORE, before, stored, none), (kernel, ADD, before, added, none)]
+            plans.append((kernel, GATE, held, gated, none))
+            if none:  # with both products of a gate
+                plans.append((kernel, GATE, before, gated, once))
+        for kernel, then, given, want, gates in plans:
+            out = arrays.put(given)
+            arguments = [weights.address, rows, cols, *source, tokens, b, then, out.address, rows]
+            gpu.launch(kernel, *shapes[kernel], [*arguments, *gates])
+            finite = np.isfinite(want.view(tokens))
+            got = out.read()
+            what = f"{kernel}, {rows} x {cols}, {tokens} tokens, then {then}, gate {gates}"
+            compare(np.isfinite(got), finite, what)
+            compare(got[finite], want.view(tokens)[finite], what)
 
 
 def embed_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: str) -> None:

@@ -52,9 +52,9 @@ BIAS = np.dtype([("token", np.int32), ("value", np.float32)])
 Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
 
 
-def few_threads(cols: int) -> int:
+def few_threads(cols: int, matrices: int = 1) -> int:
     """Threads of a block of `linear_few`: a warp a segment of a row, in rounds of equal size."""
-    segments = -(-cols // SEGMENT)
+    segments = -(-cols // SEGMENT) * matrices
     rounds = -(-segments // FEW_WARPS_MAX)
     return WARP * max(FEW_WARPS_MIN, -(-segments // rounds))
 
@@ -204,9 +204,14 @@ class CudaOps:
         tokens: int,
         out: Rows,
     ) -> None:
-        """As `kernels.linear_gated`."""
-        self._product(x, gate, gate.rows, gate_bias, tokens, STORE, out)
-        self._product(x, up, up.rows, up_bias, tokens, GATE, out)
+        """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
+        is_one = gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS
+        if is_one:
+            first = self._address(gate), self._address(gate_bias)
+            self._product(x, up, up.rows, up_bias, tokens, GATE, out, gate=first)
+        else:
+            self._product(x, gate, gate.rows, gate_bias, tokens, STORE, out)
+            self._product(x, up, up.rows, up_bias, tokens, GATE, out)
 
     def _product(
         self,
@@ -218,10 +223,15 @@ class CudaOps:
         then: int,
         out: Rows,
         column: int = 0,
+        gate: tuple[int, int] = (0, 0),
     ) -> None:
-        """The product of `rows` rows from a matrix on, to columns of `out` from `column` on."""
+        """The product of `rows` rows from a matrix on, to columns of `out` from `column` on.
+
+        gate: addresses of the gate's matrix and bias, for the kernels for few tokens.
+        """
         tiles = -(-rows // TILE)
-        grid, threads = (tiles, -(-tokens // 8), 1), few_threads(matrix.cols)
+        grid, threads = (-(-tokens // 8), tiles, 1), few_threads(matrix.cols, 1 + (gate[0] > 0))
+        after = [self._address(bias), then, out.address + 4 * column, out.width]
         if matrix.kind in FLOATS:
             kernel, threads = f"linear_{matrix.kind}", 128
             source = [x.values, x.width, x.scale]
@@ -229,9 +239,10 @@ class CudaOps:
             kernel, source = f"linear_few_{matrix.kind}", [x.q, x.scale, x.sums]
             if tokens > FEW_TOKENS:
                 kernel, threads = f"linear_many_{matrix.kind}", 128
-                grid = -(-tiles // 4), -(-tokens // 64), 1
+                grid = -(-tokens // 64), -(-tiles // 4), 1
+            else:
+                after += gate
         weights = [self._address(matrix), rows, matrix.cols]
-        after = [self._address(bias), then, out.address + 4 * column, out.width]
         arguments = [*weights, *source, tokens, *after]
         self._gpu.launch(kernel, grid, threads, arguments)
 

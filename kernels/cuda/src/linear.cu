@@ -5,7 +5,8 @@
 // cores: A is 16 rows of weights as signed bytes, B is 8 tokens. Two kernels per kind: `few` gives a
 // tile of rows to a block and a segment to each warp, for decoding, where weights are read once and the
 // memory bounds; `many` gives 64 rows and 64 tokens to a block, for prefill. Both load weights well
-// before they use them: nothing else keeps enough bytes under way.
+// before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are neighbours
+// in the grid, so that one of them reads weights from memory and the others from the cache.
 #include "activations.h"
 #include "blocks.h"
 
@@ -24,7 +25,14 @@ constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spr
 enum class Then : int {
     store,  // out = y + bias
     add,    // out = out + (y + bias): the residual stream
-    gate,   // out = silu(out) * (y + bias): out holds the gate's product
+    gate,   // out = silu(gate) * (y + bias)
+};
+
+// The gate's matrix, of the size of the other one, and its bias, which may be null. Without a matrix, `out`
+// holds the gate's product.
+struct Gate {
+    gpu::In<uint8_t> matrix;
+    gpu::In<float> bias;
 };
 
 struct Target {
@@ -36,12 +44,17 @@ struct Target {
     Then then;
 };
 
-GPU_FN void put(const Target& to, int token, int row, float y) {
+// gate_y: the gate's product, if `gate` has a matrix.
+GPU_FN void put(const Target& to, int token, int row, float y, const Gate& gate = {}, float gate_y = 0.0f) {
     if (row >= to.rows || token >= to.tokens) return;
     if (to.bias) y = ca::add_rn(y, to.bias[row]);
     const int64_t at = token * to.stride + row;
     if (to.then == Then::add) y = ca::add_rn(to.out[at], y);
-    if (to.then == Then::gate) y = ca::mul_rn(ca::silu(to.out[at]), y);
+    if (to.then == Then::gate) {
+        if (!gate.matrix) gate_y = to.out[at];
+        if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[row]);
+        y = ca::mul_rn(ca::silu(gate_y), y);
+    }
     to.out[at] = y;
 }
 
@@ -90,29 +103,32 @@ GPU_FN constexpr int ahead_of(Kind kind) {
     return kind == Kind::q4_0 || kind == Kind::iq4_nl || kind == Kind::q4_1 ? 8 : 4;
 }
 
-// Grid: tiles of 16 rows, groups of 8 tokens.
+// Grid: groups of 8 tokens, tiles of 16 rows. The segments of a gate come before those of the matrix.
 template <Kind kind>
 GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
-                gpu::In<int32_t> sums, const Target& to) {
+                gpu::In<int32_t> sums, const Target& to, const Gate& gate) {
     constexpr int AHEAD = ahead_of(kind), SPAN = gpu::SPAN;
     __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * FEW_TOKENS> partial;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int segments = (blocks + gpu::SEGMENT_BLOCKS - 1) / gpu::SEGMENT_BLOCKS;
     const int64_t spans = gpu::spans_of(cols);
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block_y() * FEW_TOKENS;
-    const gpu::In<uint8_t> tile = matrix + gpu::block() * gpu::tile_bytes(kind, cols);
+    const int all = gate.matrix ? 2 * segments : segments;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * FEW_TOKENS;
+    const int64_t tile_at = gpu::block_y() * gpu::tile_bytes(kind, cols);
     // Tokens past the last compute what is not stored, from the last one's activations.
     const auto held = [&](int token) { return token < to.tokens ? token : to.tokens - 1; };
     const auto words = gpu::in_as<gpu::Words4>(q + held(token0 + g) * spans * gpu::SPAN_WORDS);
     const int64_t mine[2] = {held(token0 + 2 * t) * spans, held(token0 + 2 * t + 1) * spans};
     // The 128 outputs of a tile belong to the first 128 threads, which add the segments in order.
     const int row = gpu::thread() / FEW_TOKENS, token = gpu::thread() % FEW_TOKENS;
-    float y = 0.0f;
-    for (int first = 0; first < segments; first += gpu::warps()) {
-        const int segment = first + gpu::warp();
-        if (segment < segments) {
+    float y = 0.0f, gate_y = 0.0f;
+    for (int first = 0; first < all; first += gpu::warps()) {
+        const int index = first + gpu::warp();
+        if (index < all) {
             float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-            const int start = segment * gpu::SEGMENT_BLOCKS;
+            const bool is_gate = index < all - segments;
+            const gpu::In<uint8_t> tile = (is_gate ? gate.matrix : matrix) + tile_at;
+            const int start = index % segments * gpu::SEGMENT_BLOCKS;
             const int end = start + gpu::SEGMENT_BLOCKS < blocks ? start + gpu::SEGMENT_BLOCKS : blocks;
             gpu::Packed next[AHEAD];
             const auto load = [&](int b) {
@@ -162,18 +178,20 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
                     acc[i];
         }
         gpu::barrier();
-        const int now = segments - first < gpu::warps() ? segments - first : gpu::warps();
+        const int now = all - first < gpu::warps() ? all - first : gpu::warps();
         if (row < gpu::TILE)
             for (int s = 0; s < now; s++) {
                 const float part = partial[(s * gpu::TILE + row) * FEW_TOKENS + token];
-                y = first + s == 0 ? part : ca::add_rn(y, part);
+                if (first + s == segments) gate_y = y;
+                y = first + s == 0 || first + s == segments ? part : ca::add_rn(y, part);
             }
         gpu::barrier();
     }
-    if (row < gpu::TILE) put(to, token0 + token, gpu::block() * gpu::TILE + row, y);
+    if (row < gpu::TILE)
+        put(to, token0 + token, gpu::block_y() * gpu::TILE + row, y, gate, gate_y);
 }
 
-// Grid: groups of 64 rows (a tile of 16 for each warp), groups of 64 tokens.
+// Grid: groups of 64 tokens, groups of 64 rows (a tile of 16 for each warp).
 template <Kind kind>
 GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
                  gpu::In<int32_t> sums, const Target& to) {
@@ -184,9 +202,9 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     __shared__ gpu::Shared<gpu::Words4, has_sums ? STAGES * MANY_TOKENS : 1> all_sums;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int spans = static_cast<int>(gpu::spans_of(cols));
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block_y() * MANY_TOKENS;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * MANY_TOKENS;
     const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE;
-    const int tile_index = gpu::block() * MANY_WARPS + gpu::warp();
+    const int tile_index = gpu::block_y() * MANY_WARPS + gpu::warp();
     const bool has_tile = tile_index < tiles;
     const gpu::In<uint8_t> tile =
         matrix + (has_tile ? tile_index : 0) * gpu::tile_bytes(kind, cols);
@@ -273,9 +291,9 @@ template <Kind kind>
 GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int64_t stride,
                    gpu::In<float> scale, const Target& to) {
     const int row = gpu::thread() % gpu::TILE;
-    const int token = gpu::block_y() * FEW_TOKENS + gpu::thread() / gpu::TILE;
+    const int token = gpu::block() * FEW_TOKENS + gpu::thread() / gpu::TILE;
     if (token >= to.tokens) return;
-    const gpu::In<uint8_t> tile = matrix + gpu::block() * gpu::tile_bytes(kind, cols);
+    const gpu::In<uint8_t> tile = matrix + gpu::block_y() * gpu::tile_bytes(kind, cols);
     float y = 0.0f;
     for (int first = 0; first < cols; first += ca::SEGMENT) {
         const int end = first + ca::SEGMENT < cols ? first + ca::SEGMENT : cols;
@@ -284,31 +302,31 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
             acc = ca::fma_rn(gpu::float_at<kind>(tile, row, k), values[token * stride + k], acc);
         y = first == 0 ? acc : ca::add_rn(y, acc);
     }
-    const int64_t scales = gpu::spans_of(cols) * gpu::SPAN;
-    for (int b = 0; b < scales; b++)  // a value may be too large for rule 1, and finite
-        if (!ca::is_finite(scale[token * scales + b])) y = ca::canonical_nan();
-    put(to, token, gpu::block() * gpu::TILE + row, y);
+    const gpu::In<float> scales = scale + token * gpu::spans_of(cols) * gpu::SPAN;
+    for (int b = 0; b * ca::BLOCK < cols; b++)  // a value may be too large for rule 1, and finite
+        if (!ca::is_finite(scales[b])) y = ca::canonical_nan();
+    put(to, token, gpu::block_y() * gpu::TILE + row, y);
 }
 
 }  // namespace
 
 // matrix: `rows` of `cols`; q, scale, sums: activations of `tokens`; bias: or null; then: see
-// Then. few: grid (tiles, groups of 8 tokens), at least 128 threads. many: grid (groups of 4 tiles,
-// groups of 64 tokens), 128 threads.
+// Then; gate, gate_bias: see Gate. few: grid (groups of 8 tokens, tiles), at least 128 threads. many: grid
+// (groups of 64 tokens, groups of 4 tiles), 128 threads.
 #define QUANTISED(kind)                                                                            \
     KERNEL(linear_few_##kind, FEW_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols,   \
            gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
-           gpu::In<float> bias, int then,                                                          \
-           gpu::Out<float> out, int stride) {                                                      \
+           gpu::In<float> bias, int then, gpu::Out<float> out, int stride, gpu::In<uint8_t> gate,  \
+           gpu::In<float> gate_bias) {                                                             \
         few<Kind::kind>(matrix, cols, q, scale, sums,                                              \
-                        {bias, out, stride, rows, tokens, static_cast<Then>(then)});    \
+                        {bias, out, stride, rows, tokens, static_cast<Then>(then)},                \
+                        {gate, gate_bias});                                                        \
     }                                                                                              \
     KERNEL(linear_many_##kind, MANY_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols, \
            gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
-           gpu::In<float> bias, int then,                                                          \
-           gpu::Out<float> out, int stride) {                                                      \
+           gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {                       \
         many<Kind::kind>(matrix, cols, q, scale, sums,                                             \
-                         {bias, out, stride, rows, tokens, static_cast<Then>(then)});   \
+                         {bias, out, stride, rows, tokens, static_cast<Then>(then)});              \
     }
 QUANTISED(q4_0)
 QUANTISED(q4_1)
@@ -320,13 +338,13 @@ QUANTISED(q4_k)
 QUANTISED(q5_k)
 QUANTISED(q6_k)
 
-// As linear_few, from fp32 rows. Grid (tiles, groups of 8 tokens), 128 threads.
+// As linear_few, from fp32 rows. Grid (groups of 8 tokens, tiles), 128 threads.
 #define FLOATS(kind)                                                                               \
     KERNEL(linear_##kind, FEW_TOKENS* gpu::TILE, gpu::In<uint8_t> matrix, int rows, int cols,      \
            gpu::In<float> values, int values_stride, gpu::In<float> scale, int tokens,             \
            gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {                       \
         floats<Kind::kind>(matrix, cols, values, values_stride, scale,                             \
-                           {bias, out, stride, rows, tokens, static_cast<Then>(then)}); \
+                           {bias, out, stride, rows, tokens, static_cast<Then>(then)});            \
     }
 FLOATS(f16)
 FLOATS(bf16)
