@@ -172,8 +172,8 @@ class Stepper:
         n = self.n_tokens
         for index in layers:
             layer = self._layers[index]
-            layer.mixer.mix(self.batch, self.hidden, self._normed, self._attend)
-            layer.mixer.add_output(layer.mixer.buffers.mixed, n, self.hidden)
+            layer.mixer.mix(self.batch, self.hidden, self._normed, self._attend, is_quantised=True)
+            layer.mixer.add_output(n, self.hidden)
             layer.ffn.add(self.hidden, n, self._normed)
 
     def run(self, wanted: I32) -> list[int]:
@@ -190,14 +190,15 @@ class Stepper:
         self.forward(layers[:-1])
         last = self._layers[layers[-1]]
         buffers = last.mixer.buffers
-        last.mixer.mix(self.batch, self.hidden, self._normed, self._attend)
+        last.mixer.mix(self.batch, self.hidden, self._normed, self._attend, is_quantised=False)
         bad_rows = [
             ops.nonfinite_rows(rows, self.n_tokens) for rows in (self.hidden, buffers.mixed)
         ]
         if len(wanted):
             self.take(wanted)
             ops.take_rows(buffers.mixed, wanted, buffers.wanted)
-            last.mixer.add_output(buffers.wanted, len(wanted), self._last)
+            ops.quantise(buffers.wanted, len(wanted), buffers.mixed_q8)
+            last.mixer.add_output(len(wanted), self._last)
             last.ffn.add(self._last, len(wanted), self._normed)
             bad_rows.append(ops.nonfinite_rows(self._last, len(wanted)))
         return bad_rows
@@ -217,7 +218,7 @@ class Stepper:
         bad_rows: Sequence[int] = ()
         if layers[-1] == last:
             mixer = self._layers[last].mixer
-            mixer.mix(self.batch, self.hidden, self._normed, self._attend)
+            mixer.mix(self.batch, self.hidden, self._normed, self._attend, is_quantised=False)
             bad_rows = ops.nonfinite_rows(mixer.buffers.mixed, n)
         return not (bad_rows or ops.nonfinite_rows(self.hidden, n))
 

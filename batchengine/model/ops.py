@@ -81,7 +81,10 @@ class Ops(Protocol):
         shape: kernels.PageShape,
         layer: int,
         out: kernels.Rows,
-    ) -> None: ...
+        quantised: kernels.Activations | None = None,
+    ) -> None:
+        """Also quantises the rows of the step, if `quantised` is given."""
+
     def step_digests(self, rows: kernels.KvRows, seeds: U64) -> U64: ...
     def take_rows(self, x: kernels.Rows, indices: I32, out: kernels.Rows) -> None: ...
     def nonfinite_rows(self, x: kernels.Rows, tokens: int) -> Sequence[int]: ...
@@ -108,10 +111,23 @@ class CpuOps:
         self.linear_gated = partial(kernels.linear_gated, pool)
         self.place_kv = partial(kernels.place_kv, pool)
         self.step_digests = partial(kernels.step_digests, pool)
-        self.attend = partial(kernels.attend, pool)
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
         self.sample = partial(kernels.sample, pool)
         self.take_rows = kernels.take_rows
+
+    def attend(
+        self,
+        queries: kernels.Queries,
+        batch: kernels.Batch,
+        shape: kernels.PageShape,
+        layer: int,
+        out: kernels.Rows,
+        quantised: kernels.Activations | None = None,
+    ) -> None:
+        """`kernels.attend`, then `quantise`."""
+        kernels.attend(self.pool, queries, batch, shape, layer, out)
+        if quantised is not None:
+            self.quantise(out, batch.n_tokens, quantised)
 
     def call_between(self, between: Callable[[], None]) -> None:
         """Call `between` after each operation from now on that may be long."""

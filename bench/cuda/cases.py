@@ -477,14 +477,19 @@ class Attention:
             whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
             for kernel, (rows_max, each) in ATTEND.items():
                 attended = self.attend(gpu, arrays, kernel, whole, step, n_kv)
-                out = arrays.empty(np.float32, tokens, width)
+                quantised = Quantised.empty(arrays, tokens, width)
+                out, q8 = quantised.values, quantised.addresses if rng.integers(4) else [0, 0, 0]
                 gpu.launch(
                     "fold_attention",
                     (len(attended.entry_of), n_kv, rows_max),
                     min(256, head_dim),
-                    [*attended.addresses, n_head, n_kv, head_dim, each, out.address, width],
+                    [*attended.addresses, n_head, n_kv, head_dim, each, out.address, width, *q8],
                 )
                 compare(out.read(), self.want, f"{kernel}, {what}")
+                if q8[0]:
+                    want = kernels.Activations(tokens, width)
+                    kernels.quantise(self.pool, rows_of(self.want), tokens, want)
+                    quantised.compare(want, f"{kernel}, {what}")
             self.compare_partials(gpu, arrays, q, scale, addresses, rng)
 
 

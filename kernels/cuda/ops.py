@@ -279,9 +279,18 @@ class CudaOps:
         )
 
     def attend(
-        self, queries: Queries, batch: Batch, shape: kernels.PageShape, layer: int, out: Rows
+        self,
+        queries: Queries,
+        batch: Batch,
+        shape: kernels.PageShape,
+        layer: int,
+        out: Rows,
+        quantised: Activations | None = None,
     ) -> None:
-        """As `kernels.attend`."""
+        """As `kernels.attend`, and `quantise` of all tokens of the step."""
+        if quantised is not None:
+            quantised.values = out.address
+        q8 = [0, 0, 0] if quantised is None else quantised.addresses
         heads = [queries.n_head, shape.n_kv_head, shape.head_dim]
         tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim)
         results = [tiles.m, tiles.denominators, tiles.o]
@@ -300,7 +309,7 @@ class CudaOps:
                 "fold_attention",
                 (n_tiles, shape.n_kv_head, rows),
                 shape.head_dim,
-                [table, *results, *heads, each, out.address, out.width],
+                [table, *results, *heads, each, out.address, out.width, *q8],
             )
 
     # -- what goes back to the CPU

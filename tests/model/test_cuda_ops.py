@@ -14,8 +14,9 @@ import kernels
 from batchengine.lanes.cuda import GpuSteps, upload_weights
 from batchengine.model import Ops, Stepper
 from bench.cuda.cases import packed_with_bytes, rows_of
+from bench.cuda.weights import random_model
 from bench.models.local_runner import LocalRunner, LocalSequence
-from bench.models.synthetic import write_synthetic
+from bench.models.synthetic import PRESETS, write_synthetic
 from bench.models.tensors import aligned
 from bench.simt.emulator import COMPILER, ROOT, Emulator, EmulatorFault, compile_kernels
 from kernels.cuda import driver, memory
@@ -116,6 +117,49 @@ def test_a_step_gives_the_bits_of_the_cpu(
         assert len(device.steps.graphs) == 1  # of the steps of one token each
         for lane, mine in zip(lanes, pages, strict=True):
             assert mine[0][1].tobytes() == runner.page(lane, 0)
+
+
+def test_a_layer_of_a_decode_is_ten_launches(gpu: Emulator) -> None:
+    pool = kernels.Pool(1)
+    model, ops = random_model(PRESETS["tiny"], pool), CudaOps(gpu, pool)
+    upload_weights(ops, model.weights)
+    ops.upload_rope(model.rope, 2)
+    limits = {"tokens_max": 1, "entries_max": 1, "pages_max": 1}
+    stepper = Stepper(cast(Ops, ops), model, **limits)
+    page = gpu.allocate(model.shape.payload_bytes)
+    entry = np.array([[1, 0, 1]], np.int32)
+    stepper.set(np.zeros(1, np.int32), entry, np.array([page], np.uint64))
+    stepper.embed()
+    stepper.forward([0])  # what it allocates and copies
+    layer = [launch.kernel for launch in gpu.capture(lambda: stepper.forward([0])).captured]
+    product = f"linear_few_{PRESETS['tiny'].base}"
+    attention = ["norm_quantise", product, "place_kv", "attend_pages", "fold_attention", product]
+    assert layer == [*attention, "norm_quantise", product, "quantise", product]
+
+
+@pytest.mark.parametrize("kinds", [("q4_0", "q4_0"), ("q4_0", "q8_0"), ("f16", "f16")])
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_a_gated_product_has_the_bits_of_the_cpu(
+    gpu: Emulator, kinds: tuple[str, str], tokens: int
+) -> None:
+    pool, rng, rows, cols = kernels.Pool(1), np.random.default_rng(7), 40, 1056
+    ops = CudaOps(gpu, pool)
+    made = [packed_with_bytes(pool, kind, rows, cols, rng)[0] for kind in kinds]
+    for biases in ([None, None], [rng.standard_normal(rows).astype(np.float32) for _ in made]):
+        vectors = [None if bias is None else kernels.Vector(bias) for bias in biases]
+        ops.upload(*made, *[vector for vector in vectors if vector is not None])
+        values = rng.standard_normal((tokens, cols)).astype(np.float32)
+        x, on_cpu = ops.make_rows(tokens, cols), rows_of(values)
+        gpu.copy_in(x.address, values)
+        activations = ops.make_activations(tokens, cols, True)
+        wanted = kernels.Activations(tokens, cols, keep_float=True)
+        ops.quantise(x, tokens, activations)
+        kernels.quantise(pool, on_cpu, tokens, wanted)
+        out, want = ops.make_rows(tokens, rows), kernels.Rows(tokens, rows)
+        gate, up = made
+        ops.linear_gated(activations, gate, up, vectors[0], vectors[1], tokens, out)
+        kernels.linear_gated(pool, wanted, gate, up, vectors[0], vectors[1], tokens, want)
+        assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
 
 
 @pytest.mark.parametrize("together", [True, False])

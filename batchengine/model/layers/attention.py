@@ -1,7 +1,7 @@
 """Causal attention over KV pages (`AttentionSpec`): norm, q k v, append, attend, output.
 
 A mixer has two halves. `mix` runs for every row of a step, because K and V of all of them must be
-appended; `add_output` runs for the rows that are wanted.
+appended; `add_output` runs for the rows that are wanted, once they are quantised.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class Attention:
         hidden: kernels.Rows,
         normed: kernels.Activations,
         attend: Attend | None,
+        *,
+        is_quantised: bool,
     ) -> None:
-        """hidden -> buffers.mixed for every token of the batch; K and V to pages and rows.
+        """hidden -> buffers.mixed for every token of the batch, and buffers.mixed_q8 if they are to
+        be quantised; K and V to pages and rows.
 
         `attend` takes the place of attention to the pages of the batch, if given.
         """
@@ -79,13 +82,15 @@ class Attention:
             buffers.queries,
             self.rows,
         )
+        quantised = buffers.mixed_q8 if is_quantised else None
         if attend is None:
-            ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed)
-        else:
-            attend(buffers.queries, self.kv_layer, buffers.mixed)
+            ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed, quantised)
+            return
+        attend(buffers.queries, self.kv_layer, buffers.mixed)
+        if quantised is not None:
+            ops.quantise(buffers.mixed, n, quantised)
 
-    def add_output(self, mixed: kernels.Rows, n: int, hidden: kernels.Rows) -> None:
-        """hidden += output(mixed), for the first `n` rows."""
-        ops, w, buffers = self.ops, self.weights, self.buffers
-        ops.quantise(mixed, n, buffers.mixed_q8)
-        ops.linear_add(buffers.mixed_q8, w.output, w.output_bias, n, hidden)
+    def add_output(self, n: int, hidden: kernels.Rows) -> None:
+        """hidden += output(mixed_q8), for the first `n` rows."""
+        w = self.weights
+        self.ops.linear_add(self.buffers.mixed_q8, w.output, w.output_bias, n, hidden)

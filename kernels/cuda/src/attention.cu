@@ -3,8 +3,9 @@
 // `attend` gives a super-page, a KV head and a tile of query rows to a block: scores by integer products,
 // soften in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
 // `attend_many` has two tiles of 16 rows a block, which read K and V once. `attend_pages` gives a page to a
-// block, for steps that have few blocks. `fold_attention` folds pages and super-pages in order;
-// `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
+// block, for steps that have few blocks. `fold_attention` folds pages and super-pages in order, and
+// quantises; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
+#include "activations.h"
 #include "kv8.h"
 
 namespace gpu {
@@ -39,6 +40,7 @@ constexpr int LOW = TOKENS / 4;     // dword of the low digits of the weights
 
 constexpr int WARPS = 8, THREADS = WARPS * gpu::WARP, LINE = 128;
 constexpr int AHEAD = 4;  // products whose loads are under way at once
+constexpr int FOLDED = 8;  // accumulators that a fold loads at once, while it adds as many
 
 // Per row: the bits of 256 scores, then in their place the high digits of the weights and the low ones.
 template <int tiles>
@@ -351,9 +353,46 @@ struct ResultRow {
     }
     // n >= 1 super-pages folded in order.
     GPU_FN Accumulator folded(int n, int d) const {
-        Accumulator sum = at(0, d);
-        for (int s = 1; s < n; s++) add(sum, at(s, d));
-        return sum;
+        return each == 1 ? folded_of<1>(n, d) : folded_of<ca::SUPERPAGE_PAGES>(n, d);
+    }
+
+  private:
+    // An accumulator that is not there adds nothing, without a branch: the next loads would wait for it.
+    GPU_FN static void add_if(bool is_there, Accumulator& sum, const Accumulator& next) {
+        Accumulator both = sum;
+        add(both, next);
+        sum.m = is_there ? both.m : sum.m;
+        sum.l = is_there ? both.l : sum.l;
+        sum.o = is_there ? both.o : sum.o;
+    }
+    template <int of_superpage>
+    GPU_FN Accumulator folded_of(int n, int d) const {
+        const int most = n * of_superpage, count = of_superpage > 1 && pages < most ? pages : most;
+        Accumulator next[FOLDED], total = {0.0f, 0.0f, 0.0f};
+        const auto load = [&](int from) {
+            GPU_UNROLL
+            for (int i = 0; i < FOLDED; i++)
+                next[i] = one(from + i < count ? from + i : count - 1, d);
+        };
+        load(0);
+        for (int i = 0; i < count; i += FOLDED) {
+            Accumulator now[FOLDED];
+            GPU_UNROLL
+            for (int k = 0; k < FOLDED; k++) now[k] = next[k];
+            if (i + FOLDED < count) load(i + FOLDED);
+            GPU_UNROLL
+            for (int k = 0; k < FOLDED; k += of_superpage) {
+                Accumulator sum = now[k];
+                GPU_UNROLL
+                for (int page = 1; page < of_superpage; page++)
+                    add_if(i + k + page < count, sum, now[k + page]);
+                if (k == 0 && i == 0)
+                    total = sum;
+                else
+                    add_if(i + k < count, total, sum);
+            }
+        }
+        return total;
     }
 };
 
@@ -385,26 +424,39 @@ ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES)
 ATTEND(attend_pages, 1, 1)
 #undef ATTEND
 
-// Folds the super-pages of every row in order and divides: out row = token, head_dim values per head. The
-// spans begin at super-page 0 and have all that the rows see. each: accumulators of a super-page, 4 of
-// attend_pages, else 1. Grid: (tiles, KV heads, rows of a tile), one thread per dim at most.
-KERNEL(fold_attention, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in, gpu::In<float> l_in,
-       gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, int each, gpu::Out<float> out,
-       int stride) {
+// Folds the super-pages of every row in order and divides: out row = token, head_dim values per head, and
+// the same quantised, unless `q` is null. The spans begin at super-page 0 and have all that the rows see.
+// each: accumulators of a super-page, 4 of attend_pages, else 1. Grid: (tiles, KV heads, rows of a tile), one
+// thread per dim at most.
+KERNEL(fold_attention, gpu::HEAD_DIM_MAX, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in,
+       gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, int each,
+       gpu::Out<float> out, int stride, gpu::Out<uint32_t> q, gpu::Out<float> scale,
+       gpu::Out<int32_t> sums) {
+    __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> values;
     const gpu::AttendTile tile = tiles[gpu::block()];
     const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
     if (row >= tile.rows) return;
     const int in_entry = tile.first_row + row;
     const int position = tile.start_position + in_entry / group, n = superpages_at(position);
-    const int64_t to = int64_t{tile.first_token + in_entry / group} * stride +
-                       (kv_head * group + in_entry % group) * head_dim;
+    const int64_t token = tile.first_token + in_entry / group;
+    const int first = (kv_head * group + in_entry % group) * head_dim;  // value of the row
     const ResultRow from =
         result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each);
     for (int d = gpu::thread(); d < head_dim; d += gpu::threads()) {
         const Accumulator sum = from.folded(n, d);
         float value;
         ca::finish(sum.l, &sum.o, 1, &value);
-        out[to + d] = value;
+        out[token * stride + first + d] = value;
+        values[d] = value;
+    }
+    if (!q) return;
+    gpu::barrier();
+    const int groups = head_dim / ca::BLOCK;
+    for (int i = gpu::warp() * gpu::SPAN; i < groups; i += gpu::warps() * gpu::SPAN) {
+        const int of_head = i + gpu::lane() / 8;
+        gpu::quantise_group([&](int k) { return float(values[k - first]); }, n_head * head_dim,
+                            token, first / ca::BLOCK + of_head, of_head < groups,
+                            {q, scale, sums});
     }
 }
 

@@ -9,48 +9,12 @@ namespace {
 constexpr int NORM_THREADS = 512;
 constexpr int NORM_VALUES = 4096;  // of a row that are held at once
 
-// Activations of a step.
-struct Quantised {
-    gpu::Out<uint32_t> q;
-    gpu::Out<float> scale;
-    gpu::Out<int32_t> sums;
-};
-
-// Quantises a span of the row of a token, whose value k is `value(k)`: a warp, eight lanes a block.
+// Quantises a span of the row of a token, whose value k is `value(k)`: a warp.
 template <class Value>
-GPU_FN void quantise_span(Value value, int width, int64_t token, int span, const Quantised& to) {
-    const int block = gpu::lane() / 8, word = gpu::lane() % 8;
-    const int first = (span * gpu::SPAN + block) * ca::BLOCK + word * 4;
-    float x[4];
-    uint32_t largest = 0;
-    GPU_UNROLL
-    for (int i = 0; i < 4; i++) x[i] = first + i < width ? value(first + i) : 0.0f;
-    GPU_UNROLL
-    for (int i = 0; i < 4; i++)
-        largest = ca::magnitude_bits(x[i]) > largest ? ca::magnitude_bits(x[i]) : largest;
-    for (int mask = 4; mask >= 1; mask /= 2) {
-        const uint32_t other = gpu::shuffle_xor(largest, mask);
-        largest = other > largest ? other : largest;
-    }
-    const ca::Group kind = ca::group_kind(largest);
-    const float t = kind == ca::Group::used ? ca::group_scale(largest) : 1.0f;
-    const float inverse = kind == ca::Group::used ? ca::div_rn(1.0f, t) : 0.0f;
-    uint32_t bytes = 0;
-    int32_t sum = 0;
-    GPU_UNROLL
-    for (int i = 0; i < 4; i++) {
-        const int32_t n =
-            kind == ca::Group::nonfinite ? 0 : ca::round_to_int(ca::mul_rn(x[i], inverse));
-        bytes |= (static_cast<uint32_t>(n) & 255u) << 8 * i;
-        sum += n;
-    }
-    for (int mask = 4; mask >= 1; mask /= 2) sum += gpu::shuffle_xor(sum, mask);
-    const int64_t at = token * gpu::spans_of(width) + span;
-    to.q[at * gpu::SPAN_WORDS + gpu::span_word(block, word)] = bytes;
-    if (word == 0) {
-        to.scale[at * gpu::SPAN + block] = kind == ca::Group::nonfinite ? ca::canonical_nan() : t;
-        to.sums[at * gpu::SPAN + block] = sum;
-    }
+GPU_FN void quantise_span(Value value, int width, int64_t token, int span,
+                          const gpu::Quantised& to) {
+    const int group = span * gpu::SPAN + gpu::lane() / 8;
+    gpu::quantise_group(value, width, token, group, true, to);
 }
 
 // Whether all threads of the block say so; `shared` is free afterwards.

@@ -72,5 +72,11 @@ def test_weights_are_loaded_ahead() -> None:
     assert "LDGSTS" in {name.split(".")[0] for name in made["linear_many_q4_0"]}
 
 
+def test_accumulators_of_a_fold_are_loaded_at_once() -> None:
+    (unit,) = (unit for unit in units() if unit.stem == "attention")
+    made = listings(compile_unit(unit, "sm_90").cubin)
+    assert loads_at_once(made["fold_attention"]) >= 24  # of eight: m, l and a value of o
+
+
 def test_a_branch_ends_what_is_loaded_at_once() -> None:
     assert loads_at_once(["LDG.E", "FADD", "LDG.E.64", "BRA", "LDG.E", "IMMA.16832", "LDS"]) == 2
