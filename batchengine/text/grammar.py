@@ -49,6 +49,7 @@ PARTS_CPU_S = 0.4  # no further schema in a grammar once the check has taken thi
 WALKS = (32, 16, 16)  # masks: of a short answer, then of random ones
 WALK_CPU_S = 0.05  # no further walk under one grammar once this was used
 SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
+_AT_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _SCHEMA = re.compile(r"%json\s+(?=\{)")
 
 
@@ -202,12 +203,13 @@ def refusal(error: BaseException) -> BatchEngineError:
 
 
 def _line(text: str) -> str:
-    """A message of the library, which may be a page long, as one line: its first, and behind a
-    heading the last, which says what is wrong below a drawing of where."""
+    """A message of the library, which may be a page long, as one line: its first, without the place
+    of a schema, and behind a heading the one which says what is wrong below a drawing of where."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return "it cannot be read"
     first = lines[0]
     if first.endswith(":") and len(lines) > 1:
-        first = f"{first} {lines[-1].removeprefix('error: ')}"
-    return first[:WHY_CHARS_MAX]
+        said = next((line for line in lines if line.startswith("error: ")), lines[-1])
+        first = f"{first} {said.removeprefix('error: ')}"
+    return _AT_SCHEMA.sub("", first)[:WHY_CHARS_MAX]

@@ -28,7 +28,7 @@ Message = dict[str, str]
 
 SYSTEM = "You are a helpful assistant."
 TOY_PARAMETERS = 50_000_000  # of a model that cannot be asked for facts
-TOY = 'a toy that can chat and count: try "Hello! Who are you?" or "What is 3 plus 4?"'
+TOY = 'a toy that can chat and count: try "Who are you?" or "What is 3 plus 4?"'
 FILE_BYTES_MAX = 8 << 20
 INPUTS_MAX = 1000  # that the file of earlier inputs keeps
 QUOTE = '"""'
@@ -94,7 +94,7 @@ def run(url: str, api_key: str, options: Options, model: Path | None) -> int:
     check_header(str(model))
     stop_on_signals()
     with ChildDaemon(model, lambda line: print(line, file=sys.stderr)) as daemon:
-        return converse(Client(daemon.wait_ready()), options)
+        return converse(Client(daemon.wait_ready()), options, keeps=False)
 
 
 @dataclass(slots=True)
@@ -103,6 +103,7 @@ class Talk:
 
     client: Client
     options: Options
+    keeps: bool = True  # the daemon outlives the conversation
     session: str = ""
     history: list[Message] = field(default_factory=list[Message])
     attached: list[str] = field(default_factory=list[str])  # texts of files for the next message
@@ -170,6 +171,10 @@ class Talk:
                 return "(new session)"
             case "/session" if rest:
                 return self.go_on(rest)
+            case "/session" if not self.keeps:
+                return (
+                    f"(session {self.session}: it ends with this conversation, as its daemon does)"
+                )
             case "/session":
                 return f"(session {self.session}: go on later with chat --session {self.session})"
             case "/file" if rest:
@@ -182,14 +187,15 @@ class Talk:
                 return f"there is no command {name}; /help lists them"
 
 
-def converse(client: Client, options: Options) -> int:
-    """Reads lines until end of input; errors of one turn do not end the conversation."""
+def converse(client: Client, options: Options, *, keeps: bool = True) -> int:
+    """Reads lines until end of input; errors of one turn do not end the conversation. `keeps`:
+    the daemon outlives it."""
     row = client.model()
     model, asking = str(row["id"]), sys.stdin.isatty()
     lines = cast("object", sys.stdin)
     if isinstance(lines, io.TextIOWrapper):
         cast("io.TextIOWrapper", lines).reconfigure(errors="replace")  # a pipe may hold anything
-    talk = Talk(client, options)
+    talk = Talk(client, options, keeps)
     if asking:
         print(f"{model} at {client.url} · /help lists commands, /quit leaves")
         parameters: int = row.get("meta", {}).get("n_params", 0)

@@ -253,6 +253,12 @@ def age(seconds: float) -> str:
     return "now"
 
 
+def ago(seconds: float) -> str:
+    """How long something has been over."""
+    text = age(max(0.0, seconds))
+    return text if text == "now" else f"{text} ago"
+
+
 def plain(text: str) -> str:
     """Text of a model or a client without characters that would control the terminal."""
     return "".join(

@@ -242,7 +242,7 @@ def _show_lines(found: Answer, _: Given) -> list[str]:
     if (waits := render.parked(found, time.time())) is not None:
         plain["parked"] = waits
     if used := found.get("used_s"):
-        plain["used"] = f"{render.age(max(0.0, time.time() - used))} ago"
+        plain["used"] = render.ago(time.time() - used)
     plain |= render.held_lines(found)
     lines: list[str] = []
     for name, value in plain.items():

@@ -188,7 +188,7 @@ def _weights_lines(folder: str, rows: list[dict[str, Any]], now_s: float) -> lis
         {
             "file": row["file"],
             "size": render.size(row["bytes"]),
-            "used": f"{render.age(now_s - row['used_s'])} ago",
+            "used": render.ago(now_s - row["used_s"]),
             "state": row["state"],
         }
         for row in rows

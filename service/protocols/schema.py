@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta, Struct
@@ -78,7 +78,7 @@ class Common(Struct, kw_only=True):
     stop: StopText | Annotated[list[StopText], Meta(max_length=STOP_MAX)] | None = None
     seed: Seed | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=10.0)] | None = None
@@ -188,6 +188,7 @@ _KINDS = {
     "null": "null",
 }
 _MISSING = re.compile(r"required field `(?P<name>[^`]*)`")
+_NO_CHOICE = "Invalid enum value "
 _UNKNOWN = re.compile(r"unknown field `(?P<name>[^`]*)`")
 
 
@@ -211,12 +212,20 @@ def convert(kind: type[Kind], values: dict[str, object]) -> Kind:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
         needed = {one.encode_name for one in msgspec.structs.fields(kind) if one.required}
-        raise _field_error(str(error), needed) from None
+        raise _field_error(str(error), needed, _choices(kind)) from None
 
 
-def _field_error(text: str, needed: set[str]) -> BatchEngineError:
+def _choices(kind: type[Struct]) -> dict[str, list[str]]:
+    """The values of fields that have a few, by the fields' names."""
+    return {
+        one.encode_name: [value for part in get_args(one.type) for value in get_args(part)]
+        for one in msgspec.structs.fields(kind)
+    }
+
+
+def _field_error(text: str, needed: set[str], choices: dict[str, list[str]]) -> BatchEngineError:
     """The error of a msgspec message such as "Expected `int` >= 1 - at `$.n`"; fields in `needed`
-    cannot be left out."""
+    cannot be left out, and some have one of a few values."""
     found = _PATH.search(text)
     path = found["path"] if found else ""
     what = text[: found.start()] if found else text
@@ -226,6 +235,8 @@ def _field_error(text: str, needed: set[str]) -> BatchEngineError:
             return row(param=printable(param))
     param = printable(path.replace("[...]", "")) or None
     fix = f"correct {param}" if param in needed else f"correct {param} or leave it out"
+    if what.startswith(_NO_CHOICE) and (names := choices.get(path)):
+        fix = f"use {', '.join(names)}"
     return errors.INVALID_FIELD(
         param=param,
         what=f"{param or 'body'} has a wrong value",
@@ -238,6 +249,7 @@ def _plain(message: str) -> str:
     """A message of msgspec in words that do not need its types."""
     found = _EXPECTED.fullmatch(message)
     if found is None:
+        message = message.replace(_NO_CHOICE, "There is no value ")
         return message[:1].lower() + message[1:].replace("`", "")
     kinds = [_KINDS.get(kind, kind) for kind in found["kinds"].split(" | ") if kind != "null"]
     bound = found["bound"] or ""
@@ -245,7 +257,8 @@ def _plain(message: str) -> str:
         bound = bound.replace(sign, words)
     bound = bound.replace("of length of", "with a length of")
     text = f"it must be {' or '.join(kinds)} {bound}".rstrip()
-    return f"{text}, not {_KINDS.get(found['got'], found['got'])}" if found["got"] else text
+    got = "a fraction" if found["got"] == "float" else _KINDS.get(found["got"], found["got"])
+    return f"{text}, not {got}" if found["got"] else text
 
 
 def binary32(value: float) -> float:

@@ -21,6 +21,7 @@ T = TypeVar("T")
 DEPTH_MAX = 64  # tool schemas of real agents stay below 20
 TOO_DEEP = f"it nests deeper than {DEPTH_MAX} levels"
 INLINE_BYTES_MAX = 16 * 1024  # parses in well under a millisecond
+BYTE_ORDER_MARK = "\ufeff"  # with which some programs begin a text
 DIGITS_MAX = 40  # no field of any request holds a longer integer
 
 
@@ -34,7 +35,7 @@ async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.k
 def parse_object(body: bytes | bytearray) -> dict[str, object]:
     """The JSON object in `body`; raises BatchEngineError 400."""
     try:
-        text = body.decode("utf-8")
+        text = body.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         raise errors.INVALID_JSON(why=f"invalid UTF-8 at byte {error.start}") from None
     try:
@@ -44,7 +45,8 @@ def parse_object(body: bytes | bytearray) -> dict[str, object]:
             parse_int=_short_int,
         )
     except json.JSONDecodeError as error:
-        raise errors.INVALID_JSON(why=f"{error.msg} at character {error.pos}") from None
+        what = error.msg.removesuffix(" at")
+        raise errors.INVALID_JSON(why=f"{what} at character {error.pos}") from None
     except RecursionError:
         raise errors.INVALID_JSON(why=TOO_DEEP) from None
     if not isinstance(value, dict):

@@ -39,6 +39,12 @@ COMPACT = EXACT | {"item_separator": ", ?", "key_separator": ": ?"}
 
 
 PATTERN = "input_pattern"  # field of a tool beside its function: what its only text must match
+# what an empty list of another language became, and the name of a form of schemas
+NOT_READ = re.compile(r'"(?:required|properties)": ?null|"\$schema"')
+DIALECT = re.compile(
+    r"http://json-schema\.org/draft-0[467]/schema#?"
+    r"|https://json-schema\.org/draft/20(?:19-09|20-12)/schema#?"
+)
 LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
@@ -249,11 +255,13 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def enforceable(schema: str) -> str:
-    """A JSON Schema without patterns that no automaton can follow: those that look around or back.
+    """A JSON Schema without what cannot be compiled: patterns that no automaton can follow,
+    those that look around or back; unknown names of a dialect; and lists that are null.
 
-    Schemas made from JavaScript's validators have them; the rest of the schema still holds.
+    Schemas made from JavaScript's validators and Go's structures have them; the rest still holds.
     """
-    if '"pattern' not in schema or not LOOKS_AROUND.search(schema):
+    looks_around = '"pattern' in schema and LOOKS_AROUND.search(schema)
+    if not looks_around and not NOT_READ.search(schema):
         return schema
     return json.dumps(_enforceable(json.loads(schema)), separators=(",", ":"))
 
@@ -266,6 +274,10 @@ def _enforceable(schema: object) -> object:
     made: dict[str, object] = {}
     for key, value in cast("dict[str, object]", schema).items():
         if key == "pattern" and isinstance(value, str) and LOOKS_AROUND.search(value):
+            continue
+        if key in ("required", "properties") and value is None:
+            continue
+        if key == "$schema" and not (isinstance(value, str) and DIALECT.fullmatch(value)):
             continue
         if key == "patternProperties" and isinstance(value, dict):
             found = cast("dict[str, object]", value)

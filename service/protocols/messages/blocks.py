@@ -8,6 +8,7 @@ leaves all tokens before it as they were.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ UNTIL_NEXT = "next_user_message"
 TEXT_ONLY = "this daemon reads text only"
 FOUND = "This tool can be called from here on:\n"
 REMOVED = "This tool cannot be called any more: "
+# blocks of tools that a provider ran: what came of them is in the text that followed
+RUN_BY_PROVIDER = re.compile(r".+_tool_(?:use|result)")
 ERROR = "Error: "  # in front of the result of a call that failed
 MODES: dict[str, ToolChoice] = {
     "auto": ToolChoice(),
@@ -42,7 +45,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
         if role == "user":
             messages += _user(message.get("content"), where, tools)
         elif role == "assistant":
-            messages.append(_assistant(message.get("content"), where))
+            messages.append(_assistant(message.get("content"), where, tools))
         elif role == "system":
             if message.get("clear_at") == UNTIL_NEXT and index < last_user:
                 continue
@@ -215,8 +218,12 @@ def _read(block: Object, param: str) -> str | None:
         return block["text"]
     if kind == "document":
         fields = cast("Object", source) if isinstance(source, dict) else {}
+        head, at = _strings(block.get("title"), block.get("context")), f"{param}.source.content"
         if fields.get("type") == "text" and isinstance(fields.get("data"), str):
-            return "\n".join([*_strings(block.get("title"), block.get("context")), fields["data"]])
+            return "\n".join([*head, fields["data"]])
+        if fields.get("type") == "content":
+            parts = [_text(part, place) for part, place in _blocks(fields.get("content"), at)]
+            return "\n".join([*head, *parts])
     if kind == "search_result":
         parts = [_text(part, at) for part, at in _blocks(block.get("content"), f"{param}.content")]
         return "\n".join([*_strings(block.get("title"), block.get("source")), *parts])
@@ -297,7 +304,7 @@ def _instructions(content: object, where: str, tools: _Tools) -> str:
     return "\n".join(texts)
 
 
-def _assistant(content: object, where: str) -> Object:
+def _assistant(content: object, where: str, tools: _Tools) -> Object:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Object] = []
@@ -309,6 +316,10 @@ def _assistant(content: object, where: str) -> Object:
                 continue  # of another daemon: nothing in it can be read
             case "tool_use":
                 calls.append(_call(block, param))
+            case str() as kind if RUN_BY_PROVIDER.fullmatch(kind):
+                tools.unread.append(f"messages.{kind:.64}")
+            case "compaction" if isinstance(block.get("content"), str):
+                texts.append(block["content"])  # a summary of what came before
             case _:
                 texts.append(_text(block, param))
     message: Object = {"role": "assistant", "content": "\n".join(texts)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 from typing import Any, cast
 
 from batchengine import errors
@@ -20,12 +21,9 @@ Fields = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ENCRYPTED = "be1:"  # the beginning of `encrypted_content` that this daemon wrote
-# items of tools that a provider ran: their results are in the text that followed
-PASSED_OVER = (
-    "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call",
-    "computer_call", "mcp_list_tools", "mcp_call", "mcp_approval_request",
-    "mcp_approval_response", "tool_search_call", "tool_search_output",
-)  # fmt: skip
+# items of tools that a provider ran, or knows: their results are in the text that followed
+PASSED_OVER = re.compile(r"mcp_.*|.*_(?:call|output)")
+KIND_CHARS_MAX = 64
 
 
 def messages(
@@ -70,7 +68,7 @@ class _Reader:
             self._item(cast("Fields", item), where)
 
     def _item(self, item: Fields, where: str) -> None:
-        kind: object = item.get("type", "message")
+        kind: object = item.get("type") or "message"
         match kind:
             case "message":
                 self._message(item, where)
@@ -82,10 +80,10 @@ class _Reader:
                 self._call(item, where)
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item, where)
-            case str() if kind in PASSED_OVER:
-                self.passed_over[kind] = None
+            case str() if PASSED_OVER.fullmatch(kind):
+                self.passed_over[kind[:KIND_CHARS_MAX]] = None
             case _:
-                raise _wrong(f"{where}.type", "a message, a call, its output or reasoning")
+                raise _wrong(f"{where}.type", "a message, a call, its output or reasoning", kind)
 
     def _message(self, item: Fields, where: str) -> None:
         role: object = item.get("role")
@@ -174,10 +172,11 @@ def _text_of(item: Fields, name: str, where: str) -> str:
     return value
 
 
-def _wrong(where: str, expected: str) -> BatchEngineError:
+def _wrong(where: str, expected: str, got: object = None) -> BatchEngineError:
+    value = f"the value {got[:KIND_CHARS_MAX]!r}" if isinstance(got, str) else "a wrong value"
     return errors.INVALID_FIELD(
         param=where,
-        what=f"{where} has a wrong value",
+        what=f"{where} has {value}",
         why=f"expected {expected}",
         fix="see the input items of OpenAI Responses",
     )

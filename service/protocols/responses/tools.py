@@ -16,11 +16,7 @@ from service.protocols.conversation import ToolChoice
 from service.protocols.openai import custom_tools
 
 Fields = dict[str, Any]
-HOSTED = (
-    "web_search", "web_search_preview", "file_search", "computer", "computer_use_preview",
-    "code_interpreter", "image_generation", "local_shell", "shell", "mcp", "tool_search",
-    "apply_patch", "programmatic_tool_calling",
-)  # fmt: skip
+CALLED_BY_NAME = ("function", "custom")  # types; the rest is run by a provider
 NAME_CHARS_MAX = 256
 
 
@@ -63,7 +59,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
                     custom.append(name)
                 else:
                     made.append(_function(fields, at, name))
-        elif isinstance(kind, str) and kind.startswith(HOSTED):
+        elif isinstance(kind, str):  # a provider runs it, or a newer client knows it
             left_out.append(f"tools.{kind[:64]}")
         else:
             raise _wrong(where, "a function, a custom tool or a namespace")
@@ -86,7 +82,7 @@ def tool_choice(
         return ToolChoice("required", (), is_parallel)
     if isinstance(given, dict):
         kind = given.get("type")
-        if kind in ("function", "custom"):
+        if kind in CALLED_BY_NAME:
             return ToolChoice("required", (_chosen(given, known),), is_parallel)
         if kind == "allowed_tools" and given.get("mode", "auto") in ("auto", "required"):
             listed: object = given.get("tools")
@@ -95,7 +91,8 @@ def tool_choice(
                 dict.fromkeys(
                     _chosen(cast("Fields", one), known)
                     for one in allowed
-                    if isinstance(one, dict) and cast("Fields", one).get("type") not in HOSTED
+                    if isinstance(one, dict)
+                    and cast("Fields", one).get("type", "function") in CALLED_BY_NAME
                 )
             )
             if not names:

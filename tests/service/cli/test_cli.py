@@ -22,7 +22,9 @@ import pytest
 
 import batchengine
 from batchengine import errors
+from service.admin.client import Client
 from service.cli import main
+from service.cli.chat import Options, Talk
 
 ROOT = Path(__file__).resolve().parents[3]
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
@@ -435,6 +437,15 @@ def test_chat_sends_turns_and_starts_new_sessions(tmp_path: Path) -> None:
         done = cli("chat", "--url", running.url, "--temperature", "99", stdin="hello\n")
         assert done.returncode == 1
         assert "temperature" in done.stderr
+
+
+def test_a_session_of_a_daemon_that_ends_with_the_chat_is_not_offered_for_later() -> None:
+    talk = Talk(Client("http://127.0.0.1:9"), Options(), keeps=False)
+    talk.begin("mine")
+    assert "mine: it ends with this conversation" in talk.command("/session")
+    kept = Talk(Client("http://127.0.0.1:9"), Options())
+    kept.begin("mine")
+    assert "chat --session mine" in kept.command("/session")
 
 
 def test_chat_goes_on_with_a_session_and_never_replaces_its_history(tmp_path: Path) -> None:

@@ -24,6 +24,10 @@ def test_where_the_pages_of_a_session_are() -> None:
     }
 
 
+def test_how_long_something_has_been_over() -> None:
+    assert [render.ago(seconds) for seconds in (-3.0, 0.2, 90.0)] == ["now", "now", "1 min ago"]
+
+
 def test_what_a_drain_waits_for() -> None:
     given = {"peer": "a", "pages": 8, "state": "up", "kv_free_bytes": 1 << 20}
     given |= {"requests_running": 2}

@@ -115,7 +115,13 @@ async def test_fields_without_effect_are_named() -> None:
             "it must be a number, not text",
             "correct temperature or leave it out",
         ),
-        ("n", 1.5, "it must be a whole number, not a number", "correct n or leave it out"),
+        ("n", 1.5, "it must be a whole number, not a fraction", "correct n or leave it out"),
+        (
+            "reasoning_effort",
+            "lots",
+            "there is no value 'lots'",
+            "use none, minimal, low, medium, high, xhigh, max",
+        ),
         ("n", 9, "it must be a whole number of at most 8", "correct n or leave it out"),
         ("n", 0, "it must be a whole number of at least 1", "correct n or leave it out"),
         ("store", "yes", "it must be true or false, not text", "correct store or leave it out"),
@@ -127,6 +133,11 @@ async def test_errors_have_no_words_of_the_parser(
 ) -> None:
     _, body, _, _ = await post(CHAT, chat() | {field: value})
     assert (body["error"]["why"], body["error"]["fix"]) == (why, fix)
+
+
+async def test_the_smallest_top_p_is_taken() -> None:
+    status, _, _, made = await post(CHAT, chat(top_p=0))
+    assert (status, made[0].sampling.top_p) == (200, 0.0)
 
 
 async def test_a_template_argument_is_named() -> None:

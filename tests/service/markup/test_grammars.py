@@ -226,6 +226,26 @@ def test_patterns_that_look_around_are_left_out() -> None:
     assert allows(grammar("hermes", tools=False, response=response), '{"a":"xy"}')
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"$schema": "http://json-schema.org/schema#"},
+        {"$schema": "https://json-schema.org/draft-07/schema"},
+        {"$schema": "http://json-schema.org/draft-07/schema#"},
+        {"$schema": 7},
+        {"properties": {"b": {"type": "object", "required": None, "properties": None}}},
+    ],
+)
+def test_other_names_of_a_dialect_and_lists_that_are_null_do_not_keep_a_schema_from_being_read(
+    more: dict[str, Any],
+) -> None:
+    schema = {"type": "object", "properties": {"b": {"type": "object"}}, "required": ["b"]} | more
+    response = Constraint("json_schema", json.dumps(schema))
+    constraint = grammar("hermes", tools=False, response=response)
+    assert allows(constraint, '{"b":{}}')
+    assert not allows(constraint, '{"b":1}')
+
+
 def test_definitions_that_every_parameter_repeats_are_bounded() -> None:
     """They stand beside each value of a call in XML."""
     fields = {f"p{number}": {"type": "integer"} for number in range(1000)}

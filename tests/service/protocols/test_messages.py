@@ -161,8 +161,30 @@ def test_a_format_becomes_a_constraint() -> None:
 def test_readable_documents_are_text() -> None:
     document = {"type": "document", "title": "T", "source": {"type": "text", "data": "body"}}
     result = {"type": "search_result", "source": "u", "title": "S", "content": [text("hit")]}
-    made = conversation_of(body_of(messages=[user(document, result)]))
-    assert made.messages == [{"role": "user", "content": "T\nbody\nS\nu\nhit"}]
+    parts = {"type": "document", "source": {"type": "content", "content": [text("a"), text("b")]}}
+    made = conversation_of(body_of(messages=[user(document, result, parts)]))
+    assert made.messages == [{"role": "user", "content": "T\nbody\nS\nu\nhit\na\nb"}]
+
+
+def test_blocks_of_tools_that_a_provider_ran_are_left_out_and_named() -> None:
+    """A conversation goes on here that began with another provider."""
+    said = [
+        {"type": "compaction", "content": "what came before"},
+        {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+        {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+        {"type": "mcp_tool_use", "id": "m", "name": "x", "server_name": "y", "input": {}},
+        {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+        text("done"),
+    ]
+    talk = [user(text("hi")), {"role": "assistant", "content": said}, user(text("go on"))]
+    made = conversation_of(body_of(messages=talk))
+    assert made.messages[1] == {"role": "assistant", "content": "what came before\ndone"}
+    assert made.unread == (
+        "messages.server_tool_use",
+        "messages.web_search_tool_result",
+        "messages.mcp_tool_use",
+        "messages.mcp_tool_result",
+    )
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,40 @@ def test_items_of_one_answer_are_one_message() -> None:
     assert made[6]["tool_calls"][0]["function"]["arguments"] == '{"input":"p"}'
 
 
+def test_calls_of_tools_that_a_provider_ran_are_left_out_whatever_they_are() -> None:
+    """A conversation goes on here that began elsewhere, or in a newer client."""
+    made, passed = items.messages(
+        [
+            {"type": None, "role": "user", "content": "hi"},
+            {"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}},
+            {"type": "local_shell_call_output", "call_id": "c", "output": "x"},
+            {"type": "mcp_approval_request", "id": "m"},
+            {"type": "x" * 90 + "_call"},
+        ],
+        None,
+    )
+    assert made == [{"role": "user", "content": "hi"}]
+    assert passed == [
+        "input.local_shell_call",
+        "input.local_shell_call_output",
+        "input.mcp_approval_request",
+        "input." + "x" * 64,
+    ]
+    with pytest.raises(BatchEngineError, match="'compaction'"):
+        items.messages([{"type": "compaction", "encrypted_content": "x"}], None)
+
+
+def test_tools_of_unknown_types_are_left_out_and_named() -> None:
+    plain = {"type": "function", "name": "f"}
+    made, _, left_out = tools.functions([{"type": "tool_of_2027"}, plain])
+    assert ([one["function"]["name"] for one in made], left_out) == (["f"], ["tools.tool_of_2027"])
+    listed = [{"type": "tool_of_2027"}, plain]
+    choice = tools.tool_choice({"type": "allowed_tools", "tools": listed}, made, None)
+    assert choice.names == ("f",)
+    with pytest.raises(BatchEngineError, match="a function, a custom tool"):
+        tools.functions([{"name": "f"}])
+
+
 def text(value: str) -> dict[str, str]:
     return {"type": "input_text", "text": value}
 

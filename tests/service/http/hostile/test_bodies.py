@@ -62,7 +62,7 @@ BAD_FIELDS: list[Refused] = [
     (CHAT, {"messages": MESSAGES, "temperature": -0.1}, 400, "invalid_value", "temperature"),
     (CHAT, {"messages": MESSAGES, "temperature": 2.1}, 400, "invalid_value", "temperature"),
     (CHAT, {"messages": MESSAGES, "temperature": "hot"}, 400, "invalid_value", "temperature"),
-    (CHAT, {"messages": MESSAGES, "top_p": 0}, 400, "invalid_value", "top_p"),
+    (CHAT, {"messages": MESSAGES, "top_p": -0.1}, 400, "invalid_value", "top_p"),
     (CHAT, {"messages": MESSAGES, "top_p": 1.01}, 400, "invalid_value", "top_p"),
     (CHAT, {"messages": MESSAGES, "top_k": -2}, 400, "invalid_value", "top_k"),
     (CHAT, {"messages": MESSAGES, "min_p": 1.5}, 400, "invalid_value", "min_p"),
@@ -211,6 +211,19 @@ async def test_bodies_that_are_not_json_are_refused() -> None:
                     error = (await reply.json())["error"]
                 seen = (reply.status, error["code"], error["param"])
                 assert seen == (400, "invalid_json", param), body[:60]
+
+
+async def test_a_byte_order_mark_is_read_over() -> None:
+    """Some programs of Windows write one."""
+    headers = {"Content-Type": "application/json"}
+    async with serving() as served, aiohttp.ClientSession(served.base) as client:
+        data = b"\xef\xbb\xbf" + json.dumps(chat()).encode()
+        async with client.post(CHAT, data=data, headers=headers) as reply:
+            assert reply.status == 200
+        data = b'{"messages": [{"role": "user", "content": "a\x01"}]}'
+        async with client.post(CHAT, data=data, headers=headers) as reply:
+            why = (await reply.json())["error"]["why"]
+    assert why == "Invalid control character at character 44"
 
 
 def worst_bodies(size: int = 4 << 20) -> list[tuple[str, str, bytes]]:
