@@ -111,9 +111,7 @@ class ProofPage:
 class HostMemory:
     """A `LaneMemory` in host memory: the slots and extents that one run of a worker maps."""
 
-    def __init__(
-        self, attach: wire.Attach, layout: PageLayout, files: osio.Files | None = None
-    ) -> None:
+    def __init__(self, attach: wire.Attach, layout: PageLayout) -> None:
         if layout.page_bytes != attach.page_bytes:
             raise BadStep(f"pages of {attach.page_bytes} bytes, this model has {layout.page_bytes}")
         self._arena = ArenaMapping(attach.arena_path, layout)
@@ -125,7 +123,7 @@ class HostMemory:
         self.page_bytes = layout.page_bytes
         self.slots = attach.slots
         self.touch_failures = 0
-        self._files = files or osio.Files()
+        self._files = osio.Files()
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._proof = ProofPage(layout)
         self._arenas_dir = attach.arenas_dir

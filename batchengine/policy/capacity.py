@@ -122,7 +122,7 @@ def cpu_processor(
 
 
 def unmeasured_cpu(threads: int) -> Processor:
-    """So many cores of a CPU: typical rates, wrong by a factor of three at worst."""
+    """A CPU with `threads` threads at typical rates: wrong by a factor of three at worst."""
     threads = max(1, threads)
     return Processor(
         f"cpu, {threads} threads, not measured",

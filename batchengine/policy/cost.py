@@ -372,6 +372,9 @@ def without(load: LaneLoad, row: LoadRow) -> LaneLoad:
 # ---- load, recompute or share ----
 
 
+RESTORE_MARGIN = 1.25  # reading may take this times as long as computing
+
+
 class RestorePlan(NamedTuple):
     """Decision on KV that is published but has not been read since start."""
 
@@ -391,13 +394,12 @@ def plan_restore(
     read_bytes_per_s: float,
     queued_bytes: int = 0,
     decodes: int = 0,
-    margin: float = 1.25,
 ) -> RestorePlan:
     """Decide whether to read `cold_bytes`, or to recompute the last `cold_tokens` of `tokens`.
 
     `tokens` are the leading tokens the store has pages for; of those the last `cold_tokens` are
     not in memory yet. `read_bytes_per_s` 0 = not measured: then reading is chosen. Reading is
-    preferred unless it is `margin` times slower: it takes no compute time from other sessions.
+    preferred unless it is RESTORE_MARGIN times slower: it takes no compute time from others.
     """
     if cold_tokens <= 0:
         return RestorePlan("share", tokens, 0.0, 0.0, "the pages are in memory")
@@ -406,6 +408,6 @@ def plan_restore(
     if not (math.isfinite(read_bytes_per_s) and read_bytes_per_s > 0.0):
         return RestorePlan("load", tokens, 0.0, recompute_ms, "reading was never measured")
     load_ms = (cold_bytes + queued_bytes) * 1000.0 / read_bytes_per_s
-    if load_ms > margin * recompute_ms:
+    if load_ms > RESTORE_MARGIN * recompute_ms:
         return RestorePlan("recompute", tokens, load_ms, recompute_ms, "computing is faster")
     return RestorePlan("load", tokens, load_ms, recompute_ms, "reading is faster")

@@ -55,14 +55,3 @@ def seconds(gpu: Gpu, run: Callable[[], None], repeats: int) -> float:
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
-
-
-def wall_seconds(gpu: Gpu, run: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls, each until the GPU has ended what it launched."""
-    found: list[float] = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run()
-        wait(gpu)
-        found.append(time.perf_counter() - started)
-    return found

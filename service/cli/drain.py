@@ -82,7 +82,7 @@ def waiting_line(found: dict[str, Any]) -> str:
 
 
 def end_lines(found: dict[str, Any], timeout: float) -> list[str]:
-    """That nothing is left, or after so many seconds what is."""
+    """The answer of a drain: nothing is left, or what is left when the time was over."""
     if found["over"]:
         return [
             "drained: no request is left, and no page of a peer. Stop the daemon, or"

@@ -97,8 +97,6 @@ class Pipelines:
         served: ServedStages,
     ) -> None:
         """`loop` is the lane that `links` belong to; `served` are its stages for peers."""
-        self.filled_pages = 0  # since the start
-        self.failed = 0
         self.served = served
         self._loop, self._links, self._peers = loop, links, peers
         self._owned: dict[int, OwnedRun] = {}
@@ -170,9 +168,7 @@ class Pipelines:
             finally:
                 self._end(run)
         if run.why:
-            self.failed += 1
             log.warning("pipeline of %s: %s", session.session_id, run.why)
-        self.filled_pages += run.taken
         return run.taken, run.why
 
     def _begin(

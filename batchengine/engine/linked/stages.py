@@ -59,7 +59,7 @@ class ServedStages:
         bytes_max: int,
         context_max: int,
     ) -> None:
-        """They take at most `bytes_max` bytes of memory together, and `context_max` tokens each.
+        """Stages take at most `bytes_max` bytes together, and `context_max` tokens each.
 
         None is opened while `is_leaving`.
         """

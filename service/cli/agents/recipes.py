@@ -68,9 +68,9 @@ def _merged(found: Any, wanted: Any) -> Any:
     return pairs
 
 
-def with_block(text: str, block: str, mark: str = "#") -> str:
+def with_block(text: str, block: str) -> str:
     """Text with a block of ours, between two marks; an earlier one is replaced."""
-    begin, end = f"{mark} batchengine: begin", f"{mark} batchengine: end"
+    begin, end = "# batchengine: begin", "# batchengine: end"
     whole = f"{begin}\n{block.rstrip()}\n{end}\n"
     old = re.compile(re.escape(begin) + r".*?" + re.escape(end) + r"\n?", re.DOTALL)
     if old.search(text):

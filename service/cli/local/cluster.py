@@ -113,11 +113,11 @@ class Node:
 
     @property
     def socket(self) -> str:
-        """Its admin socket."""
+        """The daemon's admin socket."""
         return self.daemon.admin_socket
 
     def links(self) -> list[dict[str, Any]]:
-        """Its row of every peer."""
+        """The daemon's rows of its peers."""
         return admin(self.socket, "peers")["peers"]["peers"]
 
 

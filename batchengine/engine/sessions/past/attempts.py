@@ -56,7 +56,7 @@ def is_again(request: GenerationRequest, streams: bool) -> bool:
 
 
 class LeftAttempts:
-    """Those of one engine, the oldest first. All methods run on its event loop."""
+    """The attempts of one engine, the oldest first. All methods run on its event loop."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s

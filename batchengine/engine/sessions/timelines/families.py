@@ -292,7 +292,7 @@ class Families:
         return True
 
     async def _warm_parent(self, tenant: str, parent_id: str, prompt: Sequence[int]) -> None:
-        """Do so for the parent of a new session."""
+        """Have a copy of the parent's open page in the store, if a new session shares it."""
         tokens = list(prompt)
         ids = self._table.members(tenant, family_of(parent_id))
         views = {
