@@ -622,14 +622,16 @@ NOT_APPENDABLE = Problem("BE2420", Kind.INVALID, "not_appendable",
     "send the whole conversation, without batchengine.append", param="batchengine.append")
 UNKNOWN_TURN = Problem("BE2421", Kind.MISSING, "unknown_turn",
     "there is no turn {turn_id}",
-    "it was never made or not stored, or its session has changed since",
+    "it was never made or not stored, or its session has changed or had 64 turns since",
     "send the whole conversation")
 UNKNOWN_RESPONSE = Problem("BE2422", Kind.MISSING, "response_not_found",
     "Response with id '{given:.80}' not found.",
-    "It was never made or not stored, its session has changed since, or another key made it")
+    "It was never made or not stored, its session has changed or had 64 turns since, or another"
+    " key made it")
 UNKNOWN_PREVIOUS = Problem("BE2423", Kind.MISSING, "previous_response_not_found",
     "Previous response with id '{given:.80}' not found.",
-    "It was never made or not stored, its session has changed since, or another key made it",
+    "It was never made or not stored, its session has changed or had 64 turns since, or another"
+    " key made it",
     "send the whole conversation as input", param="previous_response_id")
 SHORT_ID = Problem("BE2425", Kind.INVALID, "invalid_value",
     "{given!r:.82} is too short for a beginning of an id",

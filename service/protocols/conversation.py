@@ -6,6 +6,8 @@ Owns `Conversation`, which the protocols make of their bodies, and the order in 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -22,6 +24,7 @@ TEXT_PARAMETERS_CHARS_MAX = 1 << 15
 MEDIA_PARTS = (
     "image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio",
 )  # fmt: skip
+TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")  # that every parser of answers reads
 CALLS_MAX = 64  # tool calls of one conversation that are looked up
 
 
@@ -67,6 +70,24 @@ class Conversation:
     append_to: str = ""  # the turn behind whose answer they go
     heading: int = 0  # first messages that `append` leaves out where the turn before has them
     stored: bool = False  # as in `Prompt`
+
+
+def check_names(tools: Iterable[tuple[str, str]]) -> None:
+    """Raises 400 for names that the markup of a family cannot say, and for one of two tools; each
+    comes with the field that has it. OpenAI's servers allow less: 64 letters, digits, - and _."""
+    seen: set[str] = set()
+    for param, name in tools:
+        if not TOOL_NAME.fullmatch(name):
+            raise errors.INVALID_FIELD(
+                param=param,
+                what=f"Invalid '{param}': string does not match pattern",
+                why=f"Expected a string that matches the pattern '^{TOOL_NAME.pattern}$'",
+                fix="name the tool with letters, digits and - _ . : /",
+            )
+        if name in seen:
+            what, why = "tools: Tool names must be unique", f"two of them are named {name[:64]!r}"
+            raise errors.INVALID_FIELD(param=param, what=what, why=why, fix="rename one of them")
+        seen.add(name)
 
 
 def omitted(kind: object) -> str | None:

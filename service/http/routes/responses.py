@@ -350,8 +350,9 @@ async def _session_tokens(engine: EngineApi, tenant: str, session_id: str) -> tu
 
 
 async def _unbuilt(request: web.Request) -> web.Response:
-    why = "it makes no summaries by itself"
-    raise errors.NOT_SUPPORTED(path=request.path, why=why, fix="keep the items in the client")
+    why = "clients compact a conversation by themselves, where it is not OpenAI that serves them"
+    fix = "ask for a summary with POST /v1/responses, and send that instead of the items"
+    raise errors.NOT_SUPPORTED(path=request.path, why=why, fix=fix)
 
 
 def _job(service: Service, past: PastTurn) -> HttpJob:

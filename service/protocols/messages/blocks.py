@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
-from service.protocols.conversation import Conversation, ToolChoice, omitted
+from service.protocols.conversation import Conversation, ToolChoice, check_names, omitted
 from service.protocols.messages import signatures
 from service.protocols.messages.body import Choice, MessagesRequest, Object
 from service.protocols.openai import formats
@@ -102,6 +102,7 @@ class _Tools:
         self.names: set[str] = set()
         self.unread: list[str] = []
         self._deferred: dict[str, Object] = {}
+        named: list[tuple[str, str]] = []  # fields and the names in them
         for index, tool in enumerate(tools):
             kind: object = tool.get("type")
             if kind not in (None, "custom"):  # of Anthropic's servers, or for its models alone
@@ -109,10 +110,12 @@ class _Tools:
                 continue
             function = _function(tool, f"tools.{index}")
             self.names.add(tool["name"])
+            named.append((f"tools.{index}.name", tool["name"]))
             if tool.get("defer_loading") is True:
                 self._deferred[tool["name"]] = function
             else:
                 self.header.append(function)
+        check_names(named)
 
     def define(self, name: str) -> str:
         """What a message says that refers to a tool; its definition only the first time."""

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple, cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.protocols.conversation import ToolChoice
+from service.protocols.conversation import ToolChoice, check_names
 from service.protocols.openai import custom_tools
 from service.protocols.schema import ChatRequest
 
-NAME_CHARS_MAX = 256
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
 
@@ -25,20 +24,18 @@ class Offered(NamedTuple):
 
 def tools_of(body: ChatRequest) -> Offered:
     """The tools that a request offers; raises 400."""
-    if body.tools is None:
-        return Offered(
-            [
-                {"type": "function", "function": _function(one, f"functions[{index}]")}
-                for index, one in enumerate(body.functions or ())
-            ]
-        )
     made: list[dict[str, Any]] = []
+    named: list[tuple[str, str]] = []  # fields and the names in them
     custom: list[str] = []
     unread: list[str] = []
-    for index, tool in enumerate(body.tools):
+    for index, one in enumerate(body.functions or () if body.tools is None else ()):
+        function = _function(one, f"functions[{index}]")
+        made.append({"type": "function", "function": function})
+        named.append((f"functions[{index}].name", function["name"]))
+    for index, tool in enumerate(body.tools or ()):
         where, kind = f"tools[{index}]", tool.get("type")
         if kind == "function":
-            _function(tool.get("function"), where)
+            named.append((f"{where}.function.name", _function(tool.get("function"), where)["name"]))
             made.append(tool)
         elif kind == "custom":
             fields = _function(tool.get("custom"), where)
@@ -46,8 +43,10 @@ def tools_of(body: ChatRequest) -> Offered:
             fields = fields | {"format": _format(fields.get("format"))}
             made.append(custom_tools.function_of(fields, name, unread))
             custom.append(name)
+            named.append((f"{where}.custom.name", name))
         else:
             raise _no_tool(where)
+    check_names(named)
     return Offered(made, tuple(custom), tuple(unread))
 
 
@@ -117,7 +116,7 @@ def _name(given: object, param: str) -> str:
 def _function(given: object, param: str) -> dict[str, Any]:
     fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
     name, schema = fields.get("name"), fields.get("parameters")
-    if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS_MAX:
+    if not isinstance(name, str) or not name:
         raise _no_tool(param)
     if schema is not None and not isinstance(schema, dict):
         what = f"{param} has parameters that are no JSON Schema"

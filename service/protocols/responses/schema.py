@@ -26,6 +26,11 @@ SUMMARIES = ("auto", "concise", "detailed", "none")
 TOP_LOGPROBS_MAX = 20
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
+INCLUDABLE = (
+    "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+    "message.input_image.image_url", "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs", INCLUDE_ENCRYPTED, INCLUDE_LOGPROBS,
+)  # fmt: skip
 
 WINDOWS = {"soonest": SlaClass.STANDARD, "2h": SlaClass.BATCH, "8h": SlaClass.BATCH}
 
@@ -86,6 +91,11 @@ def check(body: ResponsesRequest) -> None:
             why="Expected an ID that begins with 'resp'",
             fix="send the id of a response, or leave it out",
         )
+    for index, name in enumerate(body.include or ()):
+        if name not in INCLUDABLE:
+            what = f"Invalid value: {name[:64]!r}"
+            why = f"Supported values are: {', '.join(INCLUDABLE)}"
+            raise errors.INVALID_FIELD(param=f"include[{index}]", what=what, why=why)
     if not body.input:
         raise errors.MISSING_FIELD(param="input")
     effort(body)
@@ -105,7 +115,7 @@ def unread(body: ResponsesRequest) -> list[str]:
     if (body.text or {}).get("verbosity") is not None:
         found.append("text.verbosity")
     known = (INCLUDE_LOGPROBS, INCLUDE_ENCRYPTED)
-    return found + [f"include.{name[:64]}" for name in body.include or () if name not in known]
+    return found + [f"include.{name}" for name in body.include or () if name not in known]
 
 
 def warms(body: ResponsesRequest) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.protocols.conversation import ToolChoice
+from service.protocols.conversation import ToolChoice, check_names
 from service.protocols.openai import custom_tools
 
 Fields = dict[str, Any]
@@ -38,13 +38,16 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
     namespaces: dict[str, tuple[str, str]] = {}
     custom: list[str] = []
     left_out: list[str] = []
+    named: list[tuple[str, str]] = []  # fields and the names in them
     for index, tool in enumerate(tools or ()):
         where, kind = f"tools[{index}]", tool.get("type")
         if kind == "function":
             made.append(_function(tool, where))
+            named.append((f"{where}.name", _name(tool, where)))
         elif kind == "custom":
             made.append(custom_tools.function_of(tool, _name(tool, where), left_out))
             custom.append(_name(tool, where))
+            named.append((f"{where}.name", _name(tool, where)))
         elif kind == "namespace":
             outer, inner = _name(tool, where), tool.get("tools")
             if not isinstance(inner, list):
@@ -53,6 +56,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
                 at = f"{where}.tools[{number}]"
                 fields = cast("Fields", one) if isinstance(one, dict) else {}
                 name = qualified(_name(fields, at), outer)
+                named.append((f"{at}.name", name))
                 namespaces[name] = outer, _name(fields, at)
                 if fields.get("type") == "custom":
                     made.append(custom_tools.function_of(fields, name, left_out))
@@ -63,6 +67,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
             left_out.append(f"tools.{kind[:64]}")
         else:
             raise _wrong(where, "a function, a custom tool or a namespace")
+    check_names(named)
     return made, ToolNames(namespaces, tuple(custom)), left_out
 
 

@@ -252,6 +252,20 @@ async def test_tool_choices(choice: Any, expected: str | None) -> None:
     assert request.prompt == plain.prompt, "the tools stay, so that the prefix is found again"
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("name", ["mcp.server/read-file", "github:search", "größe", "a" * 256])
+async def test_names_of_tools_that_agents_send(name: str) -> None:
+    """OpenAI's servers refuse them; parsers of answers read them."""
+    reply = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    status, body, _ = await asked(chat(tools=[named(name)]), (reply,))
+    assert status == 200
+    (call,) = body["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == name
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -265,6 +279,12 @@ async def test_tool_choices(choice: Any, expected: str | None) -> None:
         ({"tools": [{"type": "function", "function": {}}]}, "tools[0]"),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [TOOL, CUSTOM, TOOL]}, "tools[2].function.name"),
+        ({"tools": [CUSTOM, CUSTOM]}, "tools[1].custom.name"),
+        ({"tools": [TOOL, named("a b")]}, "tools[1].function.name"),
+        ({"tools": [named("a>")]}, "tools[0].function.name"),
+        ({"tools": [named("a" * 257)]}, "tools[0].function.name"),
+        ({"functions": [{"name": "a"}, {"name": "a"}]}, "functions[1].name"),
         ({"tools": [CUSTOM], "tool_choice": {"type": "custom", "custom": {}}}, "tool_choice"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "id": "c"}]}]},

@@ -203,6 +203,8 @@ def test_blocks_of_tools_that_a_provider_ran_are_left_out_and_named() -> None:
          "messages.0.content.0.tool_use_id"),
         ({"messages": []}, "messages"),
         ({"tools": [{"name": "x"}]}, "tools.0"),
+        ({"tools": [TOOL, TOOL]}, "tools.1.name"),
+        ({"tools": [TOOL | {"name": "a b"}]}, "tools.0.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "y"}}, "tool_choice.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),

@@ -470,6 +470,29 @@ async def test_errors_are_objects_and_a_stream_that_fails_ends_with_response_fai
         assert blocks[0].startswith("event: response.created\ndata: ")
 
 
+AGENTS = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "ls"}]}
+LS = {"type": "function", "name": "ls"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"include": ["message.output_text.logprobs", "reasoning"]}, "include[1]"),
+        ({"tools": [LS, AGENTS, {"type": "web_search"}, LS]}, "tools[3].name"),
+        ({"tools": [LS, AGENTS, AGENTS]}, "tools[2].tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "a\nb"}]}, "tools[0].name"),
+    ],
+)
+async def test_values_that_say_nothing_are_refused(fields: dict[str, Any], param: str) -> None:
+    async with serving() as served:
+        status, body, _ = await post(served, "/v1/responses", {"input": "x"} | fields)
+        assert (status, body["error"]["param"]) == (400, param)
+        good = {"input": "x", "tools": [LS, AGENTS], "include": ["web_search_call.results"]}
+        status, _, headers = await post(served, "/v1/responses", good)
+        assert status == 200
+        assert headers["x-batchengine-ignored-fields"] == "include.web_search_call.results"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_warming_computes_the_prompt_outside_every_session(stream: bool) -> None:
     options = {

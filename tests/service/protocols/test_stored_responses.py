@@ -329,8 +329,9 @@ async def test_a_large_input_and_one_that_is_not_stored_are_not_kept() -> None:
 
 async def test_what_is_not_built_is_404() -> None:
     async with serving() as served:
-        status, _, _ = await post(served, "/v1/responses/compact", {})
-        assert status == 404
+        status, body, _ = await post(served, "/v1/responses/compact", {})
+        assert (status, body["error"]["code"]) == (404, "not_supported")
+        assert "send that instead of the items" in body["error"]["message"]
         assert (await get(served, "/v1/responses/resp_1/input_items"))[0] == 404
 
 
