@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
+from batchengine.core import PAGE_TOKENS
 from batchengine.session_kv import Cut, SessionKv
 
 NOT_LOGGED = -1  # Session.logged: the ledger has no row of the session;
@@ -82,11 +83,15 @@ class IllegalTransition(Exception):
     """TRANSITIONS has no entry for this event in this state: a bug in the engine."""
 
 
+COMPARED_AT_ONCE = 4096  # tokens: what is compared twice, and read behind a difference
+
+
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the longest common prefix of two lists; bisects on slices."""
-    low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
+    """Length of the longest common prefix of two lists; compares slices, bisects the first that
+    differs."""
+    low, length = 0, min(len(a), len(b))
+    while (high := min(low + COMPARED_AT_ONCE, length)) > low and a[low:high] == b[low:high]:
+        low = high
     while high - low > 1:
         middle = (low + high) // 2
         if a[low:middle] == b[low:middle]:
@@ -167,6 +172,15 @@ class Session:
         """Move the frontier by `n_tokens` tokens, which `lane` computed."""
         self.kv.note_writer(self.frontier, self.frontier + n_tokens, lane)
         self.frontier += n_tokens
+
+    def common(self, prompt: Sequence[int], page_keys: Sequence[bytes]) -> int:
+        """Return the length of the common prefix of timeline and `prompt`, whose first full pages
+        have these content keys: where both sides know keys, no token is compared."""
+        pages = common_prefix(self.kv.keys, page_keys)
+        start = pages * PAGE_TOKENS
+        is_cut = pages < min(len(self.kv.keys), len(page_keys))
+        end = start + PAGE_TOKENS if is_cut else max(len(self.tokens), len(prompt))
+        return start + common_prefix(self.tokens[start:end], prompt[start:end])
 
     @property
     def to_compute(self) -> int:

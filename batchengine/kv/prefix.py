@@ -25,6 +25,10 @@ class PrefixMatcher:
         the last token is left to compute."""
         return page_start(len(self._store.pages.match_prefix(prompt[:-1], salt)))
 
+    def page_keys(self, prompt: Sequence[int], salt: bytes) -> list[bytes]:
+        """Return the content keys of a prompt's full pages."""
+        return keys.chain_keys(prompt, self._store.pages.repr_id, salt)
+
     def extend(
         self,
         session: Session,
@@ -55,9 +59,8 @@ class PrefixMatcher:
         follow = any(pending.page == n_pages for pending in kv.pending)
         after = kv.take_pending(lambda pending: follow and pending.page >= n_pages)
         self._slots.truncate(session, first)
-        kv.extend_sealed(refs, [self._store.pages.slot_code(ref) for ref in refs])
-        found = session.tokens[page_start(first) : page_start(n_pages)]
-        kv.keys[first:] = keys.chain_keys(found, self._store.pages.repr_id, salt, parent)
+        codes, kv.keys[first:] = self._store.pages.codes_and_keys(refs)
+        kv.extend_sealed(refs, codes)
         if after:
             self._slots.claim_pending(session, after)
         future = self._store.pages.load(refs)

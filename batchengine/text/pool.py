@@ -23,6 +23,7 @@ from batchengine.core import BatchEngineError
 from batchengine.fair_queue import FairQueue
 from batchengine.wire.frames import FrameProtocol
 from batchengine.wire.text import (
+    BYTES_PER_CPU_S,
     TEXT_LINK,
     Check,
     Done,
@@ -39,8 +40,9 @@ log = logging.getLogger("batchengine.text")
 
 SHORT_PROCESSES = 2
 CHECK_PROCESSES = 2
-CHECK_NICE = 5  # grammars are compiled in the shadow of all else, and yet soon
-LONG_NICE = 15  # a long text takes processor time that lanes, short texts and the engine leave
+# Lanes have 10 (`LANE_NICE`): at 0 a tenant's texts would take nine tenths of their cores.
+SHORT_NICE = 10
+LONG_NICE = 12  # long texts and grammars leave more to lanes and short texts
 SHORT_BYTES_MAX = 256 << 10  # takes some 0.1 s at most unless it is hostile
 ATTEMPTS_MAX = 2  # the first loss may be the machine's fault (memory, a killed process)
 LINGER_S = 1.0  # between the end of the link and the end of the process
@@ -48,13 +50,14 @@ LINGER_S = 1.0  # between the end of the link and the end of the process
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Bounds of one preparation. The defaults fit a prompt of several million characters."""
+    """Bounds of one preparation. The defaults fit a prompt of several million characters.
 
-    wall_s: float = 5.0
-    check_s: float = 15.0  # of a grammar; its share of processor time is CHECK_CPU_S
-    bytes_per_s: int = 1 << 20  # a long text gets a second more for each so many bytes
+    What a text costs is bounded in processor time, which a loaded machine does not change.
+    """
+
+    cpu_s: int = 5  # and a second for each MiB; of a grammar `process.CHECK_CPU_S`
+    wall_s: float = 60.0  # as much again for each MiB; of a process that hangs without using time
     start_s: float = 30.0  # a cold, loaded machine may take seconds to start an interpreter
-    cpu_s: int = 120  # in case the engine itself cannot watch the clock
     memory_bytes: int = 1 << 30
     output_chars_max: int = 64 << 20
 
@@ -112,9 +115,9 @@ class TextPool:
     the first."""
 
     def __init__(self, opening: Open, reader: str, limits: TextLimits) -> None:
-        short = [TextWorker(opening, reader, limits) for _ in range(SHORT_PROCESSES)]
-        long = TextWorker(opening, reader, limits, nice=LONG_NICE)
-        check = [TextWorker(opening, "", limits, CHECK_NICE) for _ in range(CHECK_PROCESSES)]
+        short = [TextWorker(opening, reader, limits, SHORT_NICE) for _ in range(SHORT_PROCESSES)]
+        long = TextWorker(opening, reader, limits, LONG_NICE)
+        check = [TextWorker(opening, "", limits, LONG_NICE) for _ in range(CHECK_PROCESSES)]
         self._all = (*short, long, *check)
         self._short, self._long, self._check = _Line(short), _Line([long]), _Line(check)
         self._limits = limits
@@ -189,8 +192,6 @@ class TextPool:
 
     async def _attempt(self, worker: TextWorker, job: _Job) -> bytes:
         payload = job.payload
-        wall_s = self._limits.wall_s + len(payload) / self._limits.bytes_per_s
-        wall_s = self._limits.check_s if isinstance(job.request, Check) else wall_s
         for attempt in range(1, ATTEMPTS_MAX + 1):
             try:
                 await worker.start()
@@ -202,7 +203,7 @@ class TextPool:
                     raise errors.TEXT_UNAVAILABLE(why=f"its process {lost}") from lost
                 continue
             try:
-                return await worker.ask(job.request, payload, wall_s)
+                return await worker.ask(job.request, payload)
             except ProcessLost as lost:
                 if self._closed:
                     raise errors.TEXT_UNAVAILABLE(why="the engine stops") from lost
@@ -231,7 +232,7 @@ def _fail(job: _Job, error: BatchEngineError) -> None:
 class TextWorker:
     """One text process at a time, and the frames to and from it; one request in flight."""
 
-    def __init__(self, opening: Open, reader: str, limits: TextLimits, nice: int = 0) -> None:
+    def __init__(self, opening: Open, reader: str, limits: TextLimits, nice: int) -> None:
         self._nice = nice
         self._opening = opening
         self._reader = reader
@@ -261,9 +262,10 @@ class TextWorker:
         await self._spawn()
         await self._exchange(self._opening, b"", self._limits.start_s)
 
-    async def ask(self, request: TextRequest, payload: bytes | memoryview, wall_s: float) -> bytes:
+    async def ask(self, request: TextRequest, payload: bytes | memoryview) -> bytes:
         """The payload of the answer. Raises ProcessLost, or what the process refuses."""
-        return await self._exchange(request, payload, wall_s)
+        mib = len(payload) / BYTES_PER_CPU_S
+        return await self._exchange(request, payload, self._limits.wall_s * (1 + mib))
 
     def kill(self, why: str) -> None:
         """SIGKILL; the process holds no state."""

@@ -4,7 +4,7 @@ Owns this process's limits and the requests on its one channel, a text link on f
 Tokenizers and templates run here because either may crash, hang or eat memory on hostile input.
 The process holds no secrets, opens no files once it is confined, and may be killed at any moment.
 READER names a function `module:name` that answers `wire.text.Read`: (encoder, question, body) ->
-bytes; "" = none. NICE lowers the process's priority.
+bytes; "" = none. NICE lowers the priority of what follows the start.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from batchengine.text.renderer import OutputTooLong, Renderer, warm_up
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.frames import BlockingLink, Frame
 from batchengine.wire.text import (
+    BYTES_PER_CPU_S,
     TEXT_LINK,
     Check,
     Done,
@@ -56,8 +57,9 @@ GROWTH_BYTES_MAX = 256 << 20  # a request that made the process grow by more is 
 class TextProcess:
     """Answers the frames of one link until the engine goes away."""
 
-    def __init__(self, link: BlockingLink[TextMessage], reader: Reader | None) -> None:
+    def __init__(self, link: BlockingLink[TextMessage], reader: Reader | None, nice: int) -> None:
         self._link = link
+        self._nice = nice
         self._reader = reader
         self._memory = Memory()
         self._resident_bytes_max = 0
@@ -74,12 +76,14 @@ class TextProcess:
         except BatchEngineError as error:
             self._link.send(TEXT_LINK.encode(Refused.of(error, is_last=True)))
             return
+        os.nice(self._nice)  # of this thread; a start at low priority would take too long
         confine(self._memory.address_bytes() + opening.memory_bytes)
         self._resident_bytes_max = self._memory.resident_bytes() + GROWTH_BYTES_MAX
         self._link.send(TEXT_LINK.encode(Done(is_last=False)))
         while (frame := self._link.receive()) is not None:
             is_check = isinstance(frame.message, Check)
-            set_cpu_limit(CHECK_CPU_S if is_check else opening.cpu_s)
+            text_cpu_s = opening.cpu_s + len(frame.payload) // BYTES_PER_CPU_S
+            set_cpu_limit(CHECK_CPU_S if is_check else text_cpu_s)
             self._phase = ""
             message, payload = self._answer(encoder, frame)
             self._link.send(TEXT_LINK.encode(message, payload))
@@ -148,12 +152,11 @@ def find_reader(name: str) -> Reader | None:
 
 def main(parent: int, reader: str, nice: int) -> NoReturn:
     """Serves on a thread with a large stack, then ends the process."""
-    os.nice(nice)
     guard.tie_to_parent(parent)
     guard.drop_privileges()
     guard.keep_private()
     link = BlockingLink(socket.socket(fileno=0), TEXT_LINK)
-    process = TextProcess(link, find_reader(reader))
+    process = TextProcess(link, find_reader(reader), nice)
     warm_up()
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve, args=(process,))

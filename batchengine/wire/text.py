@@ -15,6 +15,7 @@ from batchengine.errors import Problem
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
 VERSION = 2
+BYTES_PER_CPU_S = 1 << 20  # a long text gets a second more for each so many bytes
 # phases
 TEMPLATE, TOKENIZER, GRAMMAR = "the chat template", "the tokenizer", "the grammar"
 

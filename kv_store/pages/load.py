@@ -19,6 +19,15 @@ from kv_store.pages.index import Page, PageEvent, PageRef, PageState
 from kv_store.threads import new_future
 
 
+def _known(is_good: bool) -> Future[bool]:
+    future: Future[bool] = new_future()
+    future.set_result(is_good)
+    return future
+
+
+_GOOD, _BAD = _known(True), _known(False)  # of pages without a load; a long prefix has hundreds
+
+
 class PageLoader:
     """Reads pages of one pool and verifies them."""
 
@@ -36,6 +45,9 @@ class PageLoader:
         result: Future[list[bool]] = new_future()
         with self._core.lock:
             waits = deque(self.load_one(ref) for ref in refs)
+        if all(wait is _GOOD for wait in waits):
+            result.set_result([True] * len(waits))
+            return result
         good = list[bool]()
 
         def collect(_: Future[bool] | None = None) -> None:
@@ -130,13 +142,12 @@ class PageLoader:
     # -- caller's thread, under the lock ------------------------------------------------------
 
     def load_one(self, ref: PageRef) -> Future[bool]:
-        future: Future[bool] = new_future()
         page = self._index.live(ref)
         if page is not None and page.state is PageState.LOADING:
             return self._loads[ref]
         if page is None or page.state is not PageState.LISTED:
-            future.set_result(page is not None and page.state is PageState.PUBLISHED)
-            return future
+            return _GOOD if page is not None and page.state is PageState.PUBLISHED else _BAD
+        future: Future[bool] = new_future()
         self._index.apply(page, PageEvent.LOAD)
         page.writers += 1
         self._loads[ref] = future

@@ -324,6 +324,13 @@ class PagePool:
             self.index.get(ref)
             return self.allocator.info(ref.page_id).slot_code(ref.page_id)
 
+    def codes_and_keys(self, refs: Sequence[PageRef]) -> tuple[list[int], list[bytes]]:
+        """The slot code and the content key of each page. Raises StaleRef."""
+        with self.core.lock:
+            found = [self.index.get(ref).key for ref in refs]
+            info = self.allocator.info
+            return [info(ref.page_id).slot_code(ref.page_id) for ref in refs], found
+
     def watch_freed(self, freed: Callable[[int], None]) -> None:
         """Call `freed` from any thread with the slot code of each page whose slot is freed."""
 

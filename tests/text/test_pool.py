@@ -22,7 +22,7 @@ from batchengine.child import process
 from batchengine.core import BatchEngineError, Kind
 from batchengine.fair_queue import FairQueue
 from batchengine.text.frontend import TextFrontend
-from batchengine.text.pool import LONG_NICE, TextLimits
+from batchengine.text.pool import LONG_NICE, SHORT_NICE, TextLimits
 from tests.support.engines import suspend, until
 
 LONG = "the small fox " * 40_000
@@ -30,6 +30,15 @@ ENDLESS = (
     "{% if messages[0].content == 'endless' %}{% for a in range(99999) %}"
     "{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
 )
+
+
+STOPPED_S = 1.5
+
+
+def lowest(pid: int) -> int:
+    """The largest nice value of a process's threads."""
+    threads = map(int, os.listdir(f"/proc/{pid}/task"))
+    return max(os.getpriority(os.PRIO_PROCESS, thread) for thread in threads)
 
 
 def chat(text: str) -> list[dict[str, object]]:
@@ -100,9 +109,10 @@ async def test_a_short_text_does_not_wait_behind_a_long_one(pocket_path: Path) -
         assert not any(task.done() for task in long[1:])  # of one tenant, as without keys
         await long[0]
         pids = [worker.pid for worker in text._pool._all if worker.pid]
-        nice = {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids}
         own = os.getpriority(os.PRIO_PROCESS, 0)
-        assert nice == {own, min(own + LONG_NICE, 19)}
+        assert {lowest(pid) for pid in pids} == {
+            min(own + nice, 19) for nice in (SHORT_NICE, LONG_NICE)
+        }
         for task in long:
             assert len(await task) > 100_000
 
@@ -118,16 +128,42 @@ async def test_a_tenant_with_many_texts_does_not_delay_another(pocket_path: Path
 
 
 async def test_a_text_that_hangs_costs_its_own_tenant_the_limit(pocket_path: Path) -> None:
-    limits = TextLimits(wall_s=1.0)
+    limits = TextLimits(cpu_s=1)
     async with opened(pocket_path, template=ENDLESS, limits=limits) as text:
+        await text.encode_chat(chat("hi"), tenant="b")
         hanging = asyncio.create_task(text.encode_chat(chat("endless"), tenant="a"))
-        await asyncio.sleep(0.5)
         for _ in range(20):
             await text.encode_chat(chat("hi"), tenant="b")
-        with pytest.raises(BatchEngineError, match="took longer") as caught:
+        assert not hanging.done()
+        with pytest.raises(BatchEngineError, match="more processor time than it may") as caught:
             await hanging
         assert caught.value.name == "chat_template_stopped"
         assert await text.encode_chat(chat("hi"), tenant="a") != []
+
+
+async def test_a_text_is_not_refused_because_its_process_waits_for_a_processor(
+    pocket_path: Path,
+) -> None:
+    """As on a machine that others keep busy: it is stopped for longer than it may compute."""
+    async with opened(pocket_path, limits=TextLimits(cpu_s=1)) as text:
+        wanted = await text.encode(LONG)
+        (pid,) = [worker.pid for worker in text._pool._all if worker.pid]
+        waiting = asyncio.create_task(text.encode(LONG))
+        await asyncio.sleep(0)  # it is sent
+        suspend(pid)
+        await asyncio.sleep(STOPPED_S)
+        assert not waiting.done()
+        os.kill(pid, signal.SIGCONT)
+        assert await waiting == wanted
+
+
+async def test_a_process_that_hangs_without_computing_is_ended(pocket_path: Path) -> None:
+    async with opened(pocket_path, limits=TextLimits(wall_s=0.2)) as text:
+        await text.encode("hi")
+        (pid,) = [worker.pid for worker in text._pool._all if worker.pid]
+        suspend(pid)
+        with pytest.raises(BatchEngineError, match="took longer than 0 s"):
+            await text.encode("hi")
 
 
 async def test_a_killed_process_costs_no_request(pocket_path: Path) -> None:

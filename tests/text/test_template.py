@@ -10,6 +10,7 @@ import asyncio
 import datetime
 import json
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -30,7 +31,16 @@ from batchengine.text.vocab import TEXT_BYTES_MAX
 
 USER: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 # Small limits keep hostile cases short; the address space must still hold an interpreter.
-TIGHT = TextLimits(wall_s=1.5, memory_bytes=256 << 20, output_chars_max=1 << 20)
+TIGHT = TextLimits(cpu_s=1, memory_bytes=256 << 20, output_chars_max=1 << 20)
+
+
+START_CPU_S = 4.0  # of an interpreter with the model's vocabulary, on a slow machine
+
+
+def children_cpu_s() -> float:
+    """Processor time of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 class Template:
@@ -226,11 +236,11 @@ def test_a_hostile_template_fails_one_request_only(
     attack, code = ATTACKS[name]
     template = make("{% if messages[0].content == 'bomb' %}" + attack + "{% else %}fine{% endif %}")
     assert run(template) == "fine"
-    started = time.monotonic()
+    before_s = children_cpu_s()
     with pytest.raises(BatchEngineError) as caught:
         run(template, [{"role": "user", "content": "bomb"}])
     assert (caught.value.code, caught.value.kind) == (code, Kind.INTERNAL), str(caught.value)
-    assert time.monotonic() - started < TIGHT.wall_s + 5
+    assert children_cpu_s() - before_s < 2 * START_CPU_S + TIGHT.cpu_s + 1
     assert "/etc" not in str(caught.value) or name == "include"
     assert run(template) == "fine"
 
@@ -260,7 +270,7 @@ def test_a_template_whose_compilation_never_ends_costs_only_chats(
 ) -> None:
     template = make("{{ 10 ** (10 ** 10) }}")
     for _ in range(2):
-        with pytest.raises(BatchEngineError, match="took longer") as caught:
+        with pytest.raises(BatchEngineError, match="more processor time") as caught:
             run(template)
         assert caught.value.code == "BE1513"
         assert template.encode("the") != []

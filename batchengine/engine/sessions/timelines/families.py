@@ -27,6 +27,7 @@ from batchengine.policy.timelines.choice import Asked, Timeline, TimelineChoice,
 from batchengine.session import Session, common_prefix
 from batchengine.session_kv import page_start
 
+KEYS_MEMBERS_MIN = 3  # of a family, from which on the keys of a prompt's pages are worth their time
 WARM_TOKENS_MIN = 16  # of an open page, that are worth a copy in the store
 
 
@@ -200,12 +201,16 @@ class Families:
                 known[one] = await self._read(family[0], one, prompt)
                 if known[one] is None:
                     self._table.forget(family[0], one)
+        page_keys: list[bytes] = []  # quicker than comparing tokens of several timelines
+        if len(ids) >= KEYS_MEMBERS_MIN and self._state.lanes:
+            salt = family[0].encode()
+            page_keys = self._state.lanes[0].kv.prefix.page_keys(prompt, salt)
         found: list[Timeline] = []
         for used, one in enumerate(ids):
             session = self._state.sessions.get((family[0], one))
             member = known.get(one)
             if session is not None and self._is_loaded(family, one):
-                member = self._view(session, prompt)
+                member = self._view(session, prompt, page_keys)
             if member is not None:
                 found.append(member._replace(used=used))
         return found
@@ -223,14 +228,16 @@ class Families:
         common = common_prefix(found.tokens, prompt)
         return Timeline(session_id, len(found.tokens), last, common)
 
-    def _view(self, session: Session, prompt: list[int]) -> Timeline:
+    def _view(self, session: Session, prompt: list[int], page_keys: list[bytes]) -> Timeline:
         """Return a session in memory as the rule sees it."""
         facts = self._state.facts.get(session.key)
         tokens, waiting = session.tokens, self._waiting(session)
         if not tokens and waiting:
             tokens = list(waiting[0].request.prompt)
+            common = common_prefix(tokens, prompt)
+        else:
+            common = session.common(prompt, page_keys)
         last = len(tokens) if facts is None else last_prompt(facts.meta, len(tokens))
-        common = common_prefix(tokens, prompt)
         return Timeline(session.session_id, len(tokens), last, common, bool(waiting))
 
     def _waiting(self, session: Session) -> list[Generation]:
