@@ -56,7 +56,7 @@ class TextLimits:
     """
 
     cpu_s: int = 5  # and a second for each MiB; of a grammar `process.CHECK_CPU_S`
-    wall_s: float = 60.0  # as much again for each MiB; of a process that hangs without using time
+    wall_s: float = 120.0  # as much again for each MiB; of a process that hangs without using time
     start_s: float = 30.0  # a cold, loaded machine may take seconds to start an interpreter
     memory_bytes: int = 1 << 30
     output_chars_max: int = 64 << 20

@@ -20,6 +20,7 @@ from batchengine.engine.turns.stream import EVENTS_MAX, EVENTS_RESUME, Generatio
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy.scheduler import TurnRow
 from batchengine.session import (
+    COMPARED_AT_ONCE,
     TRANSITIONS,
     Event,
     IllegalTransition,
@@ -28,6 +29,8 @@ from batchengine.session import (
     common_prefix,
 )
 from batchengine.text.detokeniser import Detokeniser
+from kv_store.keys import chain_keys
+from kv_store.layout import PAGE_TOKENS
 from tests.support.engines import read, request
 
 few = st.lists(st.integers(0, 2), max_size=40)
@@ -38,6 +41,61 @@ def test_common_prefix_is_the_longest(a: list[int], b: list[int]) -> None:
     n = common_prefix(a, b)
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+def test_common_prefix_of_long_lists_is_exact_around_every_slice() -> None:
+    whole = list(range(3 * COMPARED_AT_ONCE))
+    cuts = {0, 1, len(whole) - 1}
+    cuts |= {n * COMPARED_AT_ONCE + by for n in (1, 2) for by in (-1, 0, 1)}
+    for cut in cuts:
+        assert common_prefix(whole, [*whole[:cut], -1, *whole[cut + 1 :]]) == cut
+    assert common_prefix(whole, [*whole, 7]) == common_prefix(whole, list(whole)) == len(whole)
+
+
+class Token(int):
+    """A token that counts how often tokens are compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Token.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def known(tokens: list[int], pages: int) -> Session:
+    """A session with this timeline, which knows the content keys of its first pages."""
+    session = Session(1, "s", "t")
+    session.tokens = tokens
+    session.kv.keys = chain_keys(tokens[: pages * PAGE_TOKENS], b"repr", b"t")
+    return session
+
+
+@given(st.integers(0, 1100), st.integers(0, 1100), st.integers(0, 4), st.integers(0, 4))
+def test_the_common_prefix_is_the_same_with_content_keys(
+    cut: int, length: int, pages: int, asked: int
+) -> None:
+    """Wherever the timelines part, and however many keys either side knows."""
+    whole = list(range(1100))
+    prompt = [*whole[:cut], *(9 for _ in whole[cut:])][:length]
+    keys = chain_keys(prompt, b"repr", b"t")[:asked]
+    session = known(whole, pages)
+    assert session.common(prompt, keys) == common_prefix(whole, prompt)
+
+
+def test_a_prompt_is_compared_with_many_long_timelines_page_by_page() -> None:
+    """16 of 100,000 tokens held the event loop for 20 ms and more, token by token."""
+    pages, last = 100, 99 * PAGE_TOKENS
+    whole = list(range(pages * PAGE_TOKENS))
+    prompt = list(map(Token, whole))
+    keys = chain_keys(prompt, b"repr", b"t")
+    for number in range(16):
+        cut = last - number
+        session = known([*whole[:cut], *(9 for _ in whole[cut:])], pages)
+        Token.compared = 0
+        assert session.common(prompt, keys) == cut
+        assert 0 < Token.compared <= 2 * PAGE_TOKENS
 
 
 @given(few, few.filter(bool), st.integers(0, 40))

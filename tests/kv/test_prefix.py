@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 
 from batchengine.session import Loss, Session
+from kv_store import keys
 from kv_store.layout import PAGE_TOKENS
+from kv_store.pages import load
 from tests.kv import scene as lane_scene
 from tests.kv.scene import Scene
 from tests.support import kv_scene
@@ -34,6 +37,29 @@ def test_matched_pages_never_cover_the_last_token(
     assert other.kv.sealed == scene.session.kv.sealed[:n_pages]
     assert other.kv.keys == scene.session.kv.keys[:n_pages]
     assert other.frontier == n_pages * PAGE_TOKENS
+
+
+def test_pages_that_were_found_are_not_hashed_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop, of a prompt of 100,000 tokens; nor is there a future for each page."""
+    scene.seal(3)
+    hashed = list[object]()
+    content_key = keys.content_key
+
+    def counted(*args: Any) -> bytes:
+        hashed.append(args)
+        return content_key(*args)
+
+    monkeypatch.setattr(keys, "content_key", counted)
+    monkeypatch.setattr(load, "new_future", lambda: hashed.append("future") or Future())
+    other = scene.member(2, 800)
+    assert scene.pages.prefix.stored_tokens(other.tokens, other.salt) == 3 * PAGE_TOKENS
+    extend(scene, other)
+    assert len(other.kv.sealed) == 3
+    assert len(hashed) == 3  # the first page by both, and the future of all pages
+    monkeypatch.undo()
+    assert other.kv.keys == scene.pages.prefix.page_keys(other.tokens, other.salt)
 
 
 def test_pages_of_another_tenant_are_not_matched(scene: Scene) -> None:

@@ -13,6 +13,7 @@ from batchengine.core import BatchEngineError, GenerationRequest, Sampling, Time
 from batchengine.engine import Engine
 from batchengine.engine.sessions.timelines.outline import MARKS_MAX, Outline, Outlines
 from batchengine.policy.timelines.choice import MEMBERS_MAX
+from batchengine.session import Session
 from batchengine.text.vocab import Tokenizer
 from tests.support.engines import (
     Reference,
@@ -271,6 +272,28 @@ async def test_the_open_page_of_an_idle_timeline_is_shared_too(site: Site) -> No
         assert families.items() <= {row["session_id"]: row["family"] for row in rows}.items()
         assert (await engine.session_detail("", "child"))["parent"] == "s"
         assert (await engine.session_detail("", "s"))["parent"] is None
+
+
+async def test_several_timelines_are_compared_by_the_keys_of_their_pages(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[tuple[int, int]] = []
+    common = Session.common
+
+    def counted(session: Session, prompt: list[int], page_keys: list[bytes]) -> int:
+        known.append((len(session.kv.keys), len(page_keys)))
+        return common(session, prompt, page_keys)
+
+    shared = words(1, 600)
+    async with running_engine(site) as engine:
+        for seed in range(2, 5):
+            await asks(engine, [*shared, *words(seed, 700)])
+        monkeypatch.setattr(Session, "common", counted)
+        fork, _ = await asks(engine, [*shared, *words(5, 700)])
+        assert use_of(fork) is TimelineUse.FORKED
+        assert fork.request.found.shared == 600
+    assert [pages for _, pages in known[:3]] == [5] * 3
+    assert all(keys >= 2 for keys, _ in known[:3])
 
 
 def test_the_outline_of_a_hostile_prompt_costs_no_more(pocket_path: Path) -> None:
