@@ -104,7 +104,7 @@ class HttpJob:
     choices_per_prompt: int = 1
     predict: Callable[[], Mapping[str, Any] | None] = lambda: None
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # names of reasoning in chat answers
-    echo: bytes = NOTHING  # as in `Prompt`; of a stream that resumes a turn it is lost
+    echo: bytes = NOTHING  # as in `Prompt`
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
 
 
