@@ -315,6 +315,23 @@ def prefill_ms(cost: StepCost, frontier: int, n_tokens: int) -> float:
     return cost.prefill_token_ms * n_tokens + cost.prefill_pair_ms * pairs
 
 
+def entry_ms(cost: StepCost, frontier: int, n: int) -> float:
+    """Time in ms that the next `n` tokens of one session add to a step."""
+    if n == 1:
+        return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
+    return prefill_ms(cost, frontier, n)
+
+
+def tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
+    """Return the most tokens whose `entry_ms` is at most `ms`: a root of a quadratic equation."""
+    if ms <= 0.0:
+        return 0
+    half = cost.prefill_pair_ms / 2
+    linear = cost.prefill_token_ms + cost.prefill_pair_ms * frontier
+    root = linear + math.sqrt(linear * linear + 4 * half * ms)
+    return int(min(2 * ms / root, 1e9)) if root > 0.0 else 1_000_000_000
+
+
 def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int) -> Prediction:
     """Predict TTFT and TPOT of a request that joins now and computes `n_tokens` from `frontier`.
 
@@ -354,9 +371,9 @@ def without(load: LaneLoad, row: LoadRow) -> LaneLoad:
     free for it."""
     own_ms = prefill_ms(load.cost, row.frontier, row.to_compute) if row.to_compute > 1 else 0.0
     context = row.frontier + row.to_compute
-    entry_ms = load.cost.decode_entry_ms + load.cost.decode_kv_ms * context
+    decode_ms = load.cost.decode_entry_ms + load.cost.decode_kv_ms * context
     computes = row.seated or load.seated + load.waiting <= load.seats
-    step_ms = load.step_ms - entry_ms if computes else load.step_ms
+    step_ms = load.step_ms - decode_ms if computes else load.step_ms
     ahead = load.prefill_ms
     return msgspec.structs.replace(
         load,

@@ -1,6 +1,7 @@
 """Scheduler: chooses the tokens of a lane's next step, by one pure function from view to plan.
 
-Owns every scheduling rule. Reads no clocks, queues, pages or workers: the engine builds a frozen
+Owns every scheduling rule; `prefill_budget` has the arithmetic of rule 3, `shares` that of rule 7.
+Reads no clocks, queues, pages or workers: the engine builds a frozen
 `LaneView`, calls `plan`, and carries out the plan. Equal views give equal plans; the order in which
 rows are listed changes only the order of the batch.
 
@@ -80,7 +81,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS, Sla
-from batchengine.policy.cost import StepCost, prefill_ms
+from batchengine.policy.cost import StepCost, entry_ms, tokens_in
+from batchengine.policy.prefill_budget import Decodes, budget_ms
 from batchengine.policy.rows import RANK, TenantRow, TurnRow
 from batchengine.policy.shares import Lines, Shares
 
@@ -310,41 +312,16 @@ class _Draft:
             self._serve()
 
     def _set_budget(self, head: TurnRow) -> None:
-        """Set the milliseconds for longer work, by rule 3.
-
-        share: decodes keep their part of the lane. slack: no decode misses its TPOT target. A
-        target that the decodes alone already miss does not limit prefill. Beside decodes of
-        another tenant, in `head`'s class or a more urgent one, a deadline takes no more than the
-        share; and a target of another, not more urgent one leaves the share and what is owed.
-        """
+        """Set the milliseconds for longer work, by rule 3."""
         longest_ms = self.view.step_ms_max - self.decode_ms
         if not self.decodes:
             self.prefill_ms = longest_ms
             return
-        share_ms = self.decode_ms * self.view.policy.prefill_share
-        own_ms, meets_others = self.slack_ms, False
-        if self.shares.several:
-            own_ms = _due_ms(head, self.decodes) - self.now_ms - self.decode_ms
-            meets_others = _meets_others(head, self.decodes)
-        if self.decode_ms > min(r.tpot_ms for r in self.decodes):
-            budget_ms = share_ms
-        elif share_ms > self.slack_ms:
-            budget_ms = max(self.slack_ms, min(share_ms, own_ms))
-        elif not meets_others and self._is_late(head, share_ms):
-            budget_ms = self.slack_ms
-        else:
-            budget_ms = share_ms
-        if owed_ms := self.shares.owed_ms(head, self.decodes):
-            budget_ms = max(budget_ms, min(share_ms + owed_ms, own_ms))
-        self.prefill_ms = min(budget_ms, longest_ms)
-
-    def _is_late(self, head: TurnRow, share_ms: float) -> bool:
-        """Whether `head` would miss its deadline if it only got `share_ms` of every step."""
-        if share_ms <= 0.0:
-            return True
-        n = head.to_compute
-        work_ms = entry_ms(self.view.cost, head.frontier, n)
-        return self.now_ms + work_ms * (1.0 + self.decode_ms / share_ms) > head.deadline_ms
+        work_ms = entry_ms(self.view.cost, head.frontier, head.to_compute)
+        decodes = Decodes(self.decodes, self.decode_ms, self.slack_ms, self.now_ms)
+        share = self.view.policy.prefill_share
+        found_ms = budget_ms(head, work_ms, decodes, self.shares, share=share)
+        self.prefill_ms = min(found_ms, longest_ms)
 
     def _age(self, head: TurnRow) -> None:
         """Serve the late session of the earliest deadline first, by rule 6; tenants take turns."""
@@ -420,7 +397,7 @@ class _Draft:
         tile = self.view.policy.chunk_tokens_min
         want = min(row.to_compute, self.tokens_left, max(tile, int(self.chunk_tokens * share)))
         left_ms = min(self.prefill_ms * share, self.prefill_ms - self.spent_ms)
-        n = min(want, _tokens_in(self.view.cost, row.frontier, left_ms))
+        n = min(want, tokens_in(self.view.cost, row.frontier, left_ms))
         if n < row.to_compute:
             n -= n % tile
         if n >= min(tile, row.to_compute):
@@ -626,17 +603,6 @@ class _Claim(NamedTuple):
         return victim.rank != row.rank or shares.used(row) < shares.used(victim)
 
 
-def _due_ms(head: TurnRow, decodes: list[TurnRow]) -> float:
-    """Return when a decode of `head`'s tenant, or a more urgent one, misses its target."""
-    rows = [r for r in decodes if r.rank < head.rank or r.tenant == head.tenant]
-    return min((r.served_ms + r.tpot_ms for r in rows), default=math.inf)
-
-
-def _meets_others(head: TurnRow, decodes: list[TurnRow]) -> bool:
-    """Whether a decode of another tenant is as urgent as `head`."""
-    return any(r.tenant != head.tenant and r.rank <= head.rank for r in decodes)
-
-
 def _last_ms(row: TurnRow) -> float:
     """Return when the session was last served, or joined the queue if it waits."""
     return row.served_ms if row.running else row.deadline_ms - row.horizon_ms
@@ -660,20 +626,3 @@ def _pages_due(row: TurnRow) -> int:
     """Pages that present work and one more token take, evictable ones it holds included."""
     wanted = min(_pages(row.frontier + row.to_compute + 1), row.pages_max)
     return max(0, wanted - row.pages_held) + row.pages_evictable
-
-
-def entry_ms(cost: StepCost, frontier: int, n: int) -> float:
-    """Time in ms that the next `n` tokens of one session add to a step."""
-    if n == 1:
-        return cost.decode_entry_ms + cost.decode_kv_ms * (frontier + 1)
-    return prefill_ms(cost, frontier, n)
-
-
-def _tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
-    """Most tokens whose `entry_ms` is at most `ms`: a root of a quadratic equation."""
-    if ms <= 0.0:
-        return 0
-    half = cost.prefill_pair_ms / 2
-    linear = cost.prefill_token_ms + cost.prefill_pair_ms * frontier
-    root = linear + math.sqrt(linear * linear + 4 * half * ms)
-    return int(min(2 * ms / root, 1e9)) if root > 0.0 else 1_000_000_000

@@ -15,13 +15,12 @@ import pytest
 from batchengine.config import ClassConfig
 from batchengine.core import PAGE_TOKENS, SlaClass
 from batchengine.engine.lane.tenants import Tenants
-from batchengine.policy.cost import StepCost
+from batchengine.policy.cost import StepCost, entry_ms
 from batchengine.policy.scheduler import (
     RANK,
     LaneView,
     Policy,
     TurnRow,
-    entry_ms,
     plan,
 )
 from tests.policy.plan_check import CLASS_TARGETS, check

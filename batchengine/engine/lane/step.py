@@ -22,6 +22,7 @@ from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
+from batchengine.policy.cost import entry_ms
 from batchengine.session_kv import full_pages, pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
@@ -220,7 +221,7 @@ class StepWriter:
             session = turn.session
             computed.append((entry.start, n))
             if seats.tenants.several:
-                ms = fixed_ms + scheduler.entry_ms(cost, entry.start, n)
+                ms = fixed_ms + entry_ms(cost, entry.start, n)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in without_rows:
                 continue
