@@ -32,6 +32,23 @@ for wheel in build/gpu-wheels/*.whl; do
   "$python" -c "import importlib.metadata as m; m.version('${name%%-*}')" 2>/dev/null && continue
   [ ! -e "$wheel" ] || "$python" -m zipfile -e "$wheel" "$site"
 done
+# A package for another Python is found, and cannot be imported.
+lacking=$(PYTHONPATH=$site "$python" -P - "$@" <<'EOF'
+import importlib, shutil, sys
+names = "numpy psutil xxhash prometheus_client aiohttp uvloop jinja2 tokenizers pytest msgspec gguf llguidance"
+if "--emulated" not in sys.argv:
+    names += " nanobind cuda.core cuda.bindings.driver cuda.bindings.nvrtc"
+for name in names.split():
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        print(f"  {name}: {error}")
+for program in ("g++", "cmake", "ninja") if "--emulated" not in sys.argv else ("g++",):
+    if shutil.which(program) is None:
+        print(f"  the program {program}")
+EOF
+)
+[ -z "$lacking" ] || { printf 'missing for %s:\n%s\n' "$python" "$lacking"; exit 1; }
 export PYTHONPATH=$root:$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 # A checkout where `make native` ran has the module; elsewhere it is built for this Python.

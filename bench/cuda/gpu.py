@@ -2,9 +2,10 @@
 
     python -m bench.cuda.gpu FOLDER [--emulated] [--quick] [--seconds 480]
 
-`bench/gpu.sh` builds the native module and calls it. FOLDER/state.json keeps the result of each
-step (bench/cuda/steps.py), and a later run does those that lack, that failed, or that were measured
-with other kernels. FOLDER/result.json has all of them. No step begins that might end after
+`bench/gpu.sh` builds the native module and calls it. First every kernel runs on small shapes: if
+one fails, or differs from the CPU, the run names it and ends. FOLDER/state.json keeps the result of
+each step (bench/cuda/steps.py), and a later run does those that lack, that failed, or that were
+measured with other kernels. FOLDER/result.json has all of them. No step begins that might end after
 `--seconds`; the last line is the RESULT so far, with a reason for each figure that is null:
 `identical` (golden hashes, random cases, whole models and sessions that move), `cases`,
 `decode_b1_of_copy` and `prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens),
@@ -70,6 +71,13 @@ class Run:
     def __init__(self, state: State, options: argparse.Namespace) -> None:
         self._state, self._options = state, options
         self._end = time.monotonic() + options.seconds
+
+    def wrong(self, part: Part) -> list[str]:
+        """What failed in a part, and what differs."""
+        names, results = [step.name for step in part.steps], self._state.results
+        failed = {n: [why] for n, why in self._state.failed.items() if n in names and why != LATE}
+        found = failed | {n: results[n].get("differences", []) for n in names if n in results}
+        return [f"{name}: {what}" for name, whats in found.items() for what in whats]
 
     def part(self, part: Part) -> None:
         """Run the steps of a part that lack."""
@@ -171,7 +179,8 @@ def summary(
             reasons[figure] = f"{absent[0]}: {why}" + (f"; {len(absent)} steps" * (len(absent) > 1))
         return bool(absent)
 
-    compared = [n.name for p in every for n in p.steps if n.name.startswith("cases ")]
+    counted = [n.name for p in every for n in p.steps if n.name.startswith("cases ")]
+    compared = [n.name for p in every if p.name == "first" for n in p.steps] + counted
     models = [n.name for p in every for n in p.steps if n.name.endswith(" identical")]
     checked = ["golden", *models, "promotion"]
     differs = [n for n in compared if results.get(n, {}).get("differences")]
@@ -179,7 +188,7 @@ def summary(
     identical = False if differs else None if lacking("identical", *compared, *checked) else True
     found: Result = {
         "identical": identical,
-        "cases": sum(results[n]["cases"] for n in compared if n in results),
+        "cases": sum(results[n]["cases"] for n in counted if n in results),
         "decode_b1_of_copy": None,
         "prefill_of_ceiling": None,
         "promote_vs_prefill_8k": None,
@@ -253,8 +262,15 @@ def main(argv: list[str]) -> int:
     if options.steps:
         return run_steps(options, state)
     run, every = Run(state, options), steps.parts(options.emulated, options.quick)
-    for part in every:
+    for i, part in enumerate(every):
         run.part(part)
+        if part.is_gate and (wrong := run.wrong(part)):
+            print(
+                f"{part.name}: {len(wrong)} wrong, so nothing else is measured:", *wrong, sep="\n  "
+            )
+            names = [step.name for later in every[i + 1 :] for step in later.steps]
+            state.failed.update(dict.fromkeys(names, wrong[0]))
+            break
     results = state.results
     found = summary(results, every, state.failed, options.emulated or options.quick)
     details = {

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import kernels
-from bench.cuda import ceilings
+from bench.cuda import ceilings, first
+from bench.cuda.cases import cases
 from bench.cuda.comparison import compare_cases
 from bench.cuda.gpus import BUILD, open_gpu
 from bench.cuda.passes import REAL, TINY, Passes
@@ -97,12 +98,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Steps in order; jobs: processes that share them."""
+    """Steps in order; jobs: processes that share them; is_gate: the run ends if one of them fails
+    or finds a difference, as all of it is measured again with other kernels."""
 
     name: str
     steps: list[Step]
     jobs: int = 1
     needs: tuple[str, ...] = ("build",)  # steps of earlier parts
+    is_gate: bool = False
 
 
 def build(place: Place) -> Result:
@@ -110,6 +113,23 @@ def build(place: Place) -> Result:
     started = time.perf_counter()
     _, device = place.opened
     return {"device": device, "seconds": round(time.perf_counter() - started, 2)}
+
+
+def run_first(place: Place, name: str) -> Result:
+    """A few cases of one name, each launch on its own."""
+    seeds = 1 if place.tiny else first.SEEDS
+    return {"cases": seeds, "differences": first.differences(place.gpu, place.pool, name, seeds)}
+
+
+def run_first_model(place: Place) -> Result:
+    """Two steps of a tiny model, launched as those of a lane."""
+    passes = Passes(place.gpu, place.pool, PRESETS["tiny"], TINY)
+    return {"differences": [] if passes.is_identical() else ["logits or rows"]}
+
+
+def sanitize(place: Place) -> Result:
+    """The same cases under a tool that looks at every access."""
+    return {"absent": "the emulator does it"} if place.emulated else first.sanitized()
 
 
 def golden(place: Place) -> Result:
@@ -233,8 +253,12 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
     linear = [Step(f"linear {k}", lambda p, k=k: dict(p.speeds.linear(k)), 30.0) for k in kinds]
     attend = Step("attend", lambda p: dict(p.speeds.attend()))
     models = MODELS if not quick else (MAIN_MODEL,)
+    each = [Step(f"first {name}", partial(run_first, name=name), 30.0) for name in cases()]
+    each.append(Step("first model", run_first_model))
+    each.append(Step("first sanitizer", sanitize, first.SANITIZED_S + 10.0))
     return [
-        Part("build", [Step("build", build, 120.0)], needs=()),
+        Part("build", [Step("build", build, 120.0)], needs=(), is_gate=True),
+        Part("first", each, is_gate=True),
         Part("golden", [Step("golden", golden)], needs=()),
         Part(
             "cases",

@@ -126,21 +126,32 @@ class CudaGpu(Gpu):
         self._stream, self._aside = Stream(self._call), Stream(self._call)
         self._event = self._call("cuEventCreate", 2)  # without a time
         cubins = cubins_for(self.facts.target)
-        self._modules = [self._call("cuModuleLoadData", cubin) for cubin in cubins.values()]
+        self._modules = [self._load(name, cubin) for name, cubin in cubins.items()]
         self._kernels: dict[str, Kernel] = {}
         self._may_copy = True
         self._pinned: list[tuple[int, int]] = []  # first and end of what `_kept` holds
         self._kept: list[NDArray[np.generic]] = []
 
+    def _load(self, name: str, cubin: bytes) -> Any:
+        try:
+            return self._call("cuModuleLoadData", cubin)
+        except GpuFault as fault:
+            version = self._call("cuDriverGetVersion")
+            of = f"the driver is of CUDA {version // 1000}.{version % 1000 // 10}"
+            raise GpuFault(f"{name}: {fault} ({of}; NVRTC may be of a later one)") from fault
+
     def _take_part(self, device: Any, multiprocessors_max: int) -> None:
         """Make a green context current, whose launches use some multiprocessors only. No setting
         of the device changes: others use all of them meanwhile."""
-        kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+        try:
+            kind = self._driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            flag = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        except AttributeError as error:
+            raise GpuFault(f"cuda-bindings knows no part of a device: {error}") from error
         every = self._call("cuDeviceGetDevResource", device, kind)
         split = self._call("cuDevSmResourceSplitByCount", 1, every, 0, multiprocessors_max)
         part = split[0][0]  # groups, their number, and what remains
         described = self._call("cuDevResourceGenerateDesc", [part], 1)
-        flag = self._driver.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
         green = self._call("cuGreenCtxCreate", described, device, int(flag))
         self._context = self._call("cuCtxFromGreenCtx", green)
         self._call("cuCtxSetCurrent", self._context)

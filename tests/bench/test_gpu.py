@@ -15,7 +15,7 @@ import pytest
 import kernels
 import kernels.cuda.driver as module
 from batchengine.config.settings import SlaConfig
-from bench.cuda import ceilings, gpu, steps
+from bench.cuda import ceilings, first, gpu, steps
 from bench.cuda.gpu import LATE, Run, State, summary
 from bench.cuda.gpus import seconds
 from bench.cuda.passes import TINY, Passes
@@ -27,6 +27,7 @@ from bench.models.synthetic import PRESETS
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda.compile import units
 from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import GpuFault, KernelLaunch
 from tests.kernels.cuda.fake_driver import FakeDriver
 
 KERNELS = "some kernels"
@@ -158,7 +159,7 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     assert set(found["reasons"]) == FIGURES
     for part in every:
         for step in part.steps:
-            if step.name.startswith("cases "):
+            if step.name.startswith(("first ", "cases ")):
                 results[step.name] = {"cases": 500, "differences": []}
             if step.name == "golden" or step.name.endswith("identical"):
                 results[step.name] = {"identical": True}
@@ -186,6 +187,70 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     assert found["identical"] is False
     assert found["coexec_goodput"] is None
     assert set(found["reasons"]) == {"identical", "prefill_of_ceiling", "coexec_goodput"}
+
+
+@needs_compiler
+def test_a_launch_that_fails_names_its_kernel(pool: kernels.Pool) -> None:
+    emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
+    assert first.differences(emulated, pool, "embed q4_0", 1) == []
+    launch = emulated._launch
+
+    def broken(one: KernelLaunch) -> None:
+        if one.kernel == "take_rows":
+            raise GpuFault("CUDA_ERROR_ILLEGAL_ADDRESS")
+        launch(one)
+
+    emulated._launch = broken  # type: ignore[method-assign]
+    with pytest.raises(GpuFault, match=r"^take_rows, grid \(3, 1, 1\), 32 threads: CUDA_ERROR_ILL"):
+        first.differences(emulated, pool, "embed q4_0", 1)
+
+
+@pytest.mark.parametrize(("status", "said"), [(0, "0 errors"), (86, "Invalid"), (3, "no device")])
+def test_what_a_sanitizer_finds_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str
+) -> None:
+    monkeypatch.setattr(first, "TOOLKITS", ())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert first.sanitized() == {"absent": "no compute-sanitizer"}
+    program = tmp_path / first.SANITIZER
+    program.write_text(f"#!/bin/sh\necho '========= {said}'\nexit {status}\n")
+    program.chmod(0o755)
+    if status == first.ERRORS_EXIT:
+        with pytest.raises(RuntimeError, match=said):
+            first.sanitized()
+    else:
+        assert first.sanitized() == {"said" if status == 0 else "absent": said}
+
+
+@pytest.mark.parametrize("fault", ["raised", "differs", "late"])
+def test_a_run_ends_with_the_first_kernel_that_is_wrong(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+) -> None:
+    def part(self: Run, of: Part) -> None:
+        begun.append(of.name)
+        for step in of.steps:
+            if fault == "raised" and step.name == "first linear q8_0":
+                self._state.failed[step.name] = "GpuFault: linear_few_q8_0"
+            elif fault == "late" and step.name == "first linear q8_0":
+                self._state.failed[step.name] = LATE
+            else:
+                is_wrong = fault == "differs" and step.name == "first linear q8_0"
+                found = ["linear_few_q8_0"] if is_wrong else []
+                self._state.put(step.name, {"cases": 1, "differences": found})
+
+    begun: list[str] = []
+    monkeypatch.setattr(Run, "part", part)
+    monkeypatch.setattr(gpu, "summary", lambda *_: {"identical": None})
+    code = gpu.main([str(tmp_path), "--emulated", "--quick"])
+    assert begun == ["build", "first"] if fault != "late" else len(begun) > 5
+    if fault != "late":
+        assert code == 1
+        assert "first linear q8_0: " in capsys.readouterr().out
+        result = json.loads((tmp_path / "result-emulated-quick.json").read_text())
+        assert "linear_few_q8_0" in result["details"]["failed"]["golden"]
 
 
 @needs_compiler

@@ -79,6 +79,9 @@ class FakeDriver:
 
         return call
 
+    def _cuDriverGetVersion(self) -> int:
+        return 13020
+
     def _cuDeviceGetName(self, n: int, device: int) -> bytes:
         return b"Emulated".ljust(n, b"\0")
 

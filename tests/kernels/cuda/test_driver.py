@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,20 @@ def test_a_gpu_may_use_a_part_of_the_multiprocessors(
 def test_a_device_that_cannot_be_parted_is_a_fault(driver: FakeDriver) -> None:
     driver.fail["cuGreenCtxCreate"] = Status.CUDA_ERROR_NO_DEVICE
     with pytest.raises(GpuFault, match="cuGreenCtxCreate"):
+        CudaGpu(0, lambda target: {}, 8)
+
+
+def test_a_cubin_that_the_driver_refuses_is_a_fault_with_its_version(driver: FakeDriver) -> None:
+    driver.fail["cuModuleLoadData"] = Status.CUDA_ERROR_NOT_FOUND
+    with pytest.raises(
+        GpuFault, match=r"all: cuModuleLoadData: CUDA_ERROR_NOT_FOUND .* CUDA 13\.2"
+    ):
+        opened(driver)
+
+
+def test_bindings_that_know_no_part_of_a_device_are_a_fault(driver: FakeDriver) -> None:
+    driver.CUdevResourceType = SimpleNamespace()  # type: ignore[misc]
+    with pytest.raises(GpuFault, match="CU_DEV_RESOURCE_TYPE_SM"):
         CudaGpu(0, lambda target: {}, 8)
 
 

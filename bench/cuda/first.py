@@ -1,0 +1,96 @@
+"""The first contact with a GPU: every kernel once or twice on small shapes, against the CPU.
+
+    python -m bench.cuda.first [NAME...]
+
+Launches are waited for one by one, so that a failure names its kernel. `sanitized` does the same
+under compute-sanitizer, if it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any, cast
+
+import numpy as np
+
+import kernels
+from batchengine.child.command import python_command
+from bench.cuda.cases import Differs, cases
+from bench.cuda.gpus import open_gpu, wait
+from kernels.cuda.compile import units
+from kernels.cuda.gpu import Gpu, GpuFault, KernelLaunch
+
+SEEDS = 4  # random cases of a name
+SANITIZER, TOOLKITS = "compute-sanitizer", ("/usr/local/cuda/bin", "/opt/cuda/bin")
+SANITIZED_S = 150.0
+ERRORS_EXIT = 86  # of compute-sanitizer, if it has found something
+SAID = re.compile(r"^=+ +(.*\S)", re.MULTILINE)
+
+
+class OneByOne:
+    """Another GPU, which waits after each launch."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def launch(self, *launch: Any) -> None:
+        """Run a kernel to its end. Raises GpuFault with its name."""
+        try:
+            self._gpu.launch(*launch)
+            wait(self._gpu)
+        except GpuFault as fault:
+            one = KernelLaunch(*launch)
+            shape = f"grid {one.blocks}, {one.threads} threads"
+            raise GpuFault(f"{one.kernel}, {shape}: {fault}") from fault
+
+
+def differences(gpu: Gpu, pool: kernels.Pool, name: str, seeds: int = SEEDS) -> list[str]:
+    """What differs in the first cases of a name. Raises GpuFault with the name of a kernel."""
+    found: list[str] = []
+    for seed in range(seeds):
+        try:
+            cases()[name](cast(Gpu, OneByOne(gpu)), pool, np.random.default_rng([seed, 7]))
+        except Differs as difference:
+            found.append(f"seed {seed}: {difference}")
+    return found
+
+
+def sanitized() -> dict[str, Any]:
+    """What compute-sanitizer says of the same. RuntimeError if it finds an access to memory that
+    is not allocated or not aligned."""
+    program = shutil.which(SANITIZER, path=os.pathsep.join((os.environ["PATH"], *TOOLKITS)))
+    if program is None:
+        return {"absent": f"no {SANITIZER}"}
+    command = [program, "--tool", "memcheck", "--error-exitcode", str(ERRORS_EXIT)]
+    command += python_command("bench.cuda.first")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SANITIZED_S)
+    except subprocess.TimeoutExpired:
+        return {"absent": f"it took more than {SANITIZED_S:.0f} s"}
+    said = SAID.findall(done.stdout)
+    if done.returncode == ERRORS_EXIT:
+        raise RuntimeError("; ".join(said[:8]))
+    if done.returncode:  # it cannot work here, or a kernel differs, which other steps tell
+        return {"absent": "; ".join((*said[-2:], *done.stderr.splitlines()[-1:]))}
+    return {"said": said[-1] if said else ""}
+
+
+def main(names: list[str]) -> int:
+    gpu, _ = open_gpu(False, units())
+    pool, has_failed = kernels.Pool(1), False
+    for name in names or cases():
+        for difference in differences(gpu, pool, name, 1):
+            has_failed = True
+            print(f"{name}: {difference}")
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
