@@ -77,12 +77,14 @@ class Launches(Graph):
 class Emulator(Gpu):
     """An emulated GPU; a launch has ended when it returns. Raises EmulatorFault.
 
-    `seed`: the order of blocks and threads (0 rising, 1 falling, else shuffled).
+    `seed`: the order of blocks and threads (0 rising, 1 falling, else shuffled). `first_block`:
+    the first one of a grid that runs.
     """
 
     def __init__(self, library: Path, seed: int = 0) -> None:
         super().__init__()
         self.seed = seed
+        self.first_block = 0, 0, 0
         self._captured: list[KernelLaunch] | None = None
         self.facts = DeviceFacts("an emulated GPU", 1 << 30, 1, (0, 0))
         self._c = c = ctypes.CDLL(str(library))
@@ -93,6 +95,10 @@ class Emulator(Gpu):
     def kernels(self) -> list[str]:
         """Names of the kernels."""
         return str(self._c.simt_kernels().decode()).split()
+
+    def size_of(self, address: int) -> int:
+        """Bytes of an allocation."""
+        return self._sizes[address]
 
     def _allocate(self, n_bytes: int) -> int:
         address: int = self._c.simt_allocate(ctypes.c_size_t(n_bytes))
@@ -136,7 +142,8 @@ class Emulator(Gpu):
             self._captured.append(launch)
             return
         words = words_of(launch.arguments)
-        grid = np.array(launch.blocks, np.int32)
+        grid, first = (np.array(of, np.int32) for of in (launch.blocks, self.first_block))
+        self._c.simt_begin_at(ctypes.c_void_p(first.ctypes.data))
         self._check(
             self._c.simt_launch(
                 launch.kernel.encode(),

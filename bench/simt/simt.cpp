@@ -40,6 +40,7 @@ std::map<uint64_t, std::unique_ptr<Allocation>>& allocations() {
 std::string kernel_name;
 std::string last_error;
 uint64_t n_runs = 0, n_launches = 0;
+int32_t first_block[3] = {0, 0, 0};  // of the next launches; those before it do not run
 
 // ---------------------------------------------------------------------------------------- fibers
 
@@ -223,12 +224,7 @@ void run_block(const std::function<void()>& body, int n_threads, const std::vect
 
 // ----------------------------------------------------------------------------------------- marks
 
-uint32_t thread_number() {
-    const auto number = (static_cast<uint32_t>(here.block[2]) * here.blocks[1] + here.block[1]) *
-                            here.blocks[0] +
-                        here.block[0];
-    return 1 + number * THREADS_MAX + here.thread;
-}
+uint32_t thread_number() { return 1 + here.number * THREADS_MAX + here.thread; }
 
 // Whether what made the mark happened before what this thread does now.
 bool is_before(const Mark& mark) {
@@ -277,6 +273,9 @@ void fail(const std::string& what) {
 
 void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, Access access) {
     const auto address = reinterpret_cast<uint64_t>(p);
+    const auto is_of_block = [&] { return at && at->launch == 0 && !at->cells.empty(); };
+    const bool is_moved = first_block[0] || first_block[1] || first_block[2];
+    if (is_moved && !is_of_block()) at = find(address);  // the pointer began elsewhere
     if (!at) fail("reads or writes memory that is not allocated");
     const auto base = reinterpret_cast<uint64_t>(at->base);
     if (address < base || address + bytes > base + at->bytes)
@@ -285,7 +284,7 @@ void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, 
              std::to_string(at->bytes));
     if (address % alignment) fail("a misaligned address");
     auto& memory = *const_cast<Allocation*>(at);
-    const bool is_shared = memory.launch == 0 && !memory.cells.empty();
+    const bool is_shared = is_of_block();
     if (!is_shared && memory.launch != here.launch) {
         memory.cells.assign(memory.bytes, Cell());
         memory.launch = here.launch;
@@ -420,17 +419,18 @@ void launch(const std::string& name, const int32_t (&blocks)[3], int threads,
                     std::to_string(entry.threads_max));
     const int64_t n_blocks = int64_t{blocks[0]} * blocks[1] * blocks[2];
     if (blocks[0] < 1 || blocks[1] < 1 || blocks[2] < 1 || n_blocks >= 1 << 21 ||
-        blocks[1] > GRID_YZ_MAX || blocks[2] > GRID_YZ_MAX)
+        first_block[1] + blocks[1] > GRID_YZ_MAX || first_block[2] + blocks[2] > GRID_YZ_MAX)
         throw Fault(name + ": an impossible grid");
     here.launch = ++n_launches;
     here.threads = threads;
-    std::copy(blocks, blocks + 3, here.blocks);
+    for (int i = 0; i < 3; i++) here.blocks[i] = first_block[i] + blocks[i];
     const std::vector<int> order = order_of(threads, seed);
     const std::function<void()> body = [&] { entry.call(arguments); };
     for (const int i : order_of(static_cast<int>(n_blocks), seed)) {
-        here.block[0] = i % blocks[0];
-        here.block[1] = i / blocks[0] % blocks[1];
-        here.block[2] = i / blocks[0] / blocks[1];
+        here.number = static_cast<uint32_t>(i);
+        here.block[0] = first_block[0] + i % blocks[0];
+        here.block[1] = first_block[1] + i / blocks[0] % blocks[1];
+        here.block[2] = first_block[2] + i / blocks[0] / blocks[1];
         run_block(body, threads, order);
     }
 }
@@ -504,6 +504,8 @@ int simt_launch(const char* name, const int32_t* blocks, int threads, const uint
         simt::launch(name, grid, threads, arguments, n_arguments, seed);
     });
 }
+
+void simt_begin_at(const int32_t* block) { std::copy(block, block + 3, simt::first_block); }
 
 // Names of the kernels, one a line.
 const char* simt_kernels() {

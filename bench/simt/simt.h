@@ -40,6 +40,7 @@ struct Fault : std::runtime_error {
 struct Place {
     int block[3];
     int blocks[3];
+    uint32_t number;  // of the block in its launch
     int thread;
     int threads;
     uint32_t barriers;       // that this thread has passed in this block

@@ -207,7 +207,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     const int tile_index = gpu::block_y() * MANY_WARPS + gpu::warp();
     const bool has_tile = tile_index < tiles;
     const gpu::In<uint8_t> tile =
-        matrix + (has_tile ? tile_index : 0) * gpu::tile_bytes(kind, cols);
+        matrix + (has_tile ? tile_index : tiles - 1) * gpu::tile_bytes(kind, cols);
     // Copies the activations of a span, in the background.
     const auto fetch = [&](int span) {
         for (int i = gpu::thread(); span < spans && i < MANY_TOKENS * COPIES; i += gpu::threads()) {

@@ -1,0 +1,234 @@
+"""No offset of a kernel wraps: random cases in blocks, tokens, layers and tiles of large numbers.
+
+The pointers of a launch are moved back by as much as the numbers move forward, so that a kernel
+that computes every offset in 64 bits reads and writes the same memory as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import kernels
+from bench.cuda.arrays import Arrays
+from bench.cuda.cases import Attention, Differs, cases
+from bench.simt.emulator import Emulator, EmulatorFault
+from kernels.cuda.gpu import Gpu
+
+FAR = 1 << 20  # tokens or blocks
+ROWS_FAR = 60_000  # blocks of rows of a matrix: a grid has up to 65,535
+LAYERS_FAR, POSITIONS_FAR, RESULTS_FAR = 10_000, 1 << 20, 1 << 26
+QUERY_DWORDS = 1 << 31  # a step has fewer: 524,288 tokens of 64 heads of 256
+INTS = 1 << 28
+Arguments = list[Any]
+
+
+class Far:
+    """An emulated GPU whose launches are moved."""
+
+    def __init__(self, gpu: Emulator) -> None:
+        self._gpu = gpu
+        self.launched = set[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def launch(
+        self, kernel: str, blocks: tuple[int, int, int], threads: int, arguments: Sequence[Any]
+    ) -> None:
+        """Run a kernel from a block of a large number on."""
+        name = next(known for known in MOVES if kernel.startswith(known))
+        given = list(arguments)
+        with Arrays(self._gpu) as arrays:
+            self._gpu.first_block = MOVES[name](Move(self._gpu, arrays, kernel, blocks), given)
+            try:
+                self._gpu.launch(kernel, blocks, threads, given)
+            finally:
+                self._gpu.first_block = 0, 0, 0
+        self.launched.add(kernel)
+
+
+class Move:
+    """What a launch reads from tables is copied before it is changed."""
+
+    def __init__(
+        self, gpu: Emulator, arrays: Arrays, kernel: str, blocks: tuple[int, int, int]
+    ) -> None:
+        self._gpu, self._arrays = gpu, arrays
+        self.kernel, self.blocks = kernel, blocks
+
+    def table(
+        self,
+        arguments: Arguments,
+        at: int,
+        kind: type[np.generic],
+        columns: int,
+        changes: dict[int, int],
+    ) -> None:
+        """Add to columns of a table of a row a block, and move its pointer by FAR rows."""
+        values = np.empty((self.blocks[0], columns), kind)
+        self._gpu.copy_out(arguments[at], values)
+        for column, change in changes.items():
+            values[:, column] += np.array(change).astype(kind)
+        arguments[at] = self._arrays.put(values).address - FAR * values[0].nbytes
+
+    def pages(self, arguments: Arguments, at: int, n_bytes: int) -> None:
+        """Move all addresses of a table back."""
+        values = np.empty(self._gpu.size_of(arguments[at]) // 8, np.uint64)
+        self._gpu.copy_out(arguments[at], values)
+        arguments[at] = self._arrays.put(values - np.uint64(n_bytes)).address
+
+
+def back(arguments: Arguments, moves: dict[int, int]) -> None:
+    """Move pointers that are not null."""
+    for at, n_bytes in moves.items():
+        arguments[at] -= n_bytes if arguments[at] else 0
+
+
+def activations(at: int, tokens: int, width: int) -> dict[int, int]:
+    """Moves of q, scale and sums."""
+    spans = -(-width // 128)
+    return {at: tokens * spans * 128, at + 1: tokens * spans * 16, at + 2: tokens * spans * 16}
+
+
+def linear(move: Move, a: Arguments) -> tuple[int, int, int]:
+    name = move.kernel.removeprefix("linear_")
+    is_many, is_float = name.startswith("many_"), "_" not in name or name.startswith("bf16")
+    kind = name.removeprefix("many_").removeprefix("few_")
+    rows = 16 * (4 if is_many else 1) * ROWS_FAR
+    tokens = (64 if is_many else 8) * FAR
+    cols, stride = a[2], a[10]
+    packed = kernels.packed_bytes(kind, 16, cols) * (rows // 16)
+    moves = {0: packed, 7: 4 * rows, 9: 4 * (tokens * stride + rows), 11: packed, 12: 4 * rows}
+    if is_float:
+        moves |= {3: 4 * tokens * a[4], 5: tokens * -(-cols // 128) * 16}
+    else:
+        moves |= activations(3, tokens, cols)
+    back(a, {at: n for at, n in moves.items() if at < len(a)})
+    a[1] += rows
+    a[6] += tokens
+    return FAR, ROWS_FAR, 0
+
+
+def embed(move: Move, a: Arguments) -> tuple[int, int, int]:
+    kind = kernels.KINDS[a[1]]
+    move.table(a, 3, np.int32, 1, {0: 16 * FAR})
+    back(a, {0: FAR * kernels.packed_bytes(kind, 16, a[2]), 4: 4 * FAR * a[5]})
+    return FAR, 0, 0
+
+
+def norm_quantise(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 8: 4 * FAR * a[9]} | activations(5, FAR, a[4]))
+    return FAR, 0, 0
+
+
+def quantise(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1]} | activations(3, FAR, a[2]))
+    return FAR, 0, 0
+
+
+def take_rows(move: Move, a: Arguments) -> tuple[int, int, int]:
+    move.table(a, 2, np.int32, 1, {0: FAR})
+    back(a, {0: 4 * FAR * a[1], 4: 4 * FAR * a[5]})
+    return FAR, 0, 0
+
+
+def nonfinite_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 3: FAR})
+    return FAR, 0, 0
+
+
+def place_kv(move: Move, a: Arguments) -> tuple[int, int, int]:
+    n_layer, n_head, n_kv, head_dim = a[5:9]
+    shape = kernels.PageShape(1, n_kv, head_dim)
+    move.table(a, 2, np.int32, 1, {0: POSITIONS_FAR})
+    move.table(a, 3, np.uint64, 1, {0: -LAYERS_FAR * n_kv * shape.head_bytes})
+    rows = (FAR * n_layer + LAYERS_FAR) * shape.row_bytes
+    q = FAR * n_head * head_dim
+    back(a, {0: 4 * FAR * a[1], 12: 4 * POSITIONS_FAR * a[13], 16: q, 17: q // 8, 18: rows})
+    a[4] += LAYERS_FAR
+    return FAR, 0, 0
+
+
+def results(at: int, head_dim: int) -> dict[int, int]:
+    """Moves of m, denominators and o of accumulators."""
+    n_bytes = 4 * 16 * RESULTS_FAR
+    return {at: n_bytes, at + 1: n_bytes, at + 2: n_bytes * head_dim}
+
+
+def attend(move: Move, a: Arguments) -> tuple[int, int, int]:
+    n_head, n_kv, head_dim = a[5:8]
+    tokens = QUERY_DWORDS // (n_head * head_dim // 4) - 100
+    move.table(a, 2, np.int32, 8, {0: tokens, 6: RESULTS_FAR})
+    move.pages(a, 3, LAYERS_FAR * n_kv * kernels.PageShape(1, n_kv, head_dim).head_bytes)
+    q = tokens * n_head * head_dim
+    back(a, {0: q, 1: q // 8} | results(8, head_dim))
+    a[4] += LAYERS_FAR
+    return FAR, 0, 0
+
+
+def fold_attention(move: Move, a: Arguments) -> tuple[int, int, int]:
+    n_head, head_dim = a[4], a[6]
+    move.table(a, 0, np.int32, 8, {0: FAR, 6: RESULTS_FAR})
+    quantised = activations(10, FAR, n_head * head_dim)
+    back(a, results(1, head_dim) | {8: 4 * FAR * a[9]} | quantised)
+    return FAR, 0, 0
+
+
+def gather_partials(move: Move, a: Arguments) -> tuple[int, int, int]:
+    head_dim = a[7]
+    move.table(a, 0, np.int32, 8, {6: RESULTS_FAR})
+    move.table(a, 1, np.int32, 3, {0: INTS})
+    back(a, results(2, head_dim) | {9: 4 * INTS, 10: 4 * INTS, 11: 4 * INTS * head_dim})
+    return FAR, 0, 0
+
+
+def sample(_: Move, a: Arguments) -> tuple[int, int, int]:
+    vocab, top = 4 * FAR * a[2], 4 * FAR * a[14]
+    back(a, {0: 4 * FAR * a[1], 3: 72 * FAR, 8: vocab, 9: vocab})
+    back(a, {10: 4 * FAR, 11: 4 * FAR, 12: top, 13: top})
+    return FAR, 0, 0
+
+
+MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = {
+    one.__name__: one
+    for one in (linear, embed, norm_quantise, quantise, take_rows, nonfinite_rows, place_kv)
+} | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample)}
+QUICK = ("quantise", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_cases_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool, name: str) -> None:
+    gpu.seed, far = 0, Far(gpu)
+    cases()[name](cast(Gpu, far), pool, np.random.default_rng([3, *name.encode()]))
+    assert far.launched
+
+
+def test_attention_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool) -> None:
+    gpu.seed, far = 0, Far(gpu)
+    rng = np.random.default_rng(3)
+    Attention(pool, rng, 4, 2, 64, [(9, 250), (1, 1024)]).compare(cast(Gpu, far), rng)
+    kernels_of_attention = {"attend", "attend_many", "attend_pages", "fold_attention", "place_kv"}
+    assert far.launched >= kernels_of_attention
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(cases()) - set(QUICK)))
+def test_other_cases_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool, name: str) -> None:
+    test_cases_far_from_the_first_block(gpu, pool, name)
+
+
+def test_an_offset_that_is_off_is_found(
+    gpu: Emulator, pool: kernels.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrapped(move: Move, a: Arguments) -> tuple[int, int, int]:
+        at = embed(move, a)
+        a[4] += 1 << 32  # what a kernel loses that multiplies in 32 bits
+        return at
+
+    monkeypatch.setitem(MOVES, "embed", wrapped)
+    with pytest.raises((EmulatorFault, Differs)):
+        cases()["embed q4_0"](cast(Gpu, Far(gpu)), pool, np.random.default_rng(1))
