@@ -196,7 +196,9 @@ class GenerationRequest:
     byte, None = unknown, or it gets one at once. `form`: form of the answer's events; the engine
     records it for later streams of the same turn, and `output` with it. `constraint` None = any
     text. `client_name`: what the client calls the session, for listings. `echo`: text of the
-    service, which the turn keeps.
+    service, which the turn keeps. `prompt_logprobs`: as `Sampling.logprobs`, of the tokens of the
+    prompt; such a request has no session, since tokens that have KV already have no logits, and the
+    token that ends its answer is one of its events.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -226,6 +228,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
     client_name: str = ""
     echo: str = ""
+    prompt_logprobs: int = -1
     in_family: bool = False
     append: tuple[int, ...] = ()
     append_to: str = ""
@@ -365,6 +368,19 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTokenEvent:
+    """One token of a prompt whose log-probabilities are asked for, before any TokenEvent.
+
+    `logprob` None = the first one, in front of which there is nothing.
+    """
+
+    token: int
+    text: bytes
+    logprob: float | None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SkippedEvent:
     """The text of one token that the reader has from an earlier stream of the same turn."""
 
@@ -392,7 +408,9 @@ class ErrorEvent:
     error: BatchEngineError
 
 
-GenerationEvent = QueuedEvent | SkippedEvent | TokenEvent | DoneEvent | ErrorEvent
+GenerationEvent = (
+    QueuedEvent | PromptTokenEvent | SkippedEvent | TokenEvent | DoneEvent | ErrorEvent
+)
 
 
 @dataclass(frozen=True, slots=True)

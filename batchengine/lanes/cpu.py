@@ -18,7 +18,9 @@ from batchengine.lanes.host_device import (
     choose,
     facts_of,
     load_model,
+    logits_max,
     sampled,
+    scored,
     without,
 )
 from batchengine.lanes.ring.data_links import DataLinks
@@ -57,6 +59,7 @@ class CpuDevice(HostDevice):
             tokens_max=load.tokens_max,
             entries_max=load.entries_max,
             pages_max=pages,
+            logits_max=logits_max(load.entries_max),
         )
         return facts
 
@@ -93,6 +96,8 @@ class CpuDevice(HostDevice):
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]
         unmasked = [index for index in late if index not in (*nonfinite, *unreachable)]
+        scores, bad = scored(stepper, batch, [*nonfinite, *unreachable, *unmasked])
+        rows, nonfinite = without(rows, batch, bad), sorted([*nonfinite, *bad])
         return HostOutput(
             tuple(without(rows, batch, [*unreachable, *unmasked])),
             tuple(nonfinite),
@@ -100,6 +105,7 @@ class CpuDevice(HostDevice):
             tuple(unreachable),
             routed.waited_us if routed else 0,
             tuple(unmasked),
+            scores,
         )
 
     def close(self) -> None:

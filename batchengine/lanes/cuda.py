@@ -28,7 +28,9 @@ from batchengine.lanes.host_device import (
     choose,
     facts_of,
     load_model,
+    logits_max,
     sampled,
+    scored,
     without,
 )
 from batchengine.lanes.host_memory import HostMemory
@@ -192,12 +194,16 @@ class CudaDevice(HostDevice):
         rows: list[wire.SampledRow] = []
         nonfinite: list[int] = []
         unmasked: list[int] = []
+        scores: list[wire.ScoredRows] = []
         for first, part in parts_of(batch, pages_max):
             output = super().run(part)
             rows += output.rows
             nonfinite += [first + index for index in output.nonfinite]
             unmasked += [first + index for index in output.unmasked]
-        return StepOutput(tuple(rows), tuple(nonfinite), unmasked=tuple(unmasked))
+            scores += output.scores
+        return StepOutput(
+            tuple(rows), tuple(nonfinite), unmasked=tuple(unmasked), scores=tuple(scores)
+        )
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Run one forward pass on the GPU, and copy its rows to the pages of the host."""
@@ -218,8 +224,11 @@ class CudaDevice(HostDevice):
         on_host.set(batch.tokens, batch.shape, addresses)
         kernels.store_rows(pool, steps.rows.host, on_host)
         unmasked = [index for index in late if index not in nonfinite]
-        chosen = without(chosen, batch, unmasked)
-        return HostOutput(tuple(chosen), tuple(nonfinite), digests, unmasked=tuple(unmasked))
+        scores, bad = scored(stepper, batch, [*nonfinite, *unmasked])
+        chosen, nonfinite = without(chosen, batch, [*unmasked, *bad]), sorted([*nonfinite, *bad])
+        return HostOutput(
+            tuple(chosen), tuple(nonfinite), digests, unmasked=tuple(unmasked), scores=scores
+        )
 
     def close(self) -> None:
         """End the pool's threads."""
@@ -300,13 +309,21 @@ def parts_of(batch: StepInput, pages_max: int) -> Iterator[tuple[int, StepInput]
                 tokens=batch.tokens[token:end_token],
                 codes=batch.codes[page:end_page],
                 histories=batch.histories[first:index],
+                scored=batch.scored[first:index],
             ),
         )
         first, held = index, own
 
 
 def _stepper(ops: Any, model: Model, tokens: int, entries: int, pages: int) -> Stepper:
-    return Stepper(cast(Ops, ops), model, tokens_max=tokens, entries_max=entries, pages_max=pages)
+    return Stepper(
+        cast(Ops, ops),
+        model,
+        tokens_max=tokens,
+        entries_max=entries,
+        pages_max=pages,
+        logits_max=logits_max(entries),
+    )
 
 
 def upload_weights(

@@ -15,6 +15,7 @@ import numpy as np
 
 import kernels
 from batchengine import errors
+from batchengine.core import Sampling
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
 from batchengine.lanes.host_memory import HostMemory
@@ -27,6 +28,8 @@ from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from kv_store.layout import PageLayout
 
+LOGITS_MIN = 16  # rows that a lane has room for: each round reads the matrix of the vocabulary
+
 
 @dataclass(slots=True)
 class HostOutput:
@@ -38,6 +41,7 @@ class HostOutput:
     unreachable: tuple[int, ...] = ()
     waited_us: int = 0
     unmasked: tuple[int, ...] = ()
+    scores: tuple[wire.ScoredRows, ...] = ()
 
 
 class HostDevice(ABC):
@@ -78,7 +82,12 @@ class HostDevice(ABC):
         unusable = output.nonfinite + output.unreachable + output.unmasked
         memory.record_rows(batch, rows, output.row_digests, unusable)
         return StepOutput(
-            output.rows, output.nonfinite, output.unreachable, output.waited_us, output.unmasked
+            output.rows,
+            output.nonfinite,
+            output.unreachable,
+            output.waited_us,
+            output.unmasked,
+            output.scores,
         )
 
 
@@ -174,6 +183,64 @@ def sampled(
         if i not in bad
     ]
     return rows, sorted(bad)
+
+
+def logits_max(entries_max: int) -> int:
+    """Rows with logits of a lane whose steps have up to `entries_max` entries."""
+    return max(entries_max, LOGITS_MIN)
+
+
+def scored(
+    stepper: Stepper, batch: StepInput, unusable: Sequence[int]
+) -> tuple[tuple[wire.ScoredRows, ...], list[int]]:
+    """Scores of the entries that ask for some, but for the `unusable` ones, once their step has
+    run; and which of these entries have logits that are not finite.
+
+    The numbers come from the kernel that samples, with a mask of one token.
+    """
+    firsts = np.cumsum(batch.shape[:, 0]) - batch.shape[:, 0]
+    asked = [
+        (index, int(firsts[index]) + offset, token)
+        for index, tokens in enumerate(batch.scored)
+        if index not in unusable
+        for offset, token in enumerate(tokens.tolist())
+    ]
+    found: dict[int, list[kernels.Sampled]] = {}
+    bad = set[int]()
+    for begin in range(0, len(asked), stepper.logits_max):
+        part = asked[begin : begin + stepper.logits_max]
+        bad_rows = stepper.finish(np.array([row for _, row, _ in part], np.int32))
+        stepper.logits(len(part))
+        best = [batch.entries[index].scored_best for index, _, _ in part]
+        specs = [
+            _spec(token, n, stepper.model.spec.n_vocab)
+            for (_, _, token), n in zip(part, best, strict=True)
+        ]
+        choices = stepper.ops.sample(stepper.logits_rows, specs)
+        bad.update(part[row][0] for row in bad_rows)
+        for (index, _, _), choice in zip(part, choices, strict=True):
+            found.setdefault(index, []).append(choice)
+            if choice.nonfinite:
+                bad.add(index)
+    rows = [_rows(batch.entries[i].session, of) for i, of in found.items() if i not in bad]
+    return tuple(rows), sorted(bad)
+
+
+def _spec(token: int, best: int, vocab: int) -> kernels.SampleSpec:
+    """Parameters with which the kernel can only sample `token`."""
+    mask = np.zeros(-(-vocab // 32), np.uint32)
+    mask[token // 32] = 1 << token % 32
+    return sample_spec(Sampling(logprobs=best), position=0, history=None, mask=mask)
+
+
+def _rows(session: int, choices: Sequence[kernels.Sampled]) -> wire.ScoredRows:
+    best = [one for choice in choices for one in choice.top]
+    return wire.ScoredRows(
+        session,
+        np.array([choice.logprob for choice in choices], np.float32).tobytes(),
+        np.array([token for token, _ in best], np.int32).tobytes(),
+        np.array([logprob for _, logprob in best], np.float32).tobytes(),
+    )
 
 
 def _addresses(memory: HostMemory, batch: StepInput) -> U64Array:

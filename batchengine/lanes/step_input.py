@@ -2,8 +2,10 @@
 
 Payload of a Step, little-endian, in this order (widest first, so every part stays aligned):
 
-    [ slot codes u64 | tokens i32 | penalty histories i32 | tokens of imported rows i32 ]
+    [ slot codes u64 | tokens i32 | penalty histories i32 | tokens of imported rows i32 | ...
       sum n_pages       sum n_tokens  sum history_len         sum import.rows
+    ... scored tokens i32 ]
+        sum scored
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from batchengine import errors
-from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES, BatchEngineError
+from batchengine.core import LOGPROBS_MAX, PAGE_TOKENS, SUPERPAGE_PAGES, BatchEngineError
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import Payload
 
@@ -60,6 +62,8 @@ class StepInput:
 
     imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
     masks: waits for the masks of entries; None for those that have none, or whose mask is late.
+    scored: for each entry the tokens behind its leading ones whose log-probabilities are wanted; of
+    no entries: none.
     """
 
     entries: tuple[wire.Entry, ...]
@@ -71,19 +75,22 @@ class StepInput:
     is_routed: bool = False
     lap_ms: int = 0
     masks: Masks = no_masks
+    scored: Sequence[I32Array] = ()
 
 
 @dataclass(slots=True)
 class StepOutput:
     """rows: one per entry that wanted a token and whose rows are finite; nonfinite: the indices of
     the entries with a row that is not; unreachable: of those that a peer did not serve; waited_us:
-    for peers; unmasked: indices of those without a token since their mask is late."""
+    for peers; unmasked: indices of those without a token since their mask is late; scores: of the
+    entries with Entry.scored whose rows can be used."""
 
     rows: tuple[wire.SampledRow, ...]
     nonfinite: tuple[int, ...]
     unreachable: tuple[int, ...] = ()
     waited_us: int = 0
     unmasked: tuple[int, ...] = ()
+    scores: tuple[wire.ScoredRows, ...] = ()
 
 
 def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
@@ -91,7 +98,7 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
     entries = step.entries
     if len(entries) > limits.entries_max:
         raise BadStep(f"{len(entries)} entries of {limits.entries_max}")
-    n_tokens = n_pages = n_history = 0
+    n_tokens = n_pages = n_history = n_scored = 0
     shape: list[tuple[int, int, int]] = []
     for entry in entries:
         count, start, pages = entry.n_tokens, entry.start, entry.n_pages
@@ -107,17 +114,22 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
             raise BadStep(f"session {entry.session}: a mask for no token")
         if entry.takes_sample and (count != 1 or entry.sampling is None):
             raise BadStep(f"session {entry.session}: a sample as {count} tokens")
+        if not (0 <= entry.scored <= count and 0 <= entry.scored_best <= LOGPROBS_MAX):
+            raise BadStep(f"session {entry.session}: {entry.scored} of {count} tokens are scored")
         n_history += entry.history_len
+        n_scored += entry.scored
         shape.append((count, start, pages))
     if n_tokens > limits.tokens_max:
         raise BadStep(f"{n_tokens} tokens of {limits.tokens_max}")
     n_imported = sum([_imported_rows(import_rows) for import_rows in step.import_rows])
-    if len(payload) != 8 * n_pages + 4 * (n_tokens + n_history + n_imported):
+    if len(payload) != 8 * n_pages + 4 * (n_tokens + n_history + n_imported + n_scored):
         raise BadStep(f"payload has {len(payload)} bytes")
     codes = np.frombuffer(payload, np.uint64, n_pages)
     tokens = np.frombuffer(payload, np.int32, n_tokens, 8 * n_pages)
-    if n_tokens and (int(tokens.min()) < 0 or int(tokens.max()) >= limits.vocab_size):
-        raise BadStep("token id outside the vocabulary")
+    scored_at = len(payload) - 4 * n_scored
+    for ids in (tokens, np.frombuffer(payload, np.int32, n_scored, scored_at)):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= limits.vocab_size):
+            raise BadStep("token id outside the vocabulary")
     _check_writers(shape, codes)
     is_routed = any(entry.segments for entry in entries)
     if is_routed:
@@ -132,8 +144,14 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
     for import_rows in step.import_rows:
         imported.append(np.frombuffer(payload, np.int32, import_rows.rows, at))
         at += 4 * import_rows.rows
+    scored: list[I32Array] = []
+    for entry in entries if n_scored else ():
+        scored.append(np.frombuffer(payload, np.int32, entry.scored, at))
+        at += 4 * entry.scored
     table = np.array(shape, np.int32).reshape(-1, 3)
-    return StepInput(entries, table, tokens, codes, histories, imported, is_routed, step.lap_ms)
+    return StepInput(
+        entries, table, tokens, codes, histories, imported, is_routed, step.lap_ms, scored=scored
+    )
 
 
 def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:

@@ -248,6 +248,7 @@ class Worker:
             output.unreachable,
             output.waited_us,
             output.unmasked,
+            output.scores,
         )
 
     def _keep_masks(self, step: wire.Step) -> None:

@@ -195,13 +195,23 @@ class Stepper:
             ops.nonfinite_rows(rows, self.n_tokens) for rows in (self.hidden, buffers.mixed)
         ]
         if len(wanted):
-            self.take(wanted)
-            ops.take_rows(buffers.mixed, wanted, buffers.wanted)
-            ops.quantise(buffers.wanted, len(wanted), buffers.mixed_q8)
-            last.mixer.add_output(len(wanted), self._last)
-            last.ffn.add(self._last, len(wanted), self._normed)
-            bad_rows.append(ops.nonfinite_rows(self._last, len(wanted)))
+            bad_rows.append(self.finish(wanted))
         return bad_rows
+
+    def finish(self, wanted: I32) -> Sequence[int]:
+        """Runs what `start` has left out, for at most logits_max rows of its step, which end up
+        ready for logits(); once `start` has run, for other rows too.
+
+        Returns the indexes in `wanted` of those that hold a NaN or an infinity.
+        """
+        ops, last = self.ops, self._layers[self.model.layers[-1]]
+        buffers = last.mixer.buffers
+        self.take(wanted)
+        ops.take_rows(buffers.mixed, wanted, buffers.wanted)
+        ops.quantise(buffers.wanted, len(wanted), buffers.mixed_q8)
+        last.mixer.add_output(len(wanted), self._last)
+        last.ffn.add(self._last, len(wanted), self._normed)
+        return ops.nonfinite_rows(self._last, len(wanted))
 
     def nonfinite(self, wanted: I32, bad_rows: Sequence[Sequence[int]]) -> list[int]:
         """The nonfinite entries of the step that `start` has returned `bad_rows` of."""

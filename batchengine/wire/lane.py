@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 11
+VERSION = 12
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -167,7 +167,9 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     `HELD_BIT | link << 32 | index in the hold`. `takes_sample`: the only token, and the last one of
     the history, is what the Step before has sampled for this session, and 0 in the payload.
     `masked`: a Mask says which tokens it may be; it may come after the Step. `banned`: tokens that
-    it is not, unless the mask allows no other.
+    it is not, unless the mask allows no other. `scored`: for so many of its leading tokens the
+    log-probability of the token that follows is wanted, which is in the payload, and the
+    `scored_best` best ones there.
     """
 
     session: int
@@ -181,6 +183,8 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     takes_sample: bool = False
     masked: bool = False
     banned: tuple[int, ...] = ()
+    scored: int = 0
+    scored_best: int = 0
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -252,11 +256,11 @@ class Step(Message, tag=6, frozen=True):
 
     Order: poison, reserve, relabel, import, touch, forward + sample, digest, verify. Payload: slot
     codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
-    i32 of every ImportRows (`rows` each). An empty `entries` is legal (chores only). `touch` holds
-    codes of sealed pages to fault in, best effort; `freed` the codes of pages of the store that
-    have been freed, for a device with copies of pages. An entry whose attention to the pages of a
-    peer takes longer than `lap_ms` for a layer, or for all of them than a small multiple, is
-    unreachable.
+    i32 of every ImportRows (`rows` each), then the tokens i32 of every Entry.scored. An empty
+    `entries` is legal (chores only). `touch` holds codes of sealed pages to fault in, best effort;
+    `freed` the codes of pages of the store that have been freed, for a device with copies of pages.
+    An entry whose attention to the pages of a peer takes longer than `lap_ms` for a layer, or for
+    all of them than a small multiple, is unreachable.
     """
 
     entries: tuple[Entry, ...]
@@ -280,6 +284,16 @@ class SampledRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     top: tuple[tuple[int, float], ...] = ()
 
 
+class ScoredRows(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What Entry.scored asks for: the log-probabilities, f32, and for each of these the best tokens
+    i32 and their log-probabilities f32, the same number of them for each."""
+
+    session: int
+    logprobs: bytes
+    best: bytes
+    best_logprobs: bytes
+
+
 class StepDone(Message, tag=7, frozen=True):
     """Worker -> engine: what a Step produced.
 
@@ -288,7 +302,8 @@ class StepDone(Message, tag=7, frozen=True):
     leading rows proven and copied per Step.import, in order. `unreachable` = indices of
     entries that a peer did not serve: as those of `nonfinite`. `unmasked`: so are those whose Mask
     had not come when the step was computed. `elapsed_us` is without
-    `waited_us`, in which the worker had nothing to do until a peer answered.
+    `waited_us`, in which the worker had nothing to do until a peer answered. `scores`: of the other
+    entries with Entry.scored, in order.
     """
 
     rows: tuple[SampledRow, ...]
@@ -300,6 +315,7 @@ class StepDone(Message, tag=7, frozen=True):
     unreachable: tuple[int, ...] = ()
     waited_us: int = 0
     unmasked: tuple[int, ...] = ()
+    scores: tuple[ScoredRows, ...] = ()
 
 
 class Failed(Message, tag=8, frozen=True):

@@ -20,6 +20,7 @@ from batchengine.core import (
     DoneEvent,
     ErrorEvent,
     GenerationEvent,
+    PromptTokenEvent,
     QueuedEvent,
     SkippedEvent,
     TokenEvent,
@@ -135,6 +136,8 @@ async def answer_whole(
                     match event:
                         case TokenEvent() | DoneEvent():
                             formatter.collect(index, event)
+                        case PromptTokenEvent():
+                            formatter.collect_prompt(index, event)
                         case ErrorEvent():
                             raise event.error
                         case SkippedEvent():
@@ -245,6 +248,8 @@ async def _relay(
                 match event:
                     case TokenEvent():
                         out += formatter.token(index, event)
+                    case PromptTokenEvent():
+                        out += formatter.prompt_token(index, event)
                     case SkippedEvent():
                         formatter.skip(index, event)
                     case DoneEvent():

@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from batchengine.core import BatchEngineError, DoneEvent, SkippedEvent, TokenEvent, Usage
+from batchengine.core import (
+    BatchEngineError,
+    DoneEvent,
+    PromptTokenEvent,
+    SkippedEvent,
+    TokenEvent,
+    Usage,
+)
 from service.protocols.markup.parser import parser_of
 from service.protocols.output import CallStart, OutputParser, OutputPart, Reasoning
 from service.protocols.requests import HttpJob
@@ -157,6 +164,10 @@ class Formatter(ABC):
         events = self._token(index, event, parts) if shows else []
         return events if self.ids is None else self.ids.of_token(events)
 
+    def prompt_token(self, index: int, event: PromptTokenEvent) -> list[SseEvent]:
+        """The events of one token of the prompt of choice `index`, before any other."""
+        raise NotImplementedError  # of a protocol whose requests do not ask for them
+
     def skip(self, index: int, event: SkippedEvent) -> None:
         """Notes one token of choice `index` that the reader has from an earlier stream."""
         self._skip(index, self.answers[index].push(event.text))
@@ -192,6 +203,10 @@ class Formatter(ABC):
             answer.bare += 1
         else:
             self._keep_logprob(index, event)
+
+    def collect_prompt(self, index: int, event: PromptTokenEvent) -> None:
+        """Adds one token of the prompt of choice `index`, before any other."""
+        raise NotImplementedError
 
     @abstractmethod
     def whole(self) -> Iterator[bytes]:

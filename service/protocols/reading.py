@@ -64,6 +64,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     constraint_param: str = ""
     constraint_digest: bytes = b""
     turns: list[str] = []
+    prompt_logprobs: int = -1
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -82,6 +83,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
             append_to=self.append_to,
             stored=self.stored,
             digest=self.digest,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -137,6 +139,7 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             _digest(body),
             prompt.constraint_param,
             b"" if constraint is None else _digest_of(constraint),
+            prompt_logprobs=prompt.prompt_logprobs,
         )
     )
 

@@ -43,6 +43,7 @@ from service.session_ids import session_key
 # No vocabulary averages this many bytes per token: a text beyond it cannot fit, and is refused
 # before the tokenizer spends seconds on it.
 BYTES_PER_TOKEN_MAX = 128
+SCORES_MAX = 2 << 20  # log-probabilities of prompts in one answer: 30 bytes of JSON each
 BODY_BYTES_MIN = 1 << 20  # room for tools and fields beside the prompt
 SEED_MASK = (1 << 64) - 1
 HEADER_KEY = "Idempotency-Key"
@@ -64,7 +65,7 @@ class Prompt:
     session's timeline instead, if it has one; `append_bare`: without the instructions, which the
     turn `append_to` may have. `stored`: the answer is found by its id later, so it has a session.
     `constraint_param` is the field that an error about the constraint names. `digest` is of the
-    body without its fields about streaming.
+    body without its fields about streaming. `prompt_logprobs` as in `core.GenerationRequest`.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -82,6 +83,7 @@ class Prompt:
     stored: bool = False
     constraint_param: str = "response_format"
     digest: str = ""
+    prompt_logprobs: int = -1
 
 
 @dataclass(slots=True)
@@ -280,6 +282,15 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
         job.asked = dataclasses.replace(job.asked, session_id=name)
     elif prompt.append_to:
         job.asked = dataclasses.replace(job.asked, session_id=None)
+    best = prompt.prompt_logprobs
+    numbers = (1 + best) * sum(map(len, prompt.tokens)) * job.choices_per_prompt
+    if numbers > SCORES_MAX and len(prompt.tokens) * job.choices_per_prompt > 1:
+        raise errors.INVALID_FIELD(
+            param="logprobs",
+            what=f"the prompts have {numbers:,} log-probabilities",
+            why=f"of several prompts or choices, at most {SCORES_MAX:,} are computed at once",
+            fix="send fewer prompts at once",
+        )
     context = info.context_tokens
     sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
     if sampling.tokens_min > max(1, prompt.tokens_max):
@@ -306,11 +317,13 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             append_to=prompt.append_to,
             echo="" if prompt.echo == NOTHING else prompt.echo.decode(),
             streams=job.stream,
+            prompt_logprobs=prompt.prompt_logprobs,
         )
-        if not prompt.tokens_max:  # one token is computed, which no timeline shall hold
+        # Without an answer one token is computed, which no timeline shall hold.
+        if not prompt.tokens_max or prompt.prompt_logprobs >= 0:
             first = dataclasses.replace(
                 first,
-                tokens_max=1,
+                tokens_max=max(1, prompt.tokens_max),
                 session_id=None,
                 tool_call_ids=(),
                 idempotency_key="",

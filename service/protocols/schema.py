@@ -134,10 +134,11 @@ def openai_fields(body: OpenAIBody) -> Common:
     return found
 
 
-def tokens_asked(*given: int | None) -> int | None:
-    """The first limit that is given; None, and -1, leave it to the daemon."""
+def tokens_asked(*given: int | None, least: int = 1) -> int | None:
+    """The first limit that is given; None, and -1, leave it to the daemon. Raises 400 for 0, unless
+    that is the `least` one."""
     asked = next((one for one in given if one is not None), -1)
-    if asked == 0:
+    if asked == 0 and least:
         what, why = "max_tokens is 0", "an answer has at least one token"
         fix = "send 1 or more, or leave it out"
         raise errors.INVALID_FIELD(param="max_tokens", what=what, why=why, fix=fix)

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
+from tests.engine.lane.test_prompt_scores import asking, scores_of
+from tests.engine.lane.test_prompt_scores import expected as expected_scores
 from tests.engine.test_constrained import LONG, constrained, expected
 from tests.engine.test_tokens_min import asked as unending
 from tests.engine.test_tokens_min import expected as bounded
@@ -104,6 +107,16 @@ async def prepared(engine: WatchedEngine, prompts: list[list[int]]) -> list[list
     for i in range(len(prompts)):
         await moved(engine, f"s{i}", "gpu")
     return longer
+
+
+async def test_log_probabilities_of_a_prompt(site: Site, reference: Reference) -> None:
+    prompt = words(8, 90)
+    async with gpu_engine(site) as engine:
+        await eventually(lambda: gpu_state(engine) == "ready")
+        answer = await read(engine.submit(replace(asking(prompt, 3), promote=True)))
+        assert answer.done is not None
+        assert answer.done.usage.lane == "gpu"
+        assert scores_of(answer, prompt) == expected_scores(reference, prompt, 3)
 
 
 async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Reference) -> None:

@@ -27,6 +27,7 @@ from batchengine.core import (
     ModelInfo,
     PastTurn,
     Presence,
+    PromptTokenEvent,
     QueuedEvent,
     SlaClass,
     Stage,
@@ -361,6 +362,9 @@ class FakeEngine:
                 if await self._pause(generation, self.queued_s):
                     return
             generation.is_queued = False
+            if request.prompt_logprobs >= 0:
+                for event in self._scores(request):
+                    yield event
             count = 0
             for text in self.reply[: request.tokens_max]:
                 if self.fail_after is not None and count >= self.fail_after:
@@ -391,6 +395,16 @@ class FakeEngine:
             yield DoneEvent(reason, usage, text="")
         finally:
             generation.finished = True
+
+    def _scores(self, request: GenerationRequest) -> list[PromptTokenEvent]:
+        found: list[PromptTokenEvent] = []
+        for index, token in enumerate(request.prompt):
+            piece = self.text.piece(token)
+            logprob = -index / 4 if index else None
+            best = (TokenLogprob(token, piece, -index / 4), TokenLogprob(0, b"\xf0\x9f", -math.inf))
+            top = best[: request.prompt_logprobs] if index else ()
+            found.append(PromptTokenEvent(token, piece, logprob, top))
+        return found
 
     async def _pause(self, generation: FakeGeneration, seconds: float) -> bool:
         """True if the generation was cancelled meanwhile."""

@@ -217,8 +217,18 @@ def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
         for index, part in enumerate(in_flight.parts)
         if part.wants and index not in without_rows
     ]
+    scored = [
+        (entry.session, entry.scored)
+        for index, entry in enumerate(in_flight.step.entries)
+        if entry.scored and index not in without_rows
+    ]
     if (
         wanted != [row.session for row in done.rows]
+        or scored != [(scores.session, len(scores.logprobs) // 4) for scores in done.scores]
+        or any(
+            len(scores.best) != len(scores.best_logprobs) or len(scores.best) % len(scores.logprobs)
+            for scores in done.scores
+        )
         or not without_rows <= set(range(len(in_flight.parts)))
         or any(not in_flight.step.entries[index].segments for index in done.unreachable)
         or any(not in_flight.step.entries[index].masked for index in done.unmasked)

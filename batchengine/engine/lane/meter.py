@@ -69,7 +69,9 @@ class StepMeter:
         self.step_ms = done.elapsed_us / 1000.0
         self.tokens += sum([n for _, n in computed])
         work = work_of(computed)
-        if work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
+        if any(entry.scored for entry in in_flight.step.entries):
+            pass  # the model of the cost does not know what log-probabilities of prompts take
+        elif work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
             self.cost.observe(work, self.step_ms)
         self._seconds.observe(done.elapsed_us / 1e6)
         self.predicted_ms += in_flight.predicted_ms

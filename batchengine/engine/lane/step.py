@@ -73,6 +73,7 @@ class StepWriter:
         for key in plan.aged:
             seats.tenants.aged(seats.running[key].session.tenant, seats.now_ms())
         codes, tokens, history = array("Q"), array("i"), array("i")
+        scored = array("i")
         entries: list[wire.Entry] = []
         parts: list[StepEntry] = []
         fills: list[tuple[Turn, int, ArenaSlot]] = []
@@ -101,10 +102,16 @@ class StepWriter:
             sampling = turn.sampling if wants else None
             segments = tuple([segment.message() for segment in session.kv.held])
             masked = wants and turn.matcher is not None
+            n_scored = best = 0
+            if (scores := turn.scores) is not None and not scores.is_complete:
+                followers, best = scores.wanted(start, end), scores.best
+                n_scored = len(followers)
+                scored.extend(followers)
             entries.append(
                 wire.Entry(
                     key, session.epoch, start, n, n_pages, sampling, history_len, segments,
                     masked=masked, banned=turn.banned(end) if wants else (),
+                    scored=n_scored, scored_best=best,
                 )
             )  # fmt: skip
             parts.append(StepEntry(turn, n, wants))
@@ -127,7 +134,10 @@ class StepWriter:
             chores.freed,
         )
         payload = b"".join(
-            (codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens)
+            (
+                *(codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens),
+                scored.tobytes(),
+            )
         )
         return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms)
 
@@ -173,6 +183,8 @@ class StepWriter:
             return 0  # its rows are still being imported, or a peer does not answer
         if turn.needs_match:
             self._match(turn)
+        if session.frontier > turn.reusable:
+            self._kv.slots.truncate(session, full_pages(int(turn.reusable)))
         if not turn.reported:
             self._report(turn)
         while session.frontier >= kv.compute_until:
@@ -214,6 +226,7 @@ class StepWriter:
         self._meter.void += len(void)
         without_rows = nonfinite | {turns[i] for i in done.unreachable} | void
         rows = {row.session: row for row in done.rows}
+        scores = {scored.session: scored for scored in done.scores}
         computed: list[tuple[int, int]] = []
         cost = self._meter.cost.cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
@@ -225,6 +238,8 @@ class StepWriter:
                 seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in without_rows:
                 continue
+            if entry.scored and turn.scores is not None:
+                turn.scores.add(entry.start, scores[session.key])
             session.advance(n, self._lane_name)
             turn.served_ms = now_ms
             if session.key in seats.arrivals:
@@ -327,11 +342,12 @@ class StepWriter:
         generation.completion_tokens += 1
         if generation.first_token_ms is None:
             generation.first_token_ms = now_ms
+            self._emissions.show_prompt(turn)
         generation.last_token_ms = now_ms
         finish = self._finish(generation, row.token, generation.completion_tokens)
-        row_seen = None if finish == "stop" else row
-        if turn.stop_early and row_seen is not None:
-            if self._emissions.emit(turn, row_seen):
+        row_seen = None if finish == "stop" and turn.scores is None else row
+        if turn.stop_early and finish != "stop":
+            if self._emissions.emit(turn, row):
                 finish = "stop"
             row_seen = None
         if row_seen is not None or finish:

@@ -66,13 +66,21 @@ class Dispatcher:
     # -------------------------------------------------------------------- inputs of the router
 
     def state(
-        self, session: Session | None = None, *, tenant: str | None = None, explicit: bool = False
+        self,
+        session: Session | None = None,
+        *,
+        tenant: str | None = None,
+        explicit: bool = False,
+        is_local: bool = False,
     ) -> router.RouteState:
         """Return all lanes with estimated loads, as full as they are for a tenant, the policy, and
-        the peers for a session: with their lanes if it may move by itself, or `explicit`."""
+        unless `is_local` the peers for a session: with their lanes if it may move by itself, or
+        `explicit`."""
         state = router.RouteState(self._lanes.all(tenant), self._policy)
         remote = explicit or self._state.config.router.promote_auto
-        return state if self.plans is None else self.plans.with_peers(state, session, remote=remote)
+        if self.plans is None or is_local:
+            return state
+        return self.plans.with_peers(state, session, remote=remote)
 
     def _known(
         self, session: Session, home: LaneLoop, prompt: tuple[int, ...]
@@ -165,10 +173,11 @@ class Dispatcher:
         request, home = generation.request, self._state.home.get(session.key)
         asked = self._lanes.asked(request)
         known = None if home is None else self._known(session, home, request.prompt)
-        if known is None and self._state.lanes:
+        scores = request.prompt_logprobs >= 0  # the whole prompt is computed, and here
+        if known is None and self._state.lanes and not scores:
             stored = self._state.lanes[0].kv.prefix.stored_tokens(request.prompt, session.salt)
             asked = msgspec.structs.replace(asked, stored_tokens=stored)
-        state = self.state(session, tenant=session.tenant)
+        state = self.state(session, tenant=session.tenant, is_local=scores)
         decision = router.route(asked, known, state)
         name = decision.begins_on or decision.lane
         loop = self._state.lane(name) or home or _any_lane(self._state, decision)

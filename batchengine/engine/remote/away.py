@@ -256,6 +256,8 @@ class AwayTurns:
             return f"it is a turn of {session.tenant}"
         if turn.matcher is not None:
             return "its answer follows a grammar, whose masks are computed here"
+        if turn.scores is not None:
+            return "the log-probabilities of its prompt are computed here"
         if session.key in self._state.moves:
             return "it moves already"
         if session.kv.n_held or session.kv.later:

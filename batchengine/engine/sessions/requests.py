@@ -367,6 +367,8 @@ class Requests:
         disk too unless a recompute is faster."""
         session, loop = turn.session, self._state.home[turn.session.key]
         self._recovery.begin(turn, loop.lane)
+        if turn.scores is not None:
+            return  # see `Turn.reusable`
         if (plans := self._dispatcher.plans) is not None:
             await plans.prepare(turn, self._dispatcher.log)
 
@@ -392,7 +394,8 @@ class Requests:
         if generation.cancelled or generation.finished:
             turn.finish(TurnEnd("cancelled"))
             return
-        self._recovery.import_open_rows(turn, loop)
+        if turn.scores is None:
+            self._recovery.import_open_rows(turn, loop)
         ahead = [t.session.tenant for t in loop.waiting.values() if t.rank <= turn.rank]
         loop.join(turn)
         if ahead or len(loop.running) >= loop.config.entries_max:

@@ -27,6 +27,7 @@ from batchengine.core import (
     Waiting,
 )
 from batchengine.engine.turns.resend import SLICE, Resend
+from batchengine.engine.turns.scores import PromptEvents
 from batchengine.session import Session
 from batchengine.text.detokeniser import Detokeniser, StopMatcher
 
@@ -94,7 +95,8 @@ class Generation:
         self._on_cancel = on_cancel
         self._on_room = on_room
         self._events: deque[GenerationEvent] = deque()
-        self._resend: Resend | None = None  # unread tokens of an earlier stream: before `_events`
+        # Unread tokens of an earlier stream, or of the prompt: before `_events`.
+        self._resend: Resend | PromptEvents | None = None
         self._held: deque[TokenEvent] = deque()  # not durable enough yet; see `release`
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # tokens of the completion that may be sent
@@ -202,6 +204,12 @@ class Generation:
         text, stopped = self.stops.push(self.detokeniser.push(token))
         self.push(TokenEvent(token, text, logprob, top))
         return stopped
+
+    def show_prompt(self, events: PromptEvents) -> None:
+        """Give the reader the tokens of the prompt, before any other."""
+        if not self._over:
+            self._resend = events
+            self._wake()
 
     @property
     def turn_id(self) -> str:

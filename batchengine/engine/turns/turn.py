@@ -7,11 +7,13 @@ reader's stream. Plain state; the lane loop is the only writer.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest
+from batchengine.engine.turns.scores import PromptScores
 from batchengine.engine.turns.stream import Generation
 from batchengine.grammar.matchers import Matcher
 from batchengine.policy.rows import RANK, TurnRow
@@ -28,6 +30,9 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
     if most < 1:
         what, fix = "max_tokens is less than 1", "ask for at least one token"
         raise errors.INVALID_REQUEST(param="max_tokens", what=what, fix=fix)
+    if request.prompt_logprobs >= 0 and request.session_id is not None:
+        what, fix = "a session has no log-probabilities of prompts", "leave out the session"
+        raise errors.INVALID_REQUEST(param="prompt_logprobs", what=what, fix=fix)
     if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
         what, fix = "a token id is outside the vocabulary", "use this model's tokens"
         raise errors.INVALID_REQUEST(param="prompt", what=what, fix=fix)
@@ -87,6 +92,8 @@ class Turn:
         self.on_difference: Callable[[], None] = lambda: None  # from that peer's tokens
         self.is_away = False  # only that peer computes it
         self.matcher: Matcher | None = None  # of a constrained answer
+        best = request.prompt_logprobs  # -1: none are asked for
+        self.scores = PromptScores(request.prompt, best) if best >= 0 else None
         self.is_late = False  # the mask of its next token was late for a step
         self.needs_match = False  # its session lost KV: match the prompt with the store again
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit
@@ -134,6 +141,13 @@ class Turn:
         if self.end is None:
             raise RuntimeError(f"{self!r} ended without a reason")
         return self.end
+
+    @property
+    def reusable(self) -> float:
+        """Leading tokens that may have KV already: those whose rows are still to score the prompt
+        may not, as no logits of them are kept."""
+        scores = self.scores
+        return math.inf if scores is None or scores.is_complete else scores.rows
 
     @property
     def awaits_mask(self) -> bool:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from batchengine import errors
-from batchengine.core import FORM_TEXT, DoneEvent, SkippedEvent, TokenEvent, TokenLogprob
-from service.protocols.formatter import Answer, SseEvent
+from batchengine.core import (
+    FORM_TEXT,
+    DoneEvent,
+    PromptTokenEvent,
+    SkippedEvent,
+    TokenEvent,
+    TokenLogprob,
+)
+from service.protocols.formatter import CUT, Answer, SseEvent
 from service.protocols.openai import formats, prompts
 from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
 from service.protocols.output import OutputPart, plain_text
@@ -21,14 +30,17 @@ TOKENS_DEFAULT = 16  # what every client of this older API expects
 
 class Repeated(msgspec.Struct, array_like=True, frozen=True):
     """Facts of the request that its answer needs: texts of the prompts that it begins with, how
-    many of the choices of each prompt it has, and whether it hides their log-probabilities."""
+    many of the choices of each prompt it has, whether it hides their log-probabilities, and whether
+    nothing follows the prompts."""
 
     texts: list[str] = []
     kept: int = 0  # 0 = all
     hides_logprobs: bool = False
+    is_prompt_only: bool = False
 
 
 _decode = msgspec.json.Decoder(Repeated).decode
+_utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 def check(body: CompletionRequest) -> None:
@@ -40,9 +52,6 @@ def check(body: CompletionRequest) -> None:
     if drawn is not None and drawn > kept and body.stream:
         what = "the best of several answers is known at their end, and cannot be streamed"
         raise errors.INVALID_FIELD(param="best_of", what=what, fix="leave out stream or best_of")
-    if body.echo and body.logprobs is not None:
-        what = "log-probabilities of the prompt, which echo would add, are not computed"
-        raise errors.UNSUPPORTED_FIELD(param="echo", what=what, fix="leave out echo or logprobs")
 
 
 def common(body: CompletionRequest) -> Common:
@@ -56,7 +65,7 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
     """The tokens of every prompt; raises 400."""
     context = limits.context_tokens
     tokens = prompts.encoded(body.prompt, body.suffix, text, limits)
-    tokens_max = tokens_asked(body.max_tokens, body.n_predict)
+    tokens_max = tokens_asked(body.max_tokens, body.n_predict, least=0 if body.echo else 1)
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         most = limits.tokens_max_default if _has_no_limit(body) else TOKENS_DEFAULT
         tokens_max = min(most, limits.tokens_max_default, *(context - len(one) for one in tokens))
@@ -65,6 +74,7 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
         prompts.texts(body.prompt, tokens, text) if body.echo else [],
         (body.n or 1) if is_best else 0,
         body.logprobs is None,
+        tokens_max == 0,
     )
     logprobs = -1 if body.logprobs is None else body.logprobs
     return Prompt(
@@ -74,6 +84,7 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
         "prompt",
         constraint=formats.constraint_of(body),
         echo=msgspec.json.encode(repeated) if body.echo or is_best else NOTHING,
+        prompt_logprobs=logprobs if body.echo else -1,
     )
 
 
@@ -96,6 +107,8 @@ class CompletionFormatter(OpenAIFormatter):
         self._repeated = Repeated() if job.echo == NOTHING else _decode(job.echo)
         choices = range(len(job.requests))
         self._offsets = [len(self._echo(index)) for index in choices]  # characters sent so far
+        self._echoed = [0] * len(choices)  # characters of the echo whose tokens were sent
+        self._decoders = [_utf8("replace") for _ in choices]  # of tokens of the echo
         self._sums = [0.0] * len(choices)  # of log-probabilities
 
     def opening(self) -> list[SseEvent]:
@@ -124,6 +137,29 @@ class CompletionFormatter(OpenAIFormatter):
         hidden = self._repeated.kept and self._repeated.hides_logprobs
         return not hidden and super()._shows_logprobs(index)
 
+    def token(self, index: int, event: TokenEvent) -> list[SseEvent]:
+        return [] if self._repeated.is_prompt_only else super().token(index, event)
+
+    def prompt_token(self, index: int, event: PromptTokenEvent) -> list[SseEvent]:
+        items = self._items_object(self._prompt_items(index, event))
+        return [self._event(self._chunk(index, "", logprobs=items))]
+
+    def collect_prompt(self, index: int, event: PromptTokenEvent) -> None:
+        self._keep_items(index, self._prompt_items(index, event))
+
+    def _prompt_items(self, index: int, event: PromptTokenEvent) -> tuple[object, ...]:
+        """The items of a token of the prompt; there is nothing in front of the first one."""
+        text, echo = self._decoders[index].decode(event.text), self._echo(index)
+        offset = self._echoed[index]
+        if echo.startswith(text, offset):
+            self._echoed[index] += len(text)
+        elif text[:1] == " " and echo.startswith(text[1:], offset):
+            self._echoed[index] += len(text) - 1  # the space in front of a text is the tokenizer's
+        if event.logprob is None:
+            return _text_of(event.text), None, None, offset
+        one = TokenLogprob(event.token, event.text, event.logprob)
+        return *_numbers(one, event.top), offset
+
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
     ) -> list[Chunk]:
@@ -134,7 +170,16 @@ class CompletionFormatter(OpenAIFormatter):
     def _finish_chunks(self, index: int, parts: Sequence[OutputPart]) -> list[Chunk]:
         return [self._chunk(index, plain_text(parts), self.answers[index].finish_reason)]
 
+    def _end(self, index: int, event: DoneEvent) -> list[OutputPart]:
+        if self._repeated.is_prompt_only:
+            reason = event.finish_reason if event.finish_reason in CUT else "length"
+            usage = replace(event.usage, completion_tokens=0)
+            event = replace(event, finish_reason=reason, usage=usage, text="")
+        return super()._end(index, event)
+
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
+        if self._repeated.is_prompt_only and isinstance(event, TokenEvent):
+            return
         super().collect(index, event)
         if isinstance(event, TokenEvent) and event.logprob is not None:
             self._sums[index] += logprob_number(event.logprob.logprob)
@@ -146,12 +191,7 @@ class CompletionFormatter(OpenAIFormatter):
 
     def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
         assert event.logprob is not None  # callers look first
-        return (
-            _token_text(event.logprob),
-            logprob_number(event.logprob.logprob),
-            {_token_text(one): logprob_number(one.logprob) for one in event.top},
-            self._offsets[index],
-        )
+        return *_numbers(event.logprob, event.top), self._offsets[index]
 
     def _choice(self, index: int, answer: Answer) -> Chunk:
         return {
@@ -162,12 +202,20 @@ class CompletionFormatter(OpenAIFormatter):
         }
 
 
-def _token_text(one: TokenLogprob) -> str:
-    """The token as text; half a character as `bytes:\\xe2`, so that two halves stay two keys."""
+def _numbers(one: TokenLogprob, top: Sequence[TokenLogprob]) -> tuple[object, ...]:
+    """A token, its log-probability, and those of the best ones and of itself."""
+    best = {_text_of(each.text): logprob_number(each.logprob) for each in top}
+    text, logprob = _text_of(one.text), logprob_number(one.logprob)
+    best.setdefault(text, logprob)
+    return text, logprob, best
+
+
+def _text_of(piece: bytes) -> str:
+    """A token as text; half a character as `bytes:\\xe2`, so that two halves stay two keys."""
     try:
-        return one.text.decode("utf-8")
+        return piece.decode("utf-8")
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.text)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
 COMPLETIONS = Protocol(

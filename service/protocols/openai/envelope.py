@@ -128,14 +128,18 @@ class OpenAIFormatter(Formatter):
         """That object in the chunk of one token."""
         if event.logprob is None:
             return None
-        items = self._logprob_items(index, event)
-        return self._logprobs(
-            {name: [item] for name, item in zip(self.logprob_lists, items, strict=True)}
-        )
+        return self._items_object(self._logprob_items(index, event))
+
+    def _items_object(self, items: tuple[object, ...]) -> Chunk:
+        lists: Chunk = {name: [item] for name, item in zip(self.logprob_lists, items, strict=True)}
+        return self._logprobs(lists)
 
     def _keep_logprob(self, index: int, event: TokenEvent) -> None:
+        self._keep_items(index, self._logprob_items(index, event))
+
+    def _keep_items(self, index: int, items: tuple[object, ...]) -> None:
         kept = self.answers[index].logprobs
-        for name, item in zip(self.logprob_lists, self._logprob_items(index, event), strict=True):
+        for name, item in zip(self.logprob_lists, items, strict=True):
             kept.setdefault(name, []).append(_encoder.encode(item))
 
     def _chunk(

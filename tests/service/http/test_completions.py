@@ -8,7 +8,14 @@ import aiohttp
 import msgspec
 import pytest
 
-from batchengine.core import DoneEvent, GenerationRequest, TokenEvent, TokenLogprob, Usage
+from batchengine.core import (
+    DoneEvent,
+    GenerationRequest,
+    PromptTokenEvent,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from service.http.app import HEADER_IGNORED
 from service.protocols import requests
 from service.protocols.openai.completions import CompletionFormatter, Repeated
@@ -46,6 +53,92 @@ async def test_echo(prompt: Any, echoed: list[str]) -> None:
     assert [choice["text"] for choice in body["choices"]] == [f"{one}Hello wörld" for one in echoed]
     status, text, _, _ = await post(TEXT, {"prompt": prompt, "echo": True, "stream": True})
     assert all(f'"text":"{one}"' in text for one in echoed)
+
+
+SCORED = {
+    "tokens": ["S", "a", "y"],
+    "token_logprobs": [None, -0.25, -0.5],
+    "top_logprobs": [None, {"a": -0.25}, {"y": -0.5}],
+    "text_offset": [0, 1, 2],
+}
+
+
+@pytest.mark.parametrize("prompt", ["Say", [83, 97, 121]])
+@pytest.mark.parametrize("most", [0, 1])
+async def test_log_probabilities_of_a_prompt(prompt: Any, most: int) -> None:
+    """As harnesses that compare continuations ask for them: with one token, or none."""
+    asked = {"prompt": prompt, "echo": True, "logprobs": 1, "max_tokens": most, "session_id": "s"}
+    status, body, _, made = await post(TEXT, asked)
+    assert status == 200, body
+    assert [(one.prompt_logprobs, one.tokens_max, one.session_id) for one in made] == [(1, 1, None)]
+    (choice,) = body["choices"]
+    more = {
+        "tokens": ["Hel"],
+        "token_logprobs": [-0.25],
+        "top_logprobs": [{"Hel": -0.25}],
+        "text_offset": [3],
+    }
+    assert choice["logprobs"] == {name: [*SCORED[name], *more[name][:most]] for name in more}
+    assert choice["text"] == "Say" + "Hel" * most
+    assert choice["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == most
+    status, text, _, _ = await post(TEXT, {**asked, "stream": True})
+    assert status == 200
+    found, lists = "", {name: list[Any]() for name in SCORED}
+    for line in text.splitlines():
+        if line.startswith("data: {"):
+            for part in msgspec.json.decode(line[6:])["choices"]:
+                found += part["text"]
+                for name, items in (part["logprobs"] or {}).items():
+                    lists[name] += items
+    assert (found, lists) == (choice["text"], choice["logprobs"])
+    assert '"finish_reason":"length"' in text
+
+
+async def test_log_probabilities_of_several_prompts() -> None:
+    asked = {"prompt": ["ab", "c", "déf"], "echo": True, "logprobs": 2, "max_tokens": 0, "n": 2}
+    status, body, _, made = await post(TEXT, asked)
+    assert status == 200, body
+    assert len(made) == 6
+    assert [one["text"] for one in body["choices"]] == ["ab", "ab", "c", "c", "déf", "déf"]
+    last = body["choices"][-1]["logprobs"]
+    assert last["tokens"] == ["d", "bytes:\\xc3", "bytes:\\xa9", "f"]
+    assert last["text_offset"] == [0, 1, 1, 2]
+    assert last["top_logprobs"][1] == {"bytes:\\xc3": -0.25, "bytes:\\xf0\\x9f": -9999.0}
+
+
+async def test_log_probabilities_of_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[65] * 200] * 3
+    asked = {"echo": True, "max_tokens": 1, "logprobs": 20}
+    monkeypatch.setattr(requests, "SCORES_MAX", 3 * 200 * 21)
+    status, _, _, made = await post(TEXT, {**asked, "prompt": prompts})
+    assert (status, len(made)) == (200, 3)
+    monkeypatch.setattr(requests, "SCORES_MAX", 3 * 200 * 21 - 1)
+    status, body, _, _ = await post(TEXT, {**asked, "prompt": prompts})
+    assert (status, body["error"]["param"]) == (400, "logprobs")
+    monkeypatch.setattr(requests, "SCORES_MAX", 1)
+    status, _, _, _ = await post(TEXT, {**asked, "prompt": prompts[0]})
+    assert status == 200  # what one prompt may be is bounded by the context
+
+
+def test_places_of_tokens_in_the_text() -> None:
+    """A token that begins a sequence is not in the text, nor is the space in front of its first
+    word, which some vocabularies add."""
+    asked = GenerationRequest("req_1", (1, 2, 3), 1, prompt_logprobs=0)
+    job = requests.HttpJob(
+        asked=asked, model="m", stream=False, include_usage=False, route="cpu", seed=1,
+        requests=[asked], echo=msgspec.json.encode(Repeated(["Hello you"])),
+    )  # fmt: skip
+    formatter = CompletionFormatter(job)
+    for token, piece in enumerate((b"<s>", b" Hello", b" you")):
+        formatter.collect_prompt(0, PromptTokenEvent(token, piece, -1.0 if token else None))
+    formatter.collect(0, TokenEvent(7, "!", TokenLogprob(7, b"!", -2.0)))
+    formatter.collect(0, DoneEvent("stop", Usage()))
+    (choice,) = msgspec.json.decode(b"".join(formatter.whole()))["choices"]
+    assert choice["logprobs"] is None  # no request asked for any
+    kept = formatter.answers[0].logprobs
+    assert kept["text_offset"] == [b"0", b"0", b"5", b"9"]
+    assert kept["token_logprobs"] == [b"null", b"-1.0", b"-1.0", b"-2.0"]
 
 
 async def test_text_around_a_gap() -> None:

@@ -255,7 +255,7 @@ async def test_logprobs_are_sent_in_both_protocols() -> None:
         chunks = data_of(await events(served, "/v1/completions", {"prompt": "x", "logprobs": 0}))
         offsets = [c["choices"][0]["logprobs"]["text_offset"] for c in chunks[1:4]]
         assert offsets == [[0], [3], [5]]
-        assert chunks[1]["choices"][0]["logprobs"]["top_logprobs"] == [{}]
+        assert chunks[1]["choices"][0]["logprobs"]["top_logprobs"] == [{"Hel": -0.25}]
 
         _, reply, _ = await post(served, "/v1/chat/completions", chat(logprobs=True))
         assert reply["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []

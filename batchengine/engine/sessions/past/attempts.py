@@ -126,7 +126,8 @@ class LeftAttempts:
         sampling = msgspec.structs.replace(request.sampling, seed=attempt.seed)
         found = Found(TimelineUse.CONTINUED, shared=len(request.prompt))
         request = dataclasses.replace(request, sampling=sampling, found=found)
-        if not attempt.tokens or sampling.logprobs >= 0:  # no log-probability is kept
+        has_logprobs = sampling.logprobs >= 0 or request.prompt_logprobs >= 0
+        if not attempt.tokens or has_logprobs:  # none is kept
             return request, None
         tokens = attempt.tokens.tolist()
         return request, Continuation("", tokens, is_last=True, is_done=False)
