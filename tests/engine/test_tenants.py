@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import dataclasses
 import statistics
+import time
+from pathlib import Path
 
 import pytest
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, QueuedEvent, Sla, SlaClass
+from batchengine.core import BatchEngineError, QueuedEvent, Sla, SlaClass, TokenEvent
 from batchengine.engine import Engine, housekeeping
 from tests.support.engines import (
     Answer,
@@ -56,18 +58,30 @@ class Flood:
         await asyncio.gather(*self.answers, return_exceptions=True)
 
 
-async def times_of_b(engine: Engine, reference: Reference, seeds: range) -> list[float]:
-    """Milliseconds to the first token of one request of B after the other, with pauses: B wants
-    less than its share."""
+def spent_ms(engine: Engine) -> float:
+    """Processor time of this process and of the worker, whatever else the machine computes."""
+    (loop,) = engine.state.lanes
+    threads = Path(f"/proc/{loop.lane.pid}/task").iterdir()
+    worker_ns = sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads)
+    return (time.process_time_ns() + worker_ns) / 1e6
+
+
+async def costs_of_b(engine: Engine, reference: Reference, seeds: range) -> list[float]:
+    """Milliseconds of processor time until the first token of one request of B after the other,
+    with pauses: B wants less than its share."""
     found: list[float] = []
     for seed in seeds:
         prompt = words(seed, PROMPT_TOKENS)
+        wanted = reference.tokens(prompt, ANSWER_TOKENS)
         asked = request(prompt, ANSWER_TOKENS, tenant="b", sla="interactive")
-        made = engine.submit(asked)
-        answer = await read(made)
-        assert answer.tokens == reference.tokens(prompt, ANSWER_TOKENS)
-        assert made.first_token_ms is not None
-        found.append(made.first_token_ms - made.arrived_ms)
+        began = spent_ms(engine)
+        tokens: list[int] = []
+        async for event in engine.submit(asked):
+            if isinstance(event, TokenEvent):
+                if not tokens:
+                    found.append(spent_ms(engine) - began)
+                tokens.append(event.token)
+        assert tokens == wanted
         await asyncio.sleep(0.1)
     return found
 
@@ -75,26 +89,26 @@ async def times_of_b(engine: Engine, reference: Reference, seeds: range) -> list
 async def test_a_flood_of_one_tenant_leaves_another_its_share(
     site: Site, reference: Reference
 ) -> None:
-    """B's time to the first token is at most three times that of B alone, and A's requests fill
-    only their part of the queue.
+    """What is computed until B's first token is at most three times that of B alone, and A's
+    requests fill only their part of the queue.
 
-    Times are of a clock, and other work of the machine counts in them: the best of three rounds.
+    Processes that do not share an idle machine evict each other's caches: the best of three rounds.
     """
     async with running_engine(
         site, lane__entries_max=8, limits__queue_max=QUEUE_MAX, **KEYS
     ) as engine:
-        await times_of_b(engine, reference, range(900, 903))  # so that costs are measured
+        await costs_of_b(engine, reference, range(900, 903))  # so that costs are measured
         ratios: list[float] = []
         while len(ratios) < 3 and min(ratios, default=9.9) > 3.0:
             first = 1000 + 100 * len(ratios)
-            alone = statistics.median(await times_of_b(engine, reference, range(first, first + 5)))
+            alone = statistics.median(await costs_of_b(engine, reference, range(first, first + 5)))
             flood = Flood(engine)
             flood.fill()
             await until(lambda: engine.stats()["requests_waiting"] > QUEUE_MAX // 3)
             beside: list[float] = []
             for seed in range(first + 50, first + 55):
                 flood.fill()
-                beside += await times_of_b(engine, reference, range(seed, seed + 1))
+                beside += await costs_of_b(engine, reference, range(seed, seed + 1))
             assert {error.code for error in flood.refused} == {errors.KEY_QUEUE_FULL.code}
             with contextlib.suppress(asyncio.CancelledError):
                 await flood.stop()

@@ -62,7 +62,7 @@ class Node:
     async def know(self, other: Node) -> PeerLink:
         return await self.add(other.name, other.peers.port)
 
-    async def until(self, name: str, state: LinkState, seconds: float = 20.0) -> PeerLink:
+    async def until(self, name: str, state: LinkState, seconds: float = 60.0) -> PeerLink:
         await until(lambda: name in self.peers.links and self.link(name).state is state, seconds)
         return self.link(name)
 
@@ -117,7 +117,7 @@ async def pair(folder: Path, **options: bool) -> AsyncIterator[tuple[Node, Node]
         yield a, b
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Poll a condition; the test fails when it does not come."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110  a link has no event for every fact

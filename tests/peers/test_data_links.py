@@ -170,7 +170,7 @@ async def handshake(sock: socket.socket, folder: Path, name: str) -> ssl.SSLSock
     context = identity(folder, name).client
     assert context is not None
     sock.setblocking(True)
-    sock.settimeout(10)
+    sock.settimeout(60)
     return await asyncio.to_thread(context.wrap_socket, sock, server_hostname="b")
 
 

@@ -50,14 +50,14 @@ class Daemon:
         os.kill(self.lane.pid, signal.SIGKILL)
         await self.lane.died()
 
-    async def until_up(self, peer: str, seconds: float = 20.0) -> int:
+    async def until_up(self, peer: str, seconds: float = 60.0) -> int:
         """Wait for the data link to a peer; returns its number."""
         await until(lambda: self.links.number(peer) is not None, seconds)
         number = self.links.number(peer)
         assert number is not None
         return number
 
-    async def until_down(self, peer: str, seconds: float = 20.0) -> None:
+    async def until_down(self, peer: str, seconds: float = 60.0) -> None:
         await until(lambda: self.links.number(peer) is None, seconds)
 
 

@@ -254,7 +254,7 @@ async def test_requests_for_a_lane_that_cannot_start_end_with_the_reason(
         monkeypatch.setattr(engine.state.lanes[0].lane, "backoff_s", lambda: 0.05)
         os.kill(int(engine.lanes()[0]["pid"]), signal.SIGKILL)
         for _ in range(3):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 answer = await read(engine.submit(request(words(1, 9), 5)))
             assert answer.error is not None
             assert answer.error.name == "lane_down"

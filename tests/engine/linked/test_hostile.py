@@ -68,7 +68,7 @@ class Owner:
 
     async def is_cut(self) -> bool:
         """Whether the other side ends the link."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await self.scripted.receive() is not None:
                 pass
         return True

@@ -58,7 +58,7 @@ async def alive(scripted: Scripted) -> AsyncIterator[Scripted]:
 
 async def is_cut(scripted: Scripted) -> bool:
     """Whether the other side ends the link."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await scripted.receive() is not None:
             pass
     return True

@@ -85,7 +85,7 @@ class Node:
 
     async def until(self, event: wire.LaneEvent) -> None:
         """Wait for an event; consumes it and those before it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while event not in self.events:
                 self.changed.clear()
                 await self.changed.wait()
@@ -93,7 +93,7 @@ class Node:
 
     async def next_change(self, number: int) -> wire.LinkChanged:
         """The next event of a link."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for event in self.events:
                     if isinstance(event, wire.LinkChanged) and event.number == number:

@@ -43,7 +43,7 @@ class Peer:
 
     async def receive(self) -> list[data.DataFrame]:
         """The frames that come next, at least one."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 got = await asyncio.get_running_loop().sock_recv(self.sock, 1 << 20)
                 assert got, "the worker closed the link"

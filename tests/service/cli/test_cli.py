@@ -310,7 +310,7 @@ def test_a_daemon_reports_its_start_serves_and_drains(tmp_path: Path) -> None:
     notify = tmp_path / "n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(notify))
-        manager.settimeout(10)
+        manager.settimeout(60)
         with daemon(tmp_path, 40, 0.05, NOTIFY_SOCKET=str(notify)) as running:
             text = running.output()
             assert re.search(r"\[1/2\] map weights +pretended +0\.0 s", text)
@@ -355,7 +355,7 @@ def requests_of(running: Running) -> list[Any]:
     return admin(running.admin, "requests")["requests"]
 
 
-def wait_for(condition: Any, seconds: float = 10.0) -> None:
+def wait_for(condition: Any, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "never happened"

@@ -150,10 +150,10 @@ async def pour(served: Served, bytes_max: int) -> tuple[int, bytes]:
         while sent < bytes_max and not answer.done():
             writer.write(b"4000\r\n" + b"x" * 0x4000 + b"\r\n")
             sent += 0x4000
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await writer.drain()
             await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return sent, await answer
     finally:
         writer.close()

@@ -103,7 +103,7 @@ async def test_a_daemon_that_loads_is_shown_loading(monkeypatch: pytest.MonkeyPa
         while "lanes" not in await anext(stream):
             pass
         engine.phase = "stopped"  # the stream ends, so that the daemon can
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             async for _ in stream:
                 pass
 
@@ -120,7 +120,7 @@ async def test_watchers_are_few_and_leave_no_trace(monkeypatch: pytest.MonkeyPat
             assert reply.status == 200
         for reply in open_:
             reply.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 async with client.get("/api/live", headers=first) as reply:
                     if reply.status == 200:

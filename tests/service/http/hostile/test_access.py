@@ -12,7 +12,7 @@ import pytest
 
 from batchengine.config import ApiKey
 from batchengine.core import SlaClass
-from service.http import app
+from service.http import access, app
 from service.http.access import address_of
 from tests.service.http.hostile import CHAT
 from tests.service.least import least
@@ -39,7 +39,8 @@ def all_routes(served: Served) -> list[tuple[str, str]]:
     return found
 
 
-async def test_every_route_needs_the_key() -> None:
+async def test_every_route_needs_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "WAIT_SECONDS", 0.0)
     async with serving(config=with_keys()) as served:
         routes = [*all_routes(served), ("GET", "/nothing"), ("DELETE", "/health")]
         assert len(routes) > 20
