@@ -183,9 +183,9 @@ def test_a_large_vocabulary_is_read_quickly() -> None:
     encoded = memoryview(raw.encode())
     best = 1e9
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()
         values = parse(encoded, "large").values
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.thread_time() - start)
     assert len(values["t"]) == 151936  # type: ignore[arg-type]
     assert best < 0.6  # 0.07 s alone; other processes may use the cores
 

@@ -368,8 +368,8 @@ def test_python_time_per_layer_is_bounded(models: dict[str, Path], cache_dir: Pa
             setattr(runner.stepper.ops, name, nothing)
         best = 1e9
         for _ in range(20):
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(7):
                 runner.stepper.forward(range(4))
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
     assert best < 0.3e-3

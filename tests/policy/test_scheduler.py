@@ -546,7 +546,7 @@ def test_plan_is_fast_enough_for_a_step_of_a_third_of_a_millisecond() -> None:
     for seen, limit_us in ((small, 50), (large, 400)):
         times: list[float] = []
         for _ in range(50):
-            start = time.perf_counter()
+            start = time.thread_time()
             plan(seen, NOW)
-            times.append(time.perf_counter() - start)
+            times.append(time.thread_time() - start)
         assert min(times) * 1e6 < limit_us

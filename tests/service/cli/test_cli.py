@@ -370,8 +370,8 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
         wait_for(lambda: "drain" in running.output())
         began = time.monotonic()
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(5) == 130
-        assert time.monotonic() - began < 2
+        assert running.process.wait(60) == 130
+        assert time.monotonic() - began < 4, "the drain takes 5 s"
         assert not Path(running.admin).exists()
 
 
