@@ -75,9 +75,10 @@ wheel: env
 	$(PIP) wheel -q . --no-build-isolation --no-deps -w dist
 	$(PY) tools/check_wheel.py dist
 
-# Tests that measure time run alone, after the others. Plain `pytest` runs all, one by one.
+# Tests that measure time run alone, after the others. Plain `pytest` runs all, one by one. Many
+# tests wait for daemons and limits of time, so three run at a time on two cores.
 test: env native
-	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest -q -n 3 --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest -q -m "alone and not slow"
 
 # The dashboard in headless Chromium (Debian package chromium).

@@ -214,6 +214,33 @@ async def test_a_grammar_that_cannot_be_used_ends_its_own_request(
         assert engine.lanes()[0]["incarnation"] == 1
 
 
+def deep_bomb() -> Constraint:
+    """A grammar whose states are too many after some tokens only, which no check reaches."""
+    rules = [f"x{i}: " + " ".join(f"o{j}" for j in range(i % 50, 200)) + "\n" for i in range(300)]
+    rules += [f'o{j}: "b" | "{j}" |\n' for j in range(200)]
+    start = '("a" | "c") ' * 120 + "(" + " | ".join(f"x{i}" for i in range(300)) + ")\n"
+    return Constraint("lark", f"start: {start}{''.join(rules)}")
+
+
+async def test_a_grammar_that_fails_inside_an_answer_ends_its_own_request(
+    site: Site, reference: Reference
+) -> None:
+    other = constrained(words(5, 40), LONG)
+    want = expected(reference, other)
+    bomb = deep_bomb()
+    async with running_engine(site) as engine:
+        await engine.text.check(bomb, bytes(32), tenant="a")  # the check does not find it
+        free = asyncio.ensure_future(read(engine.submit(request(words(1, 30), 300, tenant="b"))))
+        beside = asyncio.ensure_future(read(engine.submit(other)))
+        answer = await read(engine.submit(constrained(words(1, 30), bomb, n=400)))
+        assert answer.tokens
+        assert answer.error is not None
+        assert answer.error.code == errors.GRAMMAR_REFUSED.code
+        assert (await beside).tokens == want
+        assert (await free).tokens == reference.tokens(words(1, 30), 300)
+        assert not engine.running.grammars.count
+
+
 async def test_kill_9_in_the_middle_and_resume(site: Site, reference: Reference) -> None:
     asked = constrained(words(6, 40), LONG, session="s")
     want = expected(reference, asked)
