@@ -388,7 +388,7 @@ async def _load_gpus(launch: Launch, lanes: list[Lane], loader: ModelLoader) -> 
 def _report_loading(launch: Launch, lane: int, message: wire.Loading) -> None:
     launch.on_progress((lane + message.progress) / len(launch.config.lanes))
     if message.detail and lane == 0:
-        index = 1 if message.stage == "map weights" else 2
+        index = 1 if message.stage == wire.MAP_WEIGHTS else 2
         launch.on_stage(Stage(index, STAGES, message.stage, message.detail, message.seconds))
 
 

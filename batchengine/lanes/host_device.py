@@ -99,13 +99,13 @@ def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float
     started = time.perf_counter()
 
     def progress(fraction: float) -> None:
-        report("map weights", "", share * fraction, time.perf_counter() - started)
+        report(wire.MAP_WEIGHTS, "", share * fraction, time.perf_counter() - started)
 
     with GgufFile(load.model_path) as gguf:
         weights = open_weights(gguf, pool, cache_dir=Path(load.cache_dir), progress=progress)
     mapped = time.perf_counter()
     size = f"{weights.packed_bytes / 2**20:,.1f} MiB packed in {weights.cache_path}"
-    report("map weights", size, share, mapped - started)
+    report(wire.MAP_WEIGHTS, size, share, mapped - started)
     if faults := kernels.arithmetic_faults(pool):
         raise errors.ARITHMETIC_WRONG(why="; ".join(faults))
     return Model(weights)

@@ -34,6 +34,7 @@ HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
 HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
 REQUESTS_MAX = 2  # a step may be sent while the worker computes the one before
+CLOSED = "was closed"
 LOADING_SILENCE_S = 60.0  # without a Loading frame, after which a worker that loads is killed
 
 
@@ -85,6 +86,7 @@ class Lane:
         self._timer: asyncio.TimerHandle | None = None  # of the oldest
         self._on_loading: Callable[[wire.Loading], None] | None = None
         self._is_blameless = False  # the worker is killed, and its step is not the cause
+        self._is_closing = False  # the worker was asked to end
         self._died: asyncio.Future[LaneDied] | None = None
         self._step = 0
         self._born = 0.0
@@ -200,7 +202,7 @@ class Lane:
         """End the worker: ask, then kill; returns when it is reaped."""
         if self._child is None or not self.alive:
             return
-        self._child.kill_reason = "was closed"
+        self._is_closing = True
         if self._protocol is not None:
             self._protocol.send(
                 wire.LANE_LINK.encode(wire.Shutdown(), incarnation=self.incarnation)
@@ -208,7 +210,7 @@ class Lane:
         try:
             await asyncio.wait_for(self.died(), grace_s)
         except TimeoutError:
-            self.kill("was closed")
+            self.kill(CLOSED)
             await self.died()
 
     # ------------------------------------------------------------------------- one request
@@ -351,7 +353,7 @@ class Lane:
         self._born = time.monotonic()
         self._born_steps = self.steps
         self._died = loop.create_future()
-        self._is_blameless = False
+        self._is_blameless = self._is_closing = False
         protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
         self._protocol = protocol
         await loop.create_connection(lambda: protocol, sock=ours)
@@ -381,8 +383,10 @@ class Lane:
         outside = status == -signal.SIGKILL and (not child.kill_reason or self._is_blameless)
         if not outside or self.deaths < OUTSIDE_DEATHS_MAX:
             self.deaths += 1
+        if self._is_closing and not child.kill_reason:
+            reason = CLOSED  # it ended as it was asked
         death = LaneDied(self.name, reason, report, blames_step=not outside)
-        if reason != "was closed":
+        if not self._is_closing:
             log.warning("%s (pid %d)%s", death, child.process.pid, f"\n{report}" if report else "")
         died.set_result(death)
         self.is_attached = False

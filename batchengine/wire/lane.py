@@ -81,6 +81,9 @@ class Load(Message, tag=1, frozen=True):
     links: LinkIdentity | None = None
 
 
+MAP_WEIGHTS = "map weights"  # the first stage of a load, on lanes of every kind
+
+
 class Loading(Message, tag=2, frozen=True):
     """Worker -> engine: a load stage ended or advanced; progress is 0..1 over the whole load."""
 

@@ -102,6 +102,22 @@ async def test_a_worker_that_cannot_be_ended_is_given_up(
     await lane.close()
 
 
+async def test_closing_does_not_wait_for_a_worker_that_cannot_be_ended(
+    pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "KILL_S", 0.3)
+    lane = Lane("cpu")
+    await lane.start(load_message(pocket_path, cache_dir))
+    stuck = lane.pid
+    suspend(stuck)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "send_signal", lambda *_: None)
+        await asyncio.wait_for(lane.close(grace_s=0.1), 10)
+    assert (await lane.died()).reason == "was closed, and could not be ended"
+    os.kill(stuck, signal.SIGKILL)
+    await until(lambda: not Path(f"/proc/{stuck}").exists())
+
+
 async def test_progress_extends_the_deadline_of_a_load(
     pocket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
