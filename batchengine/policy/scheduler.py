@@ -1,9 +1,9 @@
 """Scheduler: chooses the tokens of a lane's next step, by one pure function from view to plan.
 
 Owns every scheduling rule; `prefill_budget` has the arithmetic of rule 3, `shares` that of rule 7.
-Reads no clocks, queues, pages or workers: the engine builds a frozen
-`LaneView`, calls `plan`, and carries out the plan. Equal views give equal plans; the order in which
-rows are listed changes only the order of the batch.
+Reads no clocks, queues, pages or workers: the engine builds a frozen `LaneView`, calls `plan`, and
+carries out the plan. Equal views give equal plans; the order in which rows are listed changes only
+the order of the batch.
 
 Work is tokens still to compute. There are no phases: a decode is an entry of one token.
 

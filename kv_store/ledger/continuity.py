@@ -128,11 +128,12 @@ def gather(path: str, lock_fd: int) -> Traces:
     arenas = sorted(_arena_epochs(os.path.join(path, "arena")).items())
     return Traces(
         read_opening(lock_fd),
-        max((life for _, life in arenas if life <= EPOCH_PLAUSIBLE_MAX), default=0),
+        max((epoch for _, epoch in arenas if epoch <= EPOCH_PLAUSIBLE_MAX), default=0),
         [
-            f"arena/{name} names opening {life} of the store, more than there can be: it is ignored"
-            for name, life in arenas
-            if life > EPOCH_PLAUSIBLE_MAX
+            f"arena/{name} names opening {epoch} of the store, more than there can be:"
+            " it is ignored"
+            for name, epoch in arenas
+            if epoch > EPOCH_PLAUSIBLE_MAX
         ],
         check_log(os.path.join(path, "meta.db-wal")),
     )
@@ -146,10 +147,10 @@ def describe(why: str) -> str:
     )
 
 
-def arena_number(epoch: int, life: int) -> int:
-    """The number of the arena of a worker's `life` in opening `epoch`; lives wrap around, so that
-    no number is of another opening."""
-    return epoch * INCARNATIONS + life % INCARNATIONS
+def arena_number(epoch: int, incarnation: int) -> int:
+    """The number of the arena of a worker's incarnation in opening `epoch`; incarnations wrap
+    around, so that no number is of another opening."""
+    return epoch * INCARNATIONS + incarnation % INCARNATIONS
 
 
 def _arena_epochs(folder: str) -> dict[str, int]:

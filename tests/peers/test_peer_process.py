@@ -84,18 +84,18 @@ async def test_a_stopped_peer_is_suspect_then_down_and_comes_back(tmp_path: Path
 
 
 @pytest.mark.alone
-async def test_a_killed_peer_is_down_at_once_and_its_next_life_is_another(tmp_path: Path) -> None:
+async def test_a_killed_peer_is_down_at_once_and_its_next_run_is_another(tmp_path: Path) -> None:
     certify(tmp_path, "a", "b")
     async with node(tmp_path, "a") as a:
         port = 0
-        for life in range(3):
-            async with process(tmp_path / "b", port, 100 + life) as (pid, port):
-                if life == 0:
+        for run in range(3):
+            async with process(tmp_path / "b", port, 100 + run) as (pid, port):
+                if run == 0:
                     await a.add("b", port)
                     own = tmp_path / "b" / "peers.d" / "a.toml"
                     own.write_text(f'address = "127.0.0.1:{a.peers.port}"')
                 link = await a.until("b", UP, 20)
-                assert link.incarnation == 100 + life
+                assert link.incarnation == 100 + run
                 began = time.monotonic()
                 psutil.Process(pid).kill()
                 assert await time_until(a, DOWN, began, 5) < 2.5  # 3 s for one that is silent

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest, Sampling, TimelineUse
 from batchengine.engine import Engine
 from batchengine.engine.sessions.timelines.outline import MARKS_MAX, Outline, Outlines
@@ -89,6 +90,26 @@ async def test_a_request_beside_a_running_turn_neither_waits_nor_rewrites(
         assert not generation.finished
         answer = await read(generation)
         assert answer.tokens == reference.tokens(first, 90)
+
+
+async def test_a_stream_is_resumed_in_the_timeline_of_its_turn(site: Site) -> None:
+    """Without a turn it is the main timeline; a refusal is that of the timeline of the turn."""
+    async with running_engine(site) as engine:
+        first = words(1, 300)
+        _, begun = await asks(engine, first)
+        title, named = await asks(engine, words(2, 80))
+        main, answer = await asks(engine, [*first, *begun.tokens, *words(3, 9)])
+        assert engine.timelines("", "s") == ["s.2", "s"]
+        main_turn, title_turn = main.request.request_id, title.request.request_id
+        for turn, expected in (("", answer), (main_turn, answer), (title_turn, named)):
+            again = await engine.resume("", "s", 0, turn)
+            assert (await read(again)).tokens == expected.tokens
+        with pytest.raises(BatchEngineError) as caught:
+            await engine.resume("", "s", 9999, title_turn)
+        assert caught.value.code == errors.FROM_TOKEN_OUTSIDE.code
+        with pytest.raises(BatchEngineError) as caught:
+            await engine.resume("", "s", 0, "no turn")
+        assert caught.value.code == errors.TURN_FOLLOWED.code
 
 
 async def test_an_edit_of_the_last_part_stays_in_its_timeline(site: Site) -> None:

@@ -7,7 +7,6 @@ at the first request of a family in this run; the rule is `policy.timelines.choi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
 
@@ -28,6 +27,10 @@ from batchengine.session import Session, common_prefix
 from batchengine.session_kv import page_start
 
 KEYS_MEMBERS_MIN = 3  # of a family, from which on the keys of a prompt's pages are worth their time
+# refusals to resume a turn in a timeline that does not have it
+OF_ANOTHER_TIMELINE = frozenset(
+    row.code for row in (errors.UNKNOWN_SESSION, errors.NOTHING_TO_RESUME, errors.TURN_FOLLOWED)
+)
 WARM_TOKENS_MIN = 16  # of an open page, that are worth a copy in the store
 
 
@@ -89,15 +92,18 @@ class Families:
         self, tenant: str, session_id: str, from_token: int, turn_id: str
     ) -> Generation:
         """Stream the session's last turn again; see `Requests.resume`. Of a family the turn names
-        the timeline."""
+        the timeline; without one it is the main timeline."""
         resume = self._requests.resume
         if not turn_id:
-            session_id = self.main(tenant, session_id)
-        *others, last = self.meant(tenant, session_id)
-        for one in others:
-            with contextlib.suppress(BatchEngineError):
+            return await resume(tenant, self.main(tenant, session_id), from_token)
+        refusal = errors.UNKNOWN_SESSION(given=session_id)
+        for one in self.meant(tenant, session_id):
+            try:
                 return await resume(tenant, one, from_token, turn_id)
-        return await resume(tenant, last, from_token, turn_id)
+            except BatchEngineError as error:
+                if refusal.code in OF_ANOTHER_TIMELINE:
+                    refusal = error
+        raise refusal
 
     async def _prepare(self, request: GenerationRequest) -> Prepared:
         """Choose the timeline; to be submitted before any other task runs.
