@@ -224,6 +224,8 @@ class Requests:
             for generation in queue:  # not empty only if this task was cancelled
                 del self._state.requests[generation]
                 generation.fail(errors.DRAINING())
+            if not session.tokens and not session.kv.codes and self._state.is_at_rest(session):
+                self._state.forget(session)  # its clients left before anything was computed
 
     async def _serve(
         self, session: Session, generation: Generation, turn: Turn | None = None

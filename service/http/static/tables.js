@@ -35,9 +35,12 @@ function progress(one) {
   return bar(text, [found, "found"], [done - found, ""]);
 }
 
+// A name that a long one does not make wider; the pointer shows the whole of it.
+const called = (name) => h("span", { title: name }, name);
+
 export function requests(snapshot) {
   replace("requests", table("Requests", [
-    ["session", (one) => one.name || short(one.session_id || one.request_id)],
+    ["session", (one) => called(one.name || short(one.session_id || one.request_id)), false, "name"],
     ["class", (one) => one.class],
     ["state", (one) => one.state],
     ["lane", (one) => one.lane || null],

@@ -192,3 +192,16 @@ async def test_the_role_of_an_edit_is_found_at_once_in_a_long_message(site: Site
             assert "inside" not in operations._position_of(long)
             seconds.append(time.thread_time() - began)
         assert min(seconds) < 0.010
+
+
+async def test_a_session_for_which_nothing_was_computed_is_in_no_list(site: Site) -> None:
+    """Its client left before the first request began."""
+    async with running_engine(site) as engine:
+        for number in range(3):
+            engine.submit(request(words(number, 40), 5, session=f"s{number}")).cancel()
+        await until(lambda: not engine.state.queues)
+        assert engine.sessions() == []
+        await read(engine.submit(request(words(0, 40), 5, session="s0")))
+        engine.submit(request([*words(0, 40), 7], 5, session="s0")).cancel()
+        await until(lambda: not engine.state.queues)
+        assert [row["session_id"] for row in engine.sessions()] == ["s0"]
