@@ -384,7 +384,7 @@ UNKNOWN_MODEL = Problem("BE1702", Kind.MISSING, "model_not_found",
 MISSING_FIELD = Problem("BE1703", Kind.INVALID, "missing_field",
     "{param} is required", fix="send it; GET /openapi.json has every field")
 UNSUPPORTED_FIELD = Problem("BE1704", Kind.INVALID, "unsupported_parameter",
-    "{what}", "this daemon does not implement it and does not ignore it", "{fix}")
+    "{what}", "the answer would not be what was asked for", "{fix}")
 BODY_TOO_LARGE = Problem("BE1705", Kind.TOO_LARGE, "request_too_large",
     "the request body is larger than {bytes_max:,} bytes",
     fix="send a smaller body; a prompt that long does not fit the context either")
@@ -428,7 +428,7 @@ MALFORMED_HTTP = Problem("BE1720", Kind.INVALID, "malformed_http",
     "the request is not well-formed HTTP/1.1",
     fix="send one Host header, printable headers below 8 KiB, and no conflicting lengths")
 UNKNOWN_FIELD = Problem("BE1721", Kind.INVALID, "unknown_parameter",
-    "{param} is not a known field here")
+    "{param} is not a known field here", fix="leave it out; GET /openapi.json has every field")
 UNKNOWN_FIELDS = Problem("BE1722", Kind.INVALID, "unknown_parameter",
     "unknown fields in strict mode: {names}",
     "?strict=1 turns every field this daemon does not know into an error",

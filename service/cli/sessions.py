@@ -138,6 +138,9 @@ def list_sessions(
 ) -> int:
     """List sessions, the last used first: names, where they are, how long, what was reused."""
     path = admin_path(admin_socket)
+    none = "no sessions yet" if all else "no sessions in memory: --all lists those on disk, too"
+    if any((state, lane, key_name, match)):
+        none = "no session fits these options" + "; --all looks on disk, too" * (not all)
 
     def rows() -> list[Answer]:
         found: list[Answer] = admin(path, "sessions", stored=all)["sessions"]
@@ -146,7 +149,7 @@ def list_sessions(
     def lines() -> list[str]:
         found = sorted(rows(), key=SORTS[sort])
         shown = found[:limit] if limit > 0 else found
-        table = fitted(COLUMNS, [_listed(row) for row in shown], "no sessions yet")
+        table = fitted(COLUMNS, [_listed(row) for row in shown], none)
         more = len(found) - len(shown)
         return [*table, f"and {more:,} more: --limit 0 shows all"] if more else table
 

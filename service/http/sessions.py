@@ -25,7 +25,7 @@ from service.http.admission import CALLER, HEADERS, SERVICE, Live, Service, read
 from service.http.answers import json_answer
 from service.http.routes.route import Route
 from service.operations import OPERATIONS, Operation
-from service.protocols import requests, strict_json
+from service.protocols import requests, schema, strict_json
 from service.protocols.table import BY_NAME
 from service.session_ids import printable
 
@@ -84,15 +84,7 @@ async def _body(request: web.Request, kind: type[msgspec.Struct]) -> msgspec.Str
     if not data:
         return kind()
     check_content(request.headers, request.content_type, request.charset)
-    try:
-        return msgspec.convert(strict_json.parse_object(data), kind, strict=True)
-    except msgspec.ValidationError as error:
-        why = str(error).replace("`", "")
-        raise errors.INVALID_FIELD(
-            what="the body has a wrong value",
-            why=why[:1].lower() + why[1:],
-            fix="the body may hold " + (", ".join(kind.__struct_fields__) or "nothing"),
-        ) from None
+    return schema.convert(kind, strict_json.parse_object(data))
 
 
 async def _list(request: web.Request) -> web.Response:

@@ -56,6 +56,9 @@ SAME = {
 
 def refusal(method: str, path: str, routes: Collection[str]) -> BatchEngineError:
     """The error of a path without a route; `routes` are the paths of all routes."""
+    if path.startswith("//") and f"/{path.lstrip('/')}" in routes:
+        fix = "leave the / at the end of the base URL out"
+        return errors.UNKNOWN_ROUTE(method=method, path=path, fix=fix)
     word, _, rest = path.removeprefix("/v1").lstrip("/").partition("/")
     if word == "messages" and rest.startswith("batches"):
         word = "batches"

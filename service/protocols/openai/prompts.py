@@ -58,7 +58,7 @@ def _around(prompt: str, suffix: str, text: PromptEncoder) -> list[int]:
             return [*first, before, *head, behind, *tail, end]
     raise errors.UNSUPPORTED_FIELD(
         param="suffix",
-        what="this model cannot fill a gap: its vocabulary has no tokens for one",
+        what="this model has no tokens with which it fills a gap",
         fix="leave out suffix",
     )
 

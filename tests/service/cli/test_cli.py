@@ -324,7 +324,10 @@ def test_a_daemon_reports_its_start_serves_and_drains(tmp_path: Path) -> None:
             assert json.loads(done.stdout)["status"]["state"] == "ready"
             assert "nothing is running" in cli("ps", "--admin-socket", running.admin).stdout
             done = cli("sessions", BATCHENGINE_ADMIN_SOCKET=running.admin)
-            assert (done.returncode, done.stdout.strip()) == (0, "no sessions yet")
+            none = "no sessions in memory: --all lists those on disk, too"
+            assert (done.returncode, done.stdout.strip()) == (0, none)
+            done = cli("sessions", "--all", "--match", "x", BATCHENGINE_ADMIN_SOCKET=running.admin)
+            assert (done.returncode, done.stdout.strip()) == (0, "no session fits these options")
 
             answers: list[Any] = []
             stream = threading.Thread(target=lambda: answers.append(ask(running.url)))

@@ -118,7 +118,7 @@ async def test_bad_session_options_are_refused_with_a_reason() -> None:
         cases: list[tuple[str, Any, int, str]] = [
             ("/v1/sessions/s/promote", {"to": "gpu9"}, 400, "fast or bulk"),
             ("/v1/sessions/s/promote", {"too": "fast"}, 400, "too"),
-            ("/v1/sessions/s/promote", {"to": 3}, 400, "to"),
+            ("/v1/sessions/s/promote", {"to": 3}, 400, "to has a wrong value: it must be text"),
             ("/v1/sessions/s/park", {"tool_call_id": ""}, 400, "tool_call_id"),
             ("/v1/sessions/s/park", {"tool_call_id": "x" * 20_000}, 413, "16,384"),
             ("/v1/sessions/s/fork", [], 400, "object"),

@@ -215,6 +215,11 @@ async def test_paths_without_a_route_are_404_with_a_replacement() -> None:
             assert status == 404
 
 
+def test_a_base_url_that_ends_in_a_slash_is_named() -> None:
+    error = unbuilt.refusal("GET", "//v1/models", ["/v1/models"])
+    assert error.fix == "leave the / at the end of the base URL out"
+
+
 def test_no_row_of_unbuilt_paths_hides_a_route() -> None:
     """Rows of the protocols that are built are there for the rest of their paths only."""
     built = {row.path.removeprefix("/v1").lstrip("/").partition("/")[0] for row in app.ROUTES}
