@@ -87,6 +87,37 @@ def test_streamed_whole_and_sdk_answers_agree(daemon: ChildDaemon, sdk: openai.O
         assert entry.top_logprobs[0].token == entry.token  # greedy took the most likely token
 
 
+def test_continuations_are_compared(sdk: openai.OpenAI) -> None:
+    """The log-probabilities of an answer are those of the same tokens in a prompt, bit by bit."""
+    model, text = sdk.models.list().data[0].id, "Why did the clock go to school? It wanted to learn"
+    made = sdk.completions.create(model=model, prompt=text, max_tokens=4, temperature=0, logprobs=1)
+    assert made.choices[0].logprobs is not None
+    values = made.choices[0].logprobs.token_logprobs or []
+    assert len(values) == 4
+    for most in (0, 1):
+        both = sdk.completions.create(
+            model=model,
+            prompt=[text + made.choices[0].text, text + " purple of dogs"],
+            max_tokens=most,
+            temperature=0,
+            logprobs=1,
+            echo=True,
+        )
+        sums = list[float]()
+        for choice in both.choices:
+            assert choice.logprobs is not None
+            numbers, tokens = choice.logprobs.token_logprobs or [], choice.logprobs.tokens or []
+            offsets = choice.logprobs.text_offset or []
+            n = len(numbers) - most  # the last token may end the answer, and have no text
+            first = next(i for i, offset in enumerate(offsets) if offset >= len(text))
+            assert numbers[0] is None
+            assert choice.text.startswith(text + "".join(tokens[first:n]))
+            sums.append(sum(numbers[first:n]))
+            if choice.index == 0:
+                assert numbers[first:n] == values
+        assert sums[0] > sums[1] + 10
+
+
 def test_seeds_repeat_and_differ(sdk: openai.OpenAI) -> None:
     model = sdk.models.list().data[0].id
 
