@@ -2,7 +2,7 @@
 # bench/gpu.sh FOLDER [--emulated] [--quick] [--seconds N]: measure a GPU, or do the same on an emulated one.
 #
 # A run ends within nine minutes; FOLDER keeps what is measured, and further runs go on there. The
-# machine needs CUDA's driver, g++, and Python with cuda-core, cuda-bindings, nanobind, cmake, ninja,
+# machine needs CUDA's driver, g++, and Python with cuda-bindings, nanobind, cmake, ninja,
 # numpy, psutil, xxhash, prometheus-client, aiohttp, uvloop, jinja2, tokenizers and pytest. What it
 # lacks beside them is read from wheels in build/gpu-wheels:
 #   pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
@@ -37,7 +37,7 @@ lacking=$(PYTHONPATH=$site "$python" -P - "$@" <<'EOF'
 import importlib, shutil, sys
 names = "numpy psutil xxhash prometheus_client aiohttp uvloop jinja2 tokenizers pytest msgspec gguf llguidance"
 if "--emulated" not in sys.argv:
-    names += " nanobind cuda.core cuda.bindings.driver cuda.bindings.nvrtc"
+    names += " nanobind cuda.bindings.driver cuda.bindings.nvrtc"
 for name in names.split():
     try:
         importlib.import_module(name)

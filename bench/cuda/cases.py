@@ -140,10 +140,20 @@ def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> Non
             compare(got[finite], out.view(tokens)[finite], "norm_quantise: values")
 
 
-def linear_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: str) -> None:
-    """A product of a random matrix of `kind`: stored, added and gated, by every kernel for it."""
+def linear_case(
+    gpu: Gpu,
+    pool: kernels.Pool,
+    rng: np.random.Generator,
+    kind: str,
+    shape: tuple[int, int, int] | None = None,
+) -> None:
+    """A product of a random matrix of `kind`: stored, added and gated, by every kernel for it.
+
+    shape: rows, columns, tokens, else random ones.
+    """
     rows, tokens = int(rng.integers(1, 90)), int(rng.integers(1, 80))
     cols = 256 * int(rng.integers(1, 10)) if kind.endswith("_k") else 32 * int(rng.integers(1, 70))
+    rows, cols, tokens = shape or (rows, cols, tokens)
     values = some_values(rng, tokens, cols)
     matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng)
     gate, gate_buffer = packed_with_bytes(pool, kind, rows, cols, rng)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import io
 import os
 import re
 import tempfile
@@ -23,9 +22,9 @@ TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")  # those that are tested; others
 SOURCES = Path(__file__).resolve().parent / "src"
 INCLUDES = (SOURCES, SOURCES.parents[1] / "csrc")
 # No option may change a rounding: ca.h writes each one, and nothing is merged or approximated.
-OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, str | bool] = {
     "std": "c++20",
-    "fma": False,
+    "fmad": False,
     "ftz": False,
     "prec_div": True,
     "prec_sqrt": True,
@@ -53,21 +52,34 @@ def units() -> list[Path]:
     return sorted(SOURCES.glob("*.cu"))
 
 
-def compile_unit(source: Path, target: str, **changes: Any) -> Compiled:
+def compile_unit(source: Path, target: str, **changes: str | bool) -> Compiled:
     """One source for one target, with `changes` of OPTIONS. Raises CompileError."""
-    core, nvrtc = _package("cuda.core"), _package("cuda.bindings.nvrtc")
-    include = [str(folder) for folder in INCLUDES]
-    settings = {"name": source.name, "arch": target, "include_path": include, **OPTIONS, **changes}
-    report = io.StringIO()
+    nvrtc = _package("cuda.bindings.nvrtc")
+    options = [f"--gpu-architecture={target}", *[f"--include-path={path}" for path in INCLUDES]]
+    for name, value in (OPTIONS | changes).items():
+        text = str(value).lower() if isinstance(value, bool) else value
+        options.append(f"--{name.replace('_', '-')}={text}")
+    given = [option.encode() for option in options]
     try:
-        program = core.Program(source.read_text(), "c++", core.ProgramOptions(**settings))
-        cubin = bytes(program.compile("cubin", logs=report).code)
-        ptx = bytes(nvrtc.nvrtcGetPTXSize(program.handle)[1])
-        nvrtc.nvrtcGetPTX(program.handle, ptx)
-        program.close()
-    except Exception as error:  # cuda-core's errors have no public class
-        raise CompileError(f"{source.name} for {target}: {error}") from error
-    return Compiled(cubin, ptx.rstrip(b"\0").decode(), report.getvalue())
+        _, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        report = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"{status.name} {report.decode()}")
+        cubin = _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
+        ptx = _read(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program)
+        nvrtc.nvrtcDestroyProgram(program)
+    except Exception as error:  # the library is not there, or knows no such function
+        by = "NVRTC {}.{}".format(*_compiler())
+        raise CompileError(f"{source.name} for {target} by {by}: {error}") from error
+    return Compiled(cubin, ptx.rstrip(b"\0").decode(), report.rstrip(b"\0").decode())
+
+
+def _read(size: Any, read: Any, program: Any) -> bytes:
+    """What NVRTC has made of a program."""
+    data = bytes(size(program)[1])
+    read(program, data)
+    return data
 
 
 def cubins(target: str, folder: Path, sources: Iterable[Path] | None = None) -> dict[str, bytes]:
@@ -126,6 +138,8 @@ def texts(source: Path) -> list[Path]:
 def _compiler() -> tuple[int, int]:
     try:
         major, minor = _package("cuda.bindings.nvrtc").nvrtcVersion()[1:]
+    except CompileError:
+        raise
     except Exception as error:  # the library is not there
         raise CompileError(str(error)) from error
     return int(major), int(minor)
@@ -134,7 +148,7 @@ def _compiler() -> tuple[int, int]:
 def _package(name: str) -> Any:
     """A module of the extra `cuda`, which has no types."""
     try:
-        with _importing:  # cuda.core is not whole to a thread that comes second
+        with _importing:  # a module is not whole to a thread that comes second
             return importlib.import_module(name)
     except ImportError as error:
         raise CompileError(f"{error}: install batchengine[cuda]") from error

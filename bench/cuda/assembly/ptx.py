@@ -57,5 +57,7 @@ def contracted(source: Path, target: str) -> list[str]:
 
     Every float operation is written by a function that the compiler may not merge, so none may be.
     """
-    plain, free = (kernels_of(compile_unit(source, target, fma=fma).ptx) for fma in (False, True))
+    plain, free = (
+        kernels_of(compile_unit(source, target, fmad=fmad).ptx) for fmad in (False, True)
+    )
     return [name for name in plain if float_operations(plain[name]) != float_operations(free[name])]

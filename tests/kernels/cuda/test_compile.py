@@ -92,7 +92,7 @@ def test_contraction_is_found(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = x[1] * x[2] + x[3]; }")
     assert contracted(source, "sm_80") == ["planted"]
-    merged = compile_unit(source, "sm_80", fma=True)
+    merged = compile_unit(source, "sm_80", fmad=True)
     assert float_operations(merged.ptx)["fma.rn.f32"] == 1
 
 
@@ -144,7 +144,5 @@ def test_every_included_file_is_part_of_the_key() -> None:
 def test_the_error_of_a_refused_source_has_the_log(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = y; }")
-    with pytest.raises(
-        CompileError, match=r'planted.cu for sm_90: [^"]*identifier "y" is undefined'
-    ):
+    with pytest.raises(CompileError, match=r"(?s)^planted.cu for sm_90 by NVRTC .*y. is undefined"):
         compile_unit(source, "sm_90")

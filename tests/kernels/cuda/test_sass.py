@@ -18,10 +18,10 @@ from kernels.cuda.compile import TARGETS, compile_unit, units
 pytestmark = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
 HEAD = 'extern "C" __global__ void planted(float* x, int n) '
 PLANTED = {
-    "merged": ("x[0] = x[1] * x[2] + x[3];", {"fma": True}, "FFMA"),
+    "merged": ("x[0] = x[1] * x[2] + x[3];", {"fmad": True}, "FFMA"),
     "merged_by_the_assembler": (
         'float y; asm("mul.f32 %0, %1, %2;" : "=f"(y) : "f"(x[1]), "f"(x[2])); x[0] = y + x[3];',
-        {"fma": True},
+        {"fmad": True},
         "FFMA",
     ),
     "flushed": ("x[0] = x[1] * x[2];", {"ftz": True}, "FMUL.FTZ"),
