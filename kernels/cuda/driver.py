@@ -19,6 +19,7 @@ from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, wo
 STAGING_BYTES = 64 << 20  # pinned, for each stream: what is copied before the first wait
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
 ALIGNMENT = 256
+CAPABILITY_MIN = 8, 0  # products of 32 bytes and copies in the background
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,9 @@ class CudaGpu(Gpu):
         self._context = self._call("cuDevicePrimaryCtxRetain", device)
         self._call("cuCtxSetCurrent", self._context)
         self.facts = self._facts_of(device)
+        if self.facts.capability < CAPABILITY_MIN:
+            has = "{}.{}".format(*self.facts.capability)
+            raise GpuFault(f"{self.facts.name} has compute capability {has}: 8.0 is needed")
         if 0 < multiprocessors_max < self.facts.multiprocessors:
             self._take_part(device, multiprocessors_max)
         self._stream, self._aside = Stream(self._call), Stream(self._call)

@@ -18,7 +18,7 @@ from bench.simt.emulator import ROOT, Emulator
 from kernels.cuda.compile import cubins
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import GpuFault
-from tests.kernels.cuda.fake_driver import FakeDriver, Status
+from tests.kernels.cuda.fake_driver import SHAPE, FakeDriver, Status
 
 SOME = ("quantise", "attention", "sample", "linear q4_0", "linear f16", "embed q6_k")
 
@@ -83,6 +83,14 @@ def test_a_cubin_that_the_driver_refuses_is_a_fault_with_its_version(driver: Fak
     with pytest.raises(
         GpuFault, match=r"all: cuModuleLoadData: CUDA_ERROR_NOT_FOUND .* CUDA 13\.2"
     ):
+        opened(driver)
+
+
+def test_a_gpu_that_is_too_old_is_a_fault(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SHAPE, "COMPUTE_CAPABILITY_MAJOR", 7)
+    with pytest.raises(GpuFault, match=r"Emulated has compute capability 7\.0: 8\.0 is needed"):
         opened(driver)
 
 
