@@ -74,10 +74,15 @@ class Run:
 
     def wrong(self, part: Part) -> list[str]:
         """What failed in a part, and what differs."""
-        names, results = [step.name for step in part.steps], self._state.results
-        failed = {n: [why] for n, why in self._state.failed.items() if n in names and why != LATE}
-        found = failed | {n: results[n].get("differences", []) for n in names if n in results}
-        return [f"{name}: {what}" for name, whats in found.items() for what in whats]
+        found: list[str] = []
+        results, failed = self._state.results, self._state.failed
+        for step in part.steps:
+            found += [
+                f"{step.name}: {x}" for x in results.get(step.name, {}).get("differences", [])
+            ]
+            if step.name in failed and not failed[step.name].endswith(LATE):
+                found.append(f"{step.name}: {failed[step.name]}")
+        return found
 
     def part(self, part: Part) -> None:
         """Run the steps of a part that lack."""
@@ -120,17 +125,18 @@ class Run:
             *(str(options.folder), *flags, "--seconds", left_s),
             *("--threads", str(max(1, options.threads // part.jobs)), "--steps", *names),
         )
-        began = why = ""
+        began, why, began_at = "", "", 0.0
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             kill = threading.Timer(float(left_s) + KILL_AFTER_S, process.kill)
             kill.start()
             for line in process.stdout or ():
                 if line.startswith(BEGIN):
-                    began = line.removeprefix(BEGIN).strip()
+                    began, began_at = line.removeprefix(BEGIN).strip(), time.monotonic()
                 elif line.startswith(DONE):
                     result = json.loads(line.removeprefix(DONE))
                     self._state.put(began, result)
-                    print(f"  {began}: {json.dumps(result)[:200]}", flush=True)
+                    took_s = time.monotonic() - began_at
+                    print(f"  {began}: {took_s:.0f} s: {json.dumps(result)[:200]}", flush=True)
                     names = [name for name in names if name != began]
                     began = ""
                 elif line.startswith(FAILED):

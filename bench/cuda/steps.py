@@ -40,7 +40,7 @@ MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
 PARTED = [(f"co-execution {lanes}", lanes) for lanes in goodput.PARTED]
-LLAMA_SOURCE = "LLAMA_SOURCE"
+LLAMA_SOURCE, LLAMA_BUILD_S = "LLAMA_SOURCE", 300
 LLAMA_PROJECT = """cmake_minimum_required(VERSION 3.20)
 project(measured C CXX)
 add_subdirectory("${LLAMA}" llama.cpp)
@@ -221,8 +221,9 @@ def compare_with_llama(place: Place) -> Result:
     configure += [f"-DLLAMA={source}", "-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON"]
     configure += ["-DCMAKE_CUDA_ARCHITECTURES=native", *cublas_options(build / "include")]
     subprocess.run(configure, check=True, stdout=sys.stderr)
-    make = ["cmake", "--build", str(build), "--target", "llama-bench"]
-    subprocess.run(make, check=True, stdout=sys.stderr)
+    make = ["timeout", "--signal=KILL", str(LLAMA_BUILD_S), "cmake", "--build", str(build)]
+    if subprocess.run([*make, "--target", "llama-bench"], stdout=sys.stderr).returncode:
+        raise RuntimeError(f"llama.cpp does not build in {LLAMA_BUILD_S} s; a next run goes on")
     with scratch(make_site(place.emulated, place.tiny)) as (_, model):
         run = [str(build / "llama-bench/llama-bench"), "-m", str(model), "-ngl", "99", "-o", "json"]
         run += ["-p", "512,8192", "-n", "64"]
@@ -270,7 +271,7 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         *(Part(model, model_steps(model), needs=("build", "ceilings")) for model in models),
         Part("promotion", [Step("promotion", promote, 150.0)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),
-        Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),
         Part("ceilings of a part", [Step("ceilings of a part", measure_part)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in PARTED),
+        Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),
     ]
