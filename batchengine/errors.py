@@ -406,7 +406,7 @@ WRONG_ORIGIN = Problem("BE1709", Kind.FORBIDDEN, "origin_not_allowed",
     "add {origin} to server.allowed_origins, or call the daemon from a program")
 INVALID_API_KEY = Problem("BE1710", Kind.UNAUTHENTICATED, "invalid_api_key",
     "the API key is {problem}",
-    "this daemon was started with API keys, which cover every route",
+    "this daemon was started with API keys, and only health probes need none",
     "send Authorization: Bearer KEY")
 UNKNOWN_ROUTE = Problem("BE1711", Kind.NOT_FOUND, "route_not_found",
     "there is no route {method} {path:.80}", fix="{fix}")

@@ -239,7 +239,7 @@ def serve(
     ] = None,
     cache_dir: Annotated[Path | None, Parameter(help="Folder of packed weights.")] = None,
     api_key_file: Annotated[
-        Path | None, Parameter(help="File with one API key per line; then every route needs one.")
+        Path | None, Parameter(help="File with one API key per line; then clients need one.")
     ] = None,
     allow_host: Annotated[
         list[str] | None, Parameter(negative=(), help="More names accepted in the Host header.")
