@@ -29,7 +29,11 @@ from batchengine.session_kv import page_start
 KEYS_MEMBERS_MIN = 3  # of a family, from which on the keys of a prompt's pages are worth their time
 # refusals to resume a turn in a timeline that does not have it
 OF_ANOTHER_TIMELINE = frozenset(
-    row.code for row in (errors.UNKNOWN_SESSION, errors.NOTHING_TO_RESUME, errors.TURN_FOLLOWED)
+    (
+        errors.UNKNOWN_SESSION.code,
+        errors.NOTHING_TO_RESUME.code,
+        errors.TURN_FOLLOWED.code,
+    )
 )
 WARM_TOKENS_MIN = 16  # of an open page, that are worth a copy in the store
 
