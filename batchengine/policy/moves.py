@@ -95,11 +95,11 @@ def relief(
     decision = route(request, session, RouteState(state.lanes, policy))
     here = decision.candidates[state.lanes.index(home)]
     able = [
-        (candidate.strain, lane.name, candidate)
+        (candidate.sla_ratio, lane.name, candidate)
         for lane, candidate in zip(state.lanes, decision.candidates, strict=True)
         if lane.tier == BULK and not candidate.excluded
         if lane.load.seated + lane.load.waiting < lane.load.seats
-        if candidate.strain <= 1.0 - policy.tolerance
+        if candidate.sla_ratio <= 1.0 - policy.tolerance
     ]
     if not able or here.excluded:
         return None

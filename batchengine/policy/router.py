@@ -12,12 +12,13 @@ The tree.
  3. Standard, long prompt                              -> fast lanes
  4. Standard, short prompt                             -> bulk lanes
 
-Choice among lanes. *Strain* is the largest ratio of predicted to target time (TTFT, TPOT, TTLT); up
-to 1 all targets are met. On a lane without the session's KV, the migration is part of the TTFT.
+Choice among lanes. The *SLA ratio* of a lane is the largest ratio of predicted to target time
+(TTFT, TPOT, TTLT); up to 1 all targets are met. On a lane without the session's KV, the migration
+is part of the TTFT.
 
- 5. The lane of least strain in the tree's tier is chosen if its strain is within a limit, else the
-    lane of least strain of all. With s = least strain of all, the limit is s + `tolerance` *
-    max(1, s), and at least 1 unless the request is latency-sensitive.
+ 5. The lane of least SLA ratio in the tree's tier is chosen if that is within a limit, else the
+    lane of the least of all. With s = the least of all, the limit is s + `tolerance` * max(1, s),
+    and at least 1 unless the request is latency-sensitive.
  6. A session stays on its lane while that lane belongs to the tier and is within the limit of rule
     5. Unless the request is latency-sensitive, the session also stays if it moved less than
     `dwell_ms_min` ago; and, within the limit, on a fast lane if an interactive turn was there less
@@ -25,8 +26,8 @@ to 1 all targets are met. On a lane without the session's KV, the migration is p
     in), or if the lane is not loaded. So promotion is quick and demotion slow.
 
 No candidates are dead lanes, lanes that the context does not fit, and full ones other than the
-session's own. More load never makes a lane more attractive: strain grows with every number of the
-load, and else only rule 6 reads the load, to leave a loaded lane.
+session's own. More load never makes a lane more attractive: the SLA ratio grows with every number
+of the load, and else only rule 6 reads the load, to leave a loaded lane.
 
 With peers, the rules above have chosen the local strategy, and these compare it with others, which
 `layouts` predicts. Peers that are not up, or whose link was never measured, get nothing.
@@ -42,7 +43,7 @@ With peers, the rules above have chosen the local strategy, and these compare it
     `bubble_max` of the time is spent filling and emptying it, and if the local prefill takes
     `pipeline_gain` times as long or longer, unless more than `pipeline_cached_max` of the prompt
     has KV already. This is independent of rules 8 and 9.
-11. Without ring and pipeline, a peer's lane is taken if the local strain is above 1 and that of the
+11. Without ring and pipeline, a peer's lane is taken if the local ratio is above 1 and that of the
     peer is less by `tolerance` * max(1, its own). The turn begins on the lane of rules 1 to 6: its
     first token is computed there, and others until the peer has caught up.
 
@@ -199,7 +200,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     ttft_ms: float = 0.0  # with `move_ms`, the time of a migration
     tpot_ms: float = 0.0
     move_ms: float = 0.0
-    strain: float = 0.0
+    sla_ratio: float = 0.0
     excluded: str = ""
 
 
@@ -215,7 +216,7 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
     move_ms: float = 0.0
-    strain: float = 0.0
+    sla_ratio: float = 0.0
     tokens_here: int = 0  # of a ring's context
 
 
@@ -238,7 +239,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 LOCAL_STRATEGY = Strategy()
 PIPELINED, RINGED, ON_PEER = Strategy(PIPELINE), Strategy(LOCAL, RING), Strategy(REMOTE, REMOTE)
-_STRAIN = operator.itemgetter(0)  # of (strain, lane, candidate)
+_SLA_RATIO = operator.itemgetter(0)  # of (ratio, lane, candidate)
 
 
 def is_urgent(request: RouteRequest, policy: RoutePolicy) -> bool:
@@ -275,7 +276,7 @@ def _on_lanes(request: RouteRequest, session: RouteSession | None, state: RouteS
     policy = state.policy
     candidates = tuple([_candidate(request, session, lane, policy) for lane in state.lanes])
     able = [
-        (candidate.strain, lane, candidate)
+        (candidate.sla_ratio, lane, candidate)
         for lane, candidate in zip(state.lanes, candidates, strict=True)
         if not candidate.excluded
     ]
@@ -292,7 +293,7 @@ def _on_lanes(request: RouteRequest, session: RouteSession | None, state: RouteS
         tier, why = BULK, Reason.SHORT
     if len(able) == 1:
         return Decision(LOCAL_STRATEGY, able[0][1].name, Reason.ONLY, able[0][2], candidates)
-    best = min(able, key=_STRAIN)
+    best = min(able, key=_SLA_RATIO)
     limit = best[0] + policy.tolerance * max(1.0, best[0])
     if not urgent and limit < 1.0:
         limit = 1.0
@@ -302,7 +303,7 @@ def _on_lanes(request: RouteRequest, session: RouteSession | None, state: RouteS
             return Decision(LOCAL_STRATEGY, session.lane, stay[0], stay[1], candidates)
     mine = [entry for entry in able if entry[1].tier in (tier, ANY)]
     if mine:
-        first = min(mine, key=_STRAIN)
+        first = min(mine, key=_SLA_RATIO)
         if first[0] <= limit:
             return Decision(LOCAL_STRATEGY, first[1].name, why, first[2], candidates)
     why = Reason.SPILL if best[0] <= 1.0 else Reason.BEST
@@ -336,7 +337,7 @@ def _to_compute(request: RouteRequest, session: RouteSession | None) -> int:
 def _candidate(
     request: RouteRequest, session: RouteSession | None, lane: LaneState, policy: RoutePolicy
 ) -> Candidate:
-    """Predict the request's times on the lane, with a migration if necessary, and the strain."""
+    """Predict the request's times on the lane, with a migration if necessary, and the ratio."""
     if not lane.alive:
         return Candidate(lane.name, excluded=STARTS if lane.starts else DOWN)
     if request.context_tokens > lane.context_max:
@@ -357,12 +358,12 @@ def _candidate(
     tokens_out = request.tokens_out
     expected = predict(lane.load, request.rank, frontier, n, tokens_out)
     ttft_ms, tpot_ms = expected.ttft_ms + move_ms, expected.tpot_ms
-    strain = max(  # as in `_strain`, without a call
+    ratio = max(  # as in `_sla_ratio`, without a call
         ttft_ms / request.ttft_ms,
         tpot_ms / request.tpot_ms,
         (ttft_ms + tpot_ms * tokens_out) / request.ttlt_ms,
     )
-    return Candidate(lane.name, ttft_ms, tpot_ms, move_ms, strain)
+    return Candidate(lane.name, ttft_ms, tpot_ms, move_ms, ratio)
 
 
 def _stay(
@@ -377,13 +378,13 @@ def _stay(
     home = next((entry for entry in able if entry[1].name == session.lane), None)
     if home is None:
         return None
-    strain, lane, candidate = home
+    ratio, lane, candidate = home
     is_in_tier = lane.tier in (tier, ANY)
     if urgent:
-        return (Reason.HOME, candidate) if is_in_tier and strain <= limit else None
+        return (Reason.HOME, candidate) if is_in_tier and ratio <= limit else None
     if session.dwell_ms < policy.dwell_ms_min:
         return Reason.DWELL, candidate
-    if strain > limit:
+    if ratio > limit:
         return None
     if is_in_tier:
         return Reason.HOME, candidate
@@ -405,7 +406,7 @@ def _without_lane(candidates: tuple[Candidate, ...]) -> Decision:
 # ---- strategies over peers ----
 
 
-def _strain(request: RouteRequest, ttft_ms: float, tpot_ms: float) -> float:
+def _sla_ratio(request: RouteRequest, ttft_ms: float, tpot_ms: float) -> float:
     return max(
         ttft_ms / request.ttft_ms,
         tpot_ms / request.tpot_ms,
@@ -460,12 +461,12 @@ class _Comparison:
         decode, prefill = used[0], used[-1]
         name = decode.peers[0] if lane is None or decode.strategy == ON_PEER else lane.name
         ttft_ms, tpot_ms = prefill.ttft_ms, decode.tpot_ms
-        strain = _strain(self._request, ttft_ms, tpot_ms)
+        ratio = _sla_ratio(self._request, ttft_ms, tpot_ms)
         return Decision(
             Strategy(prefill.strategy.prefill, decode.strategy.decode),
             name,
             Reason(decode.why),
-            Candidate(name, ttft_ms, tpot_ms, prefill.move_ms, strain),
+            Candidate(name, ttft_ms, tpot_ms, prefill.move_ms, ratio),
             self._local.candidates,
             tuple(dict.fromkeys(decode.peers + prefill.peers)),
             outlooks,
@@ -476,7 +477,7 @@ class _Comparison:
         """Return the outlook of the strategy, or two: that of the decode and of the prefill."""
         if not able:
             return ()
-        best = min(able, key=lambda outlook: outlook.strain)
+        best = min(able, key=lambda outlook: outlook.sla_ratio)
         if self._local.predicted is None:
             return (best,)
         here = [one for one in able if one.strategy != ON_PEER]  # the ring before the pipeline
@@ -501,8 +502,8 @@ class _Comparison:
         times: LayoutTimes,
         rule: Callable[[LayoutTimes, float], Reason | Rejected],
     ) -> Outlook:
-        strain = _strain(self._request, times.ttft_ms, times.tpot_ms)
-        why = times.rejected or rule(times, strain)
+        ratio = _sla_ratio(self._request, times.ttft_ms, times.tpot_ms)
+        why = times.rejected or rule(times, ratio)
         return Outlook(
             strategy,
             times.peers,
@@ -510,21 +511,21 @@ class _Comparison:
             times.ttft_ms,
             times.tpot_ms,
             times.move_ms,
-            strain,
+            ratio,
             times.tokens_here,
         )
 
-    def _limit(self, strain: float) -> float:
-        return strain + self._policy.tolerance * max(1.0, strain)
+    def _limit(self, ratio: float) -> float:
+        return ratio + self._policy.tolerance * max(1.0, ratio)
 
     def _ring(self, lane: LaneState, here: Candidate | None) -> Outlook:
         """Rules 7 to 9."""
 
-        def rule(ring: LayoutTimes, strain: float) -> Reason | Rejected:
+        def rule(ring: LayoutTimes, ratio: float) -> Reason | Rejected:
             if here is None:
                 return Reason.RING_CONTEXT
             if self._held and self._urgent:
-                leaves = here.strain <= self._limit(strain)
+                leaves = here.sla_ratio <= self._limit(ratio)
                 return Rejected.TOLERANT_ONLY if leaves else Reason.RING_HOME
             if self._held:
                 near = ring.tpot_ms <= here.tpot_ms * (1.0 + self._policy.tolerance)
@@ -535,7 +536,7 @@ class _Comparison:
                 return Rejected.SHALLOW
             if self._dwells:
                 return Rejected.DWELL
-            no_worse = ring.tpot_ms <= here.tpot_ms and strain <= max(1.0, here.strain)
+            no_worse = ring.tpot_ms <= here.tpot_ms and ratio <= max(1.0, here.sla_ratio)
             return Reason.RING_DEPTH if no_worse else Rejected.SLOWER
 
         peers, own_max = self._state.peers, lane.context_max
@@ -545,7 +546,7 @@ class _Comparison:
     def _pipeline(self, lane: LaneState, here: Candidate) -> Outlook:
         """Rule 10."""
 
-        def rule(pipeline: LayoutTimes, strain: float) -> Reason | Rejected:
+        def rule(pipeline: LayoutTimes, ratio: float) -> Reason | Rejected:
             if not self._tolerant:
                 return Rejected.TOLERANT_ONLY
             if self._work.frontier > self._policy.pipeline_cached_max * self._request.prompt_tokens:
@@ -561,14 +562,14 @@ class _Comparison:
     def _remote(self, peer: PeerState, here: Candidate | None) -> Outlook:
         """Rule 11."""
 
-        def rule(times: LayoutTimes, strain: float) -> Reason | Rejected:
+        def rule(times: LayoutTimes, ratio: float) -> Reason | Rejected:
             if here is None:
                 return Rejected.NOT_AVAILABLE
-            if here.strain <= 1.0:
+            if here.sla_ratio <= 1.0:
                 return Rejected.KEPT
             if self._dwells:
                 return Rejected.DWELL
-            gains = self._limit(strain) < here.strain
+            gains = self._limit(ratio) < here.sla_ratio
             return Reason.PEER_SPILL if gains else Rejected.SLOWER
 
         work = self._work

@@ -153,7 +153,7 @@ def _candidates(rows: Sequence[Facts], chosen: str) -> list[str]:
         if row.get("excluded"):
             outlook = f"not considered: {row['excluded']}"
         else:
-            outlook = f"{_times(row)}, strain {row['strain']:.2f}"
+            outlook = f"{_times(row)}, SLA ratio {row['sla_ratio']:.2f}"
         seats = f"{row.get('seated', 0)} of {row.get('seats', 0)} seats"
         load = f"({seats}, {row.get('waiting', 0)} waiting)"
         lines.append(f"        {mark} {row['lane']:<10} {outlook} {load}")
@@ -182,7 +182,7 @@ def _outlooks(rows: Sequence[Facts]) -> list[str]:
     lines: list[str] = []
     for row in rows:
         mark = " " if row["rejected"] else "*"
-        numbers = f": {_times(row)}, strain {row['strain']:.2f}" if row["ttft_ms"] else ""
+        numbers = f": {_times(row)}, SLA ratio {row['sla_ratio']:.2f}" if row["ttft_ms"] else ""
         why = f" (not chosen: {row['rejected']})" if row["rejected"] else ""
         lines.append(f"        {mark} {_layout(row)}{numbers}{why}")
     return lines

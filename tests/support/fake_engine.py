@@ -321,7 +321,7 @@ class FakeEngine:
             "strategy": {"name": "local"}, "session": None, "moves": [], "restore": None,
             "request": {"rank": 1, "prompt_tokens": 9, "tokens_out": 16, "promote": False},
             "predicted": {"lane": "cpu", "ttft_ms": 6.0, "tpot_ms": 2.0, "move_ms": 0.0},
-            "candidates": [{"lane": "cpu", "ttft_ms": 6.0, "tpot_ms": 2.0, "strain": 0.1,
+            "candidates": [{"lane": "cpu", "ttft_ms": 6.0, "tpot_ms": 2.0, "sla_ratio": 0.1,
                             "excluded": "", "waiting": 0, "seated": 1, "seats": 64}],
             "happened": None, "notes": [],
         }  # fmt: skip

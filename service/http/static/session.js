@@ -203,7 +203,7 @@ function decision(one) {
     h("div", { class: "scroll" }, table("Lanes that were compared", [
       ["lane", (row) => (row.isChosen ? `${row.lane} ✓` : row.lane)],
       ["TTFT", (row) => ms(row.ttft_ms), true], ["per token", (row) => ms(row.tpot_ms), true],
-      ["strain", (row) => row.strain?.toFixed(2), true],
+      ["SLA ratio", (row) => row.sla_ratio?.toFixed(2), true],
       ["seats", (row) => `${count(row.seated ?? 0)} of ${count(row.seats ?? 0)}`, true],
       ["waiting", (row) => count(row.waiting), true],
       ["not considered", (row) => row.excluded || null, false, "text"],

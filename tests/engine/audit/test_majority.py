@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from batchengine.engine.audit.majority import FRESH_WORKER, UNKNOWN, Statement, majority, statement
+from batchengine.engine.audit.majority import (
+    FRESH_WORKER,
+    UNKNOWN,
+    PageContent,
+    Statement,
+    majority,
+    statement,
+)
 
 TABLE: dict[str, tuple[str, str | None, str]] = {
     # case: (statements "witness=content", the right content, wrong lanes)
@@ -25,6 +34,7 @@ TABLE: dict[str, tuple[str, str | None, str]] = {
     "two lanes, no fresh worker, once only": ("a=x b=y a=y b=y", "y", "a"),
     "the only lane, no fresh worker": ("a=x ?=y a=x", None, ""),
     "two against two": ("a=x b=x c=y d=y", None, ""),
+    "half of them, two others differ": ("a=x b=x c=y d=z", None, ""),
     "three witnesses, three contents": ("a=x b=y fresh=z", None, ""),
     "most of them, but no majority": ("a=x b=x c=y d=z e=w", None, ""),
     "one witness": ("a=x", None, ""),
@@ -56,3 +66,8 @@ def test_a_statement_on_rows_of_two_lanes_has_no_known_witness() -> None:
     assert statement(frozenset(["a"]), b"x") == Statement("a", b"x")
     assert statement(frozenset(["a", "b"]), b"x") == Statement(UNKNOWN, b"x")
     assert statement(frozenset(), b"x") == Statement(UNKNOWN, b"x")
+
+
+@pytest.mark.parametrize(("tokens", "page"), [(1, 0), (256, 0), (257, 1), (512, 1), (513, 2)])
+def test_the_tokens_up_to_the_end_of_a_page_say_which_it_is(tokens: int, page: int) -> None:
+    assert PageContent(array("i", range(tokens)), b"", 0).page == page

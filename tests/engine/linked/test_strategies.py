@@ -130,7 +130,7 @@ async def test_a_turn_goes_to_an_idle_peer_once_it_has_begun(
         assert found["strategy"] == {"prefill": "remote", "decode": "remote", "peers": ["b"]}
         chosen = outlook(found, "remote")
         assert (chosen["peers"], chosen["rejected"]) == (["b"], "")
-        assert chosen["strain"] < found["candidates"][0]["strain"]
+        assert chosen["sla_ratio"] < found["candidates"][0]["sla_ratio"]
         await until(lambda: bool(explained(a, asked.request_id)["moves"]))
         assert explained(a, asked.request_id)["moves"][0]["to"] == "peer:b"
         before = generation.completion_tokens

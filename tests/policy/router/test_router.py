@@ -392,7 +392,7 @@ def test_more_load_never_makes_a_lane_preferred(
         replace(state, lanes=(*state.lanes[:index], more, *state.lanes[index + 1 :])),
     )
     assert after.lane != lane.name
-    assert after.candidates[index].strain >= before.candidates[index].strain
+    assert after.candidates[index].sla_ratio >= before.candidates[index].sla_ratio
 
 
 @settings(deadline=None)
@@ -404,9 +404,9 @@ def test_an_interactive_request_is_never_sent_to_a_much_worse_lane(
     decision = route(replace(asked, rank=0), session, state)
     assume(decision.predicted is not None)
     assert decision.predicted is not None
-    able = [c.strain for c in decision.candidates if not c.excluded]
+    able = [c.sla_ratio for c in decision.candidates if not c.excluded]
     limit = min(able) + state.policy.tolerance * max(1.0, min(able))
-    assert decision.predicted.strain <= limit * (1 + 1e-12)
+    assert decision.predicted.sla_ratio <= limit * (1 + 1e-12)
 
 
 @settings(deadline=None)

@@ -188,7 +188,7 @@ def test_explain_prints_the_decision_of_a_request(
             assert code == 0
             for words in (
                 "decision  lane cpu: only this lane can take it", "9 prompt tokens",
-                "* cpu        TTFT 6.0 ms, TPOT 2.0 ms, strain 0.10 (1 of 64 seats, 0 waiting)",
+                "* cpu        TTFT 6.0 ms, TPOT 2.0 ms, SLA ratio 0.10 (1 of 64 seats, 0 waiting)",
                 "predicted TTFT 6.0 ms", "happened  it is not over yet",
             ):  # fmt: skip
                 assert words in out, out
