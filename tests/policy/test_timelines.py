@@ -78,12 +78,43 @@ def test_the_table(case: Case) -> None:
     assert found.is_history_missing == case.is_history_missing
 
 
+SHORT = Timeline("s", 14, 10, 0)
+# (request, timeline, least common prefix for the use before the bar, the use with one token less)
+EDGES = (
+    ("half of the last prompt", Asked(9700), MAIN, 4550, EDITED, FORKED),
+    ("the first message, but for 8 tokens", Asked(9700, 9000, 9100), MAIN, 9092, CONTINUED, FORKED),
+    ("half of a short first message", Asked(16, 5, 9), SHORT, 7, CONTINUED, FORKED),
+    ("the last prompt, but for 8 tokens", Asked(9000, 8000, 8100), MAIN, 9092, CONTINUED, EDITED),
+    ("but for its sixteenth part", Asked(9500, 8000, 8100), MAIN, 8532, CONTINUED, EDITED),
+)
+
+
+@pytest.mark.parametrize(("asked", "one", "common", "use", "less"), [row[1:] for row in EDGES],
+                         ids=[row[0] for row in EDGES])  # fmt: skip
+def test_the_edges_of_each_rule(
+    asked: Asked, one: Timeline, common: int, use: TimelineUse, less: TimelineUse
+) -> None:
+    assert choose(asked, [at(common, one)]).use is use
+    assert choose(asked, [at(common - 1, one)]).use is less
+
+
+def test_a_request_shorter_than_the_timeline_moves_no_tail() -> None:
+    assert choose(Asked(9499, 8000, 8100), [at(8532)]).use is EDITED
+
+
+def test_what_is_shared_and_what_is_cut() -> None:
+    found = choose(Asked(9102, 9000, 9080), [at(9085), at(2, TITLE)])
+    assert found == TimelineChoice(EDITED, "s", "s", 9085, 9500 - 9085)
+    found = choose(Asked(680, 500, 670, True), [at(30), at(2, TITLE)])
+    assert found == TimelineChoice(FORKED, "", "s", 30)
+
+
 def test_a_full_family_replaces_the_least_related_one_that_is_idle() -> None:
     """Never the long conversation for a flood of short ones, and none that computes."""
     flood = [Timeline(f"s.{n}", 600 + n, 500, 3, used=n) for n in range(2, MEMBERS_MAX + 1)]
     asked = Asked(500, 400, 495, True)
     found = choose(asked, [at(3), *flood])
-    assert (found.use, found.id, found.replaces) == (FORKED, "s.2", True)
+    assert found == TimelineChoice(FORKED, "s.2", "s.16", 3, 602 - 3, replaces=True)
     busy = [one._replace(busy=True) for one in flood]
     assert choose(asked, [at(3), *busy]).id == "s"
     assert choose(asked, [at(3, busy=True), *busy]) == TimelineChoice(UNNAMED, "", "s.16", 3)
