@@ -238,7 +238,7 @@ async def test_a_grammar_that_fails_inside_an_answer_ends_its_own_request(
         assert answer.error.code == errors.GRAMMAR_REFUSED.code
         assert (await beside).tokens == want
         assert (await free).tokens == reference.tokens(words(1, 30), 300)
-        assert not engine.running.grammars.count
+        await until(lambda: not engine.running.grammars.count)
 
 
 async def test_kill_9_in_the_middle_and_resume(site: Site, reference: Reference) -> None:

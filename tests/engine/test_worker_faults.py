@@ -85,7 +85,7 @@ async def test_a_stopped_worker_that_continues_late_changes_nothing(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker stopped by SIGSTOP is killed at its deadline, and the next incarnation continues."""
-    monkeypatch.setattr(inflight, "STEP_DEADLINE_MIN_S", 0.5)
+    monkeypatch.setattr(inflight, "STEP_DEADLINE_MIN_S", 2.0)
     monkeypatch.setattr(inflight, "STEP_DEADLINE_FACTOR", 0.0)
     prompt = words(3, 300)
     async with running_engine(site) as engine:
