@@ -38,6 +38,7 @@ from batchengine.wire.grammar import (
     Started,
 )
 
+NICE = 5  # above lanes, which wait for masks; one that compiles leaves them a quarter of a core
 STACK_BYTES = 1 << 30  # as in a text process: what passes its check does not end this one
 
 
@@ -77,6 +78,7 @@ class GrammarProcess:
             return
         setup = first.message
         self._threads = setup.threads
+        os.nice(NICE)  # of this thread and those that it starts
         compiler = GrammarCompiler(Tokenizer(setup.vocabulary))
         compiler.prepare()
         threading.stack_size(STACK_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from batchengine.grammar.matchers import GrammarLimits, Grammars
+from batchengine.grammar.process import NICE
 from batchengine.text import grammar
 from batchengine.text.grammar import GrammarCompiler
 from batchengine.text.vocab import Tokenizer
@@ -46,6 +48,10 @@ async def test_a_process_that_ends_is_replaced(pocket_path: Path, bad: Constrain
     try:
         good = await grammars.begin(OBJECT, "a", ())
         mask, pid = good.mask, grammars.pid
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        threads = [int(one) for one in os.listdir(f"/proc/{pid}/task")]
+        nice = [os.getpriority(os.PRIO_PROCESS, thread) for thread in threads]
+        assert nice.count(min(own + NICE, 19)) > limits.threads  # those that compute are all lower
         with pytest.raises(BatchEngineError) as caught:
             await grammars.begin(bad, "b", ())
         assert caught.value.code == errors.GRAMMAR_REFUSED.code
