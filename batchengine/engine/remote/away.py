@@ -111,6 +111,28 @@ class AwayTurn:
                     await self.news.wait()
 
 
+def obstacle(session: Session, turn: Turn | None, moves: bool) -> str:
+    """Why a session's turn can go to no peer; "" = it can. `moves`: it changes its lane."""
+    if turn is None or turn.end is not None:
+        return NO_TURN
+    if not turn.reported:
+        return NOT_BEGUN
+    if turn.shared_with:
+        return f"peer {turn.shared_with} computes it too"
+    if session.tenant.startswith(PEER_TENANT):
+        return f"it is a turn of {session.tenant}"
+    if turn.matcher is not None:
+        return "its answer follows a grammar, whose masks are computed here"
+    if turn.scores is not None:
+        return "the log-probabilities of its prompt are computed here"
+    if moves:
+        return "it moves already"
+    if session.kv.n_held or session.kv.later:
+        names = sorted({segment.peer for segment in session.kv.held} - {SELF})
+        return f"peers keep {session.kv.n_held} of its pages: {', '.join(names)}"
+    return ""
+
+
 class AwayTurns:
     """Every turn of this daemon that a peer computes. Use: `relocate`, `expect`; `facts` for
     operators."""
@@ -245,24 +267,12 @@ class AwayTurns:
 
     def _why_not(self, session: Session, turn: Turn | None, link: PeerLink) -> str:
         """Why the session's turn cannot go to a peer now; "" = it can."""
+        moves = session.key in self._state.moves
+        return obstacle(session, turn, moves) or self._link_obstacle(link)
+
+    def _link_obstacle(self, link: PeerLink) -> str:
+        """Why a peer takes no turn now; "" = it may."""
         facts, name = link.facts, link.name
-        if turn is None or turn.end is not None:
-            return NO_TURN
-        if not turn.reported:
-            return NOT_BEGUN
-        if turn.shared_with:
-            return f"peer {turn.shared_with} computes it too"
-        if session.tenant.startswith(PEER_TENANT):
-            return f"it is a turn of {session.tenant}"
-        if turn.matcher is not None:
-            return "its answer follows a grammar, whose masks are computed here"
-        if turn.scores is not None:
-            return "the log-probabilities of its prompt are computed here"
-        if session.key in self._state.moves:
-            return "it moves already"
-        if session.kv.n_held or session.kv.later:
-            names = sorted({segment.peer for segment in session.kv.held} - {SELF})
-            return f"peers keep {session.kv.n_held} of its pages: {', '.join(names)}"
         if link.state is not LinkState.UP or facts is None:
             return f"the link to {name} is not up: {link.why}"
         if TURNS not in facts.features or link.load.leaves:
