@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+
 from batchengine.core import (
     BatchEngineError,
     DoneEvent,
@@ -20,7 +22,7 @@ from batchengine.core import (
     Usage,
 )
 from service.protocols.markup.parser import parser_of
-from service.protocols.output import CallStart, OutputParser, OutputPart, Reasoning
+from service.protocols.output import CallArguments, CallStart, OutputParser, OutputPart, Reasoning
 from service.protocols.requests import HttpJob
 
 CUT = ("shutdown", "cancelled")  # reasons of answers that the daemon ended
@@ -92,7 +94,7 @@ class Answer:
     of the answer, by their names, whose items are JSON already.
     `bare` counts tokens without a log-probability: an earlier stream computed and sent theirs.
     `calls` counts calls of tools, `reasoning_tokens` tokens of reasoning, also those that an
-    earlier stream sent.
+    earlier stream sent. `arguments` are those of the last call.
     `finish_reason` is one that clients know; `cut` is why the daemon ended the
     answer before its end, "" = it did not.
     """
@@ -106,6 +108,7 @@ class Answer:
     usage: Usage = field(default_factory=Usage)
     bare: int = 0
     calls: int = 0
+    arguments: list[str] = field(default_factory=list[str])
     reasoning_tokens: int = 0
     reasons: bool = False  # the last part was reasoning
 
@@ -122,8 +125,24 @@ class Answer:
         self._count(parts)
         return parts
 
+    @property
+    def is_call_cut(self) -> bool:
+        """Whether a stop string ended the answer inside a call, whose arguments are no JSON."""
+        if not self.calls or not self.stop_string:
+            return False
+        try:
+            msgspec.json.decode("".join(self.arguments))
+        except (msgspec.DecodeError, RecursionError):
+            return True
+        return False
+
     def _count(self, parts: list[OutputPart]) -> None:
-        self.calls += sum(isinstance(part, CallStart) for part in parts)
+        for part in parts:
+            if isinstance(part, CallStart):
+                self.calls += 1
+                self.arguments.clear()
+            elif isinstance(part, CallArguments):
+                self.arguments.append(part.json)
         if parts:
             self.reasons = isinstance(parts[-1], Reasoning)
 

@@ -223,7 +223,7 @@ class ChatFormatter(OpenAIFormatter):
 
     def _finish_reason(self, index: int) -> str:
         answer = self.answers[index]
-        if not answer.calls or answer.finish_reason != "stop":
+        if not answer.calls or answer.finish_reason != "stop" or answer.is_call_cut:
             return answer.finish_reason
         return "function_call" if self.job.echo == LEGACY else "tool_calls"
 

@@ -112,6 +112,17 @@ def test_a_call_that_is_cut_off_ends_with_length() -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [(8, "stop"), (9, "stop"), (10, "tool_calls"), (len(TOKENS), "tool_calls")],
+)
+def test_a_call_that_a_stop_string_cuts_off_is_none_to_run(tokens: int, reason: str) -> None:
+    """A client runs the calls of an answer that ends with "tool_calls"."""
+    ended = DoneEvent("stop", Usage(), "", stop_string="!")
+    choices = deltas_of(formatter_of(), [*TOKENS[:tokens], ended])
+    assert choices[-1]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize("tools", [[TOOL], []])
 async def test_whole_answers(tools: list[Any]) -> None:
     asked = chat(tools=tools) if tools else chat()
