@@ -88,7 +88,7 @@ def test_sessions_have_names_orders_and_limits(
         assert out.splitlines()[-1] == "and 3 more: --limit 0 shows all"
         _, out, _ = await ask("sessions", "--match", "agent-2", "--json")
         assert [row["name"] for row in json.loads(out)["sessions"]] == ["agent-2"]
-        assert "no sessions" in (await ask("sessions", "--state", "parked"))[1]
+        assert "no session fits these options" in (await ask("sessions", "--state", "parked"))[1]
         _, out, _ = await ask("sessions", "--key-name", "alpha")
         assert len(out.splitlines()) == 2
 
