@@ -211,7 +211,7 @@ class Connection(web.RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """The answer to bytes that are not HTTP: 400, without repeating any of them."""
-        if status >= 500:
+        if status >= 500 and not isinstance(exc, ConnectionResetError):  # else the client is gone
             log.error("%s %s failed", request.method, request.path[:80], exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun: nothing can be added")

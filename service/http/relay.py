@@ -147,6 +147,8 @@ async def answer_whole(
         answer = await _send_parts(request, formatter.whole())
         live.outcome, live.usage = "finished", formatter.answers[0].usage
         return answer
+    except ConnectionResetError:
+        raise  # the client is gone, while a large answer is sent
     except Exception:
         live.outcome = "failed"
         raise
