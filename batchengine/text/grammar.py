@@ -45,7 +45,7 @@ WHY_CHARS_MAX = 300
 # A check follows answers for some tokens, since some grammars are too much for the parser behind
 # the first ones only.
 CHECK_CPU_S_MAX = 1.0  # 100 tools take 0.2 s
-PARTS_CPU_S = 0.4  # no further schema in a grammar once the check has taken this
+PARTS_CPU_S = 0.4  # no schema behind the longest once the check has taken this
 WALKS = (32, 16, 16)  # masks: of a short answer, then of random ones
 WALK_CPU_S = 0.05  # no further walk under one grammar once this was used
 SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
@@ -91,14 +91,14 @@ class GrammarCompiler:
 
     def check(self, constraint: Constraint) -> None:
         """Raise GRAMMAR_REFUSED unless the constraint compiles, in time, and some answers can
-        begin under it and under each schema in it."""
+        begin under it and under the schemas in it: the longest one, others while time is left."""
         began = time.thread_time()
         self._follow(constraint)
         parts = sorted(_schemas_in(constraint), key=len, reverse=True)
         for part in parts:
+            self._follow(Constraint("json_schema", part))
             if time.thread_time() - began > PARTS_CPU_S:
                 break
-            self._follow(Constraint("json_schema", part))
         if time.thread_time() - began > CHECK_CPU_S_MAX:
             why = f"its compilation takes more than {CHECK_CPU_S_MAX:.0f} s"
             raise errors.GRAMMAR_REFUSED(why=why)

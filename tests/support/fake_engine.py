@@ -46,6 +46,7 @@ from service.protocols import reading
 VOCAB_SIZE = 300
 CONTEXT_TOKENS = 2048
 MODEL_ID = "fake"
+ENDED_S = 1_700_000_000  # when answers of the past ended, seconds since the Unix epoch
 
 
 class FakeText:
@@ -202,7 +203,8 @@ class FakeEngine:
                 text = "".join(self.reply[: asked.tokens_max])
                 reason = "stop" if generation.finished else ""
                 running = not generation.finished
-                return PastTurn(asked, len(self.reply), text, reason, True, running, only=True)
+                ended_s = ENDED_S if generation.finished else 0
+                return PastTurn(asked, len(self.reply), text, reason, True, running, True, ended_s)
         raise errors.UNKNOWN_TURN(turn_id=turn_id)
 
     async def forget_turn(self, tenant: str, turn_id: str) -> Mapping[str, Any]:

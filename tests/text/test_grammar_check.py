@@ -14,6 +14,7 @@ import pytest
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint, Kind
 from batchengine.markup import MARKUPS
+from batchengine.text import grammar
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.grammar import CHECK_CPU_S_MAX, GrammarCompiler
 from batchengine.text.vocab import Tokenizer
@@ -98,8 +99,15 @@ def test_what_agents_send_passes(compiler: GrammarCompiler, name: str) -> None:
     compiler.check(HONEST[name])
 
 
+@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_fails_behind_the_first_token_is_refused(compiler: GrammarCompiler, name: str) -> None:
+def test_what_fails_behind_the_first_token_is_refused(
+    compiler: GrammarCompiler, name: str, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow machine too, where no time is left for a second answer or schema."""
+    if slow:
+        monkeypatch.setattr(grammar, "PARTS_CPU_S", 0.0)
+        monkeypatch.setattr(grammar, "WALK_CPU_S", 0.0)
     compiler.matcher(Constraint("regex", "a"))  # the vocabulary is read
     with pytest.raises(BatchEngineError) as caught:
         compiler.check(HOSTILE[name])

@@ -120,10 +120,13 @@ class ResponsesFormatter(Formatter):
 
     is_fetched = True
 
-    def __init__(self, job: HttpJob, first: int = 0) -> None:
-        """Events before number `first` are not sent: the client has them."""
+    def __init__(self, job: HttpJob, first: int = 0, ended_s: int = 0) -> None:
+        """Events before number `first` are not sent: the client has them.
+
+        `ended_s`: when a stored response ended, seconds since the epoch; 0 = its end is to come.
+        """
         super().__init__(job)
-        self._first = first
+        self._first, self._ended_s = first, ended_s
         echo, turn_id = echo_of(job.echo), job.requests[0].request_id
         self._head = head(job, turn_id, echo)
         turn = turn_id.removeprefix(TURN_PREFIX)
@@ -232,7 +235,7 @@ class ResponsesFormatter(Formatter):
         numbers = usage.prompt_tokens, usage.cached_tokens, made
         return {
             **self._head,
-            **ended(status, int(time.time())),
+            **ended(status, self._ended_s or int(time.time())),
             "output": self._items.done,
             "usage": usage_object(*numbers, min(made, self.answers[0].reasoning_tokens)),
             "timings": timings_object(self.answers),

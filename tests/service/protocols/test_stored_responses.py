@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import json
 import random
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -14,6 +16,7 @@ import pytest
 from batchengine.config import ApiKey
 from batchengine.core import PastTurn, SlaClass
 from service.http import relay
+from service.protocols.responses import formatter as responses_formatter
 from tests.support.fake_engine import FakeEngine, Served, fake_config, post, serving
 
 
@@ -35,7 +38,9 @@ async def get(served: Served, path: str, key: str = "") -> tuple[int, dict[str, 
     return status, body
 
 
-async def test_a_stored_response_is_fetched_again_with_its_fields() -> None:
+async def test_a_stored_response_is_fetched_again_with_its_fields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with serving() as served:
         asked = {"input": "hi", "instructions": "be brief", "metadata": {"a": "b"}, "model": "tiny"}
         _, made, _ = await post(served, "/v1/responses", asked)
@@ -50,6 +55,8 @@ async def test_a_stored_response_is_fetched_again_with_its_fields() -> None:
         assert isinstance(text, str)
         assert text.count("event: response.output_text.delta\n") == 3
         last = f"/v1/responses/{made['id']}?stream=true&starting_after=4"
+        later = SimpleNamespace(time=lambda: time.time() + 100)
+        monkeypatch.setattr(responses_formatter, "time", later)
         _, rest = await call(served, "GET", last)
         assert isinstance(rest, str)
         assert rest.count("event: ") == text.count("event: ") - 5
