@@ -98,6 +98,8 @@ class LaneConfig:
     multiprocessors_max: how many of the GPU's it uses, so that another process or lane has the
     others; rounded up to what the driver can part (8 on an H100).
     steps_in_flight: 2 = a step is planned and sent while the worker computes the one before.
+    step_ms_max: the longest step, which is what a request waits for that arrives while another
+    key's prompt is computed.
     """
 
     name: str = ""
@@ -110,7 +112,7 @@ class LaneConfig:
     entries_max: int = field(default=64, metadata=_within(1, 1024))
     tokens_per_step: int = field(default=640, metadata=_within(32, 65536))
     chunk_tokens_max: int = field(default=512, metadata=_within(16, 32768))
-    step_ms_max: float = field(default=1000.0, metadata=_within(1, 60_000))
+    step_ms_max: float = field(default=250.0, metadata=_within(1, 60_000))
     places: int = field(default=0, metadata=_within(0, 65536))  # 0 = by page size
     tier: str = field(default="", metadata=_one_of("fast", "bulk", "any"))  # "" = by kind
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
