@@ -106,6 +106,11 @@ class TextEncoder:
         chat = {"messages": prepare_messages(messages), "tools": list(tools or ()) or None}
         return self._guard.encode_chat(chat, render)
 
+    def prepare_check(self) -> None:
+        """Read the vocabulary for the first check, which costs 0.6 s at 151,936 tokens."""
+        self._on_phase(GRAMMAR)
+        self._grammars.prepare()
+
     def check_constraint(self, constraint: Constraint) -> None:
         """Raise GRAMMAR_REFUSED unless an answer can be constrained to this."""
         self._on_phase(GRAMMAR)

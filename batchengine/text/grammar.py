@@ -92,6 +92,7 @@ class GrammarCompiler:
     def check(self, constraint: Constraint) -> None:
         """Raise GRAMMAR_REFUSED unless the constraint compiles, in time, and some answers can
         begin under it and under the schemas in it: the longest one, others while time is left."""
+        self.prepare()
         began = time.thread_time()
         self._follow(constraint)
         parts = sorted(_schemas_in(constraint), key=len, reverse=True)

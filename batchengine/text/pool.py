@@ -136,8 +136,7 @@ class TextPool:
         Raises what the process refuses, TEMPLATE_STOPPED or TEXT_UNUSABLE when the template or
         the tokenizer breaks a limit, TEXT_UNAVAILABLE when no process can be started.
         """
-        if self._closed:
-            raise errors.TEXT_UNAVAILABLE(why="the engine stops")
+        self._check_open()
         job = _Job(request, payload, tenant)
         line = self._long if len(payload) > SHORT_BYTES_MAX else self._short
         line = self._check if isinstance(request, Check) else line
@@ -147,6 +146,10 @@ class TextPool:
             return await job.answer
         finally:
             job.payload = b""  # of a client that left while its request waited
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise errors.TEXT_UNAVAILABLE(why="the engine stops")
 
     async def close(self) -> None:
         """Ends every process; what waits or runs fails. Idempotent."""
@@ -194,6 +197,7 @@ class TextPool:
     async def _attempt(self, worker: TextWorker, job: _Job) -> bytes:
         payload = job.payload
         for attempt in range(1, ATTEMPTS_MAX + 1):
+            self._check_open()
             try:
                 await worker.start()
             except ProcessLost as lost:
@@ -203,6 +207,7 @@ class TextPool:
                 if attempt == ATTEMPTS_MAX:
                     raise errors.TEXT_UNAVAILABLE(why=f"its process {lost}") from lost
                 continue
+            self._check_open()  # a process that started meanwhile was not ended
             try:
                 return await worker.ask(job.request, payload)
             except ProcessLost as lost:

@@ -81,9 +81,7 @@ class TextProcess:
         self._resident_bytes_max = self._memory.resident_bytes() + GROWTH_BYTES_MAX
         self._link.send(TEXT_LINK.encode(Done(is_last=False)))
         while (frame := self._link.receive()) is not None:
-            is_check = isinstance(frame.message, Check)
-            text_cpu_s = opening.cpu_s + len(frame.payload) // BYTES_PER_CPU_S
-            set_cpu_limit(CHECK_CPU_S if is_check else text_cpu_s)
+            set_cpu_limit(opening.cpu_s + len(frame.payload) // BYTES_PER_CPU_S)
             self._phase = ""
             message, payload = self._answer(encoder, frame)
             self._link.send(TEXT_LINK.encode(message, payload))
@@ -133,6 +131,8 @@ class TextProcess:
             case Read(question) if self._reader is not None:
                 return self._reader(encoder, question, bytes(frame.payload))
             case Check():
+                encoder.prepare_check()
+                set_cpu_limit(CHECK_CPU_S)
                 encoder.check_constraint(msgspec.msgpack.decode(frame.payload, type=Constraint))
                 return b""
             case other:

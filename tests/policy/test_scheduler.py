@@ -539,11 +539,11 @@ def test_a_step_is_empty_only_for_a_reason(seen: LaneView) -> None:
 
 @pytest.mark.alone
 def test_plan_is_fast_enough_for_a_step_of_a_third_of_a_millisecond() -> None:
-    """Measured 13 µs and 140 µs on one 4 GHz core; the bounds leave room for a busy machine."""
+    """Measured 13 µs and 140 µs on one 4 GHz core; the bounds leave room for a slow or busy one."""
     small = view([seated(k) for k in range(16)], [], entries_max=16)
     waiting = sorted(row(100 + k, list(SlaClass)[k % 4], joined_ms=NOW - k) for k in range(500))
     large = view([seated(k, INTERACTIVE) for k in range(64)], waiting, entries_max=64)
-    for seen, limit_us in ((small, 50), (large, 400)):
+    for seen, limit_us in ((small, 100), (large, 800)):
         times: list[float] = []
         for _ in range(50):
             start = time.thread_time()

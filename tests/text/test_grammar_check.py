@@ -124,6 +124,23 @@ def test_a_constraint_that_takes_long_is_refused(
         compiler.check(schema({}))
 
 
+def test_reading_the_vocabulary_is_no_part_of_the_first_check(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than most checks: on a slow machine the first one would be refused."""
+    now_s, pieces = 0.0, grammar._Pieces
+
+    def read_slowly(tokenizer: Tokenizer) -> grammar._Pieces:
+        nonlocal now_s
+        now_s += CHECK_CPU_S_MAX + 0.1
+        return pieces(tokenizer)
+
+    monkeypatch.setattr(grammar, "_Pieces", read_slowly)
+    monkeypatch.setattr(time, "thread_time", lambda: now_s)
+    GrammarCompiler(Tokenizer(pocket_path)).check(schema({}))
+    assert now_s > CHECK_CPU_S_MAX
+
+
 async def test_a_process_checks_grammars(pocket_path: Path) -> None:
     """It is confined by then, and serves the next one after a refusal."""
     text = await TextFrontend.open(pocket_path)

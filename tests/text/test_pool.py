@@ -158,10 +158,11 @@ async def test_a_text_is_not_refused_because_its_process_waits_for_a_processor(
 
 
 async def test_a_process_that_hangs_without_computing_is_ended(pocket_path: Path) -> None:
-    async with opened(pocket_path, limits=TextLimits(wall_s=0.2)) as text:
+    async with opened(pocket_path) as text:
         await text.encode("hi")
-        (pid,) = [worker.pid for worker in text._pool._all if worker.pid]
-        suspend(pid)
+        (worker,) = [worker for worker in text._pool._all if worker.pid]
+        suspend(worker.pid)
+        worker._limits = TextLimits(wall_s=0.2)
         with pytest.raises(BatchEngineError, match="took longer than 0 s"):
             await text.encode("hi")
 
@@ -230,13 +231,15 @@ async def test_a_process_that_cannot_be_ended_is_given_up(
 ) -> None:
     """As one that waits inside the kernel; it is reaped when it ends after all."""
     monkeypatch.setattr(process, "KILL_S", 0.3)
-    async with opened(pocket_path, limits=TextLimits(wall_s=0.2)) as text, asyncio.timeout(60):
+    async with opened(pocket_path) as text, asyncio.timeout(60):
         await text.encode("hi")
         stuck = [worker.pid for worker in text._pool._all if worker.pid]
         for pid in stuck:
             suspend(pid)
         with monkeypatch.context() as patched:
             patched.setattr(subprocess.Popen, "send_signal", lambda *_: None)
+            for worker in text._pool._all:
+                patched.setattr(worker, "_limits", TextLimits(wall_s=0.2))
             with pytest.raises(BatchEngineError, match="could not be ended"):
                 await text.encode("hi")
         assert await text.encode("hi")
@@ -258,12 +261,19 @@ async def test_a_request_that_is_given_up_leaves_the_pool_usable(pocket_path: Pa
         assert (text._pool._long.running, text._pool._short.running) == ({}, {})
 
 
-async def test_closing_ends_requests_and_processes(pocket_path: Path) -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_closing_ends_requests_and_processes(pocket_path: Path, begun: bool) -> None:
+    """Also a request that is about to start its process."""
     text = await TextFrontend.open(pocket_path)
     await text.encode("the")
     pids = [worker.pid for worker in text._pool._all if worker.pid]
     tasks = [asyncio.create_task(text.encode(LONG)) for _ in range(3)]
-    await asyncio.sleep(0.05)
+    (long,) = text._pool._long.idle
+    await asyncio.sleep(0)
+    assert text._pool._long.running
+    assert not long.is_running
+    if begun:
+        await until(lambda: long.is_running)
     await text.close()
     for task in tasks:
         with pytest.raises(BatchEngineError, match="stops"):

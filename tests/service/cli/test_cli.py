@@ -39,7 +39,7 @@ from tests.support.fake_engine import FakeEngine
 reply, delay, port, sock, model = sys.argv[1:6]
 loaded = config.load(None, {
     "server.port": int(port), "server.admin_socket": sock, "model.path": model,
-    "store.dir": sock + ".store", "server.drain_s": 5.0, "lane.threads": 1,
+    "store.dir": sock + ".store", "server.drain_s": 60.0, "lane.threads": 1,
 })
 def make_fake():
     import json, os
@@ -52,6 +52,13 @@ def make_fake():
             print("chat " + json.dumps(messages), flush=True)
             return real(messages, *more)
         engine.text.encode_chat = encode_chat
+    if gate := os.environ.get("GATE"):  # no token before this file is there
+        pause = engine._pause
+        async def wait(generation, seconds):
+            while not os.path.exists(gate) and not await pause(generation, 0.01):
+                pass
+            return await pause(generation, seconds)
+        engine._pause = wait
     return engine
 try:
     sys.exit(server.run(loaded, lambda c: make_fake()))
@@ -307,11 +314,11 @@ def test_check_looks_for_a_gpu_that_is_required(tmp_path: Path) -> None:
 
 
 def test_a_daemon_reports_its_start_serves_and_drains(tmp_path: Path) -> None:
-    notify = tmp_path / "n"
+    notify, gate = tmp_path / "n", tmp_path / "gate"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(notify))
         manager.settimeout(60)
-        with daemon(tmp_path, 40, 0.05, NOTIFY_SOCKET=str(notify)) as running:
+        with daemon(tmp_path, NOTIFY_SOCKET=str(notify), GATE=str(gate)) as running:
             text = running.output()
             assert re.search(r"\[1/2\] map weights +pretended +0\.0 s", text)
             assert "fake.gguf" in text
@@ -336,8 +343,9 @@ def test_a_daemon_reports_its_start_serves_and_drains(tmp_path: Path) -> None:
             assert "req_" in cli("ps", "--admin-socket", running.admin).stdout
             running.process.send_signal(signal.SIGTERM)
             wait_for(lambda: "drain" in running.output())
-            stream.join(20)
-            assert running.process.wait(20) == 0
+            gate.touch()
+            stream.join(60)
+            assert running.process.wait(60) == 0
             assert answers[0]["choices"][0]["finish_reason"] == "stop"  # it was allowed to finish
             assert manager.recv(4096).startswith(b"STOPPING=1")
     assert not Path(running.admin).exists()
@@ -371,17 +379,16 @@ def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
         wait_for(lambda: len(requests_of(running)) == 1)
         running.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "drain" in running.output())
-        began = time.monotonic()
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(60) == 130
-        assert time.monotonic() - began < 4, "the drain takes 5 s"
+        assert running.process.wait(30) == 130, "the drain takes 60 s"
         assert not Path(running.admin).exists()
 
 
 def test_the_first_signal_after_a_stop_command_does_not_end_the_drain(tmp_path: Path) -> None:
     from service.admin.client import admin
 
-    with daemon(tmp_path, 40, 0.05) as running:
+    gate = tmp_path / "gate"
+    with daemon(tmp_path, GATE=str(gate)) as running:
         answers: list[Any] = []
         stream = threading.Thread(target=lambda: answers.append(ask(running.url)))
         stream.start()
@@ -389,17 +396,25 @@ def test_the_first_signal_after_a_stop_command_does_not_end_the_drain(tmp_path: 
         admin(running.admin, "stop")
         wait_for(lambda: "stop command" in running.output())
         running.process.send_signal(signal.SIGTERM)  # as `systemctl stop` does
-        stream.join(20)
+        wait_for(lambda: is_taken(running.process.pid))
+        gate.touch()
+        stream.join(60)
         assert answers[0]["choices"][0]["finish_reason"] == "stop"
-        assert running.process.wait(20) == 0
+        assert running.process.wait(60) == 0
     with daemon(tmp_path, 2000, 0.05) as running:
         threading.Thread(target=lambda: swallow(ask, running.url), daemon=True).start()
         wait_for(lambda: len(requests_of(running)) == 1)
         admin(running.admin, "stop")
         running.process.send_signal(signal.SIGTERM)
-        time.sleep(0.1)  # two signals, in this order
+        wait_for(lambda: is_taken(running.process.pid))
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(5) == 130
+        assert running.process.wait(30) == 130
+
+
+def is_taken(pid: int) -> bool:
+    """Whether no signal to the process is pending: a second one then comes behind the first."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return not int(re.findall(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)[0], 16)
 
 
 def swallow(function: Any, *arguments: Any) -> None:
@@ -412,8 +427,8 @@ def test_stop_over_the_admin_socket(tmp_path: Path) -> None:
 
     with daemon(tmp_path) as running:
         assert admin(running.admin, "stop") == {"ok": True, "stopping": True}
-        assert running.process.wait(10) == 0
-        assert "stop command" in running.output()
+        assert running.process.wait(60) == 0
+        wait_for(lambda: "stop command" in running.output())
 
 
 def test_a_port_in_use_is_an_error_of_one_line(tmp_path: Path) -> None:
@@ -470,6 +485,7 @@ def test_chat_goes_on_with_a_session_and_never_replaces_its_history(tmp_path: Pa
         assert done.stdout.startswith(shown)
         for words in ("/reset", "16 characters go with", "no command /nothing", "(session old:"):
             assert words in done.stdout
+        wait_for(lambda: "two\\nlines" in running.output())
         chats = [line for line in running.lines if line.startswith("chat ")]
         sent_now = [json.loads(line[5:]) for line in chats[-2:]]
         assert [one["content"] for one in sent_now[0]][:3] == ["be kind", "earlier", "yes"]

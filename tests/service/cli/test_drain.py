@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from service.admin.client import Client, admin
-from tests.service.cli.test_cli import ask, cli, daemon, requests_of, wait_for
+from tests.service.cli.test_cli import ROOT, ask, cli, daemon, requests_of, wait_for
 
 
 def test_drain_waits_for_requests_and_can_be_undone(tmp_path: Path) -> None:
-    with daemon(tmp_path, 60, 0.05) as running:
+    gate = tmp_path / "gate"
+    with daemon(tmp_path, GATE=str(gate)) as running:
         done = cli("drain", "--admin-socket", running.admin)
         assert (done.returncode, done.stderr) == (0, "")
         assert "drained" in done.stdout
@@ -31,11 +34,17 @@ def test_drain_waits_for_requests_and_can_be_undone(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert "left after 0 s" in done.stdout
         assert requests_of(running)[0]["request_id"] in done.stdout
-        done = cli("drain", "--admin-socket", running.admin)
-        assert done.returncode == 0
-        assert done.stdout.startswith("waits for 1 request\n")
-        assert "drained" in done.stdout
-        stream.join(10)
+        command = ["drain", "--admin-socket", running.admin]
+        with subprocess.Popen(
+            [sys.executable, "-u", "-m", "service.cli.main", *command],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        ) as waiting:  # fmt: skip
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == "waits for 1 request\n"
+            gate.touch()
+            assert "drained" in waiting.stdout.read()
+        assert waiting.returncode == 0
+        stream.join(60)
         assert answers[0]["choices"][0]["finish_reason"] == "stop"
         done = cli("drain", "--json", "--admin-socket", running.admin)
         assert json.loads(done.stdout) == {
@@ -48,7 +57,8 @@ def test_drain_waits_for_requests_and_can_be_undone(tmp_path: Path) -> None:
 
 
 def test_a_drain_that_another_operator_undoes_ends(tmp_path: Path) -> None:
-    with daemon(tmp_path, 60, 0.05) as running:
+    gate = tmp_path / "gate"
+    with daemon(tmp_path, GATE=str(gate)) as running:
         stream = threading.Thread(target=lambda: ask(running.url))
         stream.start()
         wait_for(lambda: len(requests_of(running)) == 1)
@@ -59,7 +69,8 @@ def test_a_drain_that_another_operator_undoes_ends(tmp_path: Path) -> None:
         waiting.start()
         wait_for(lambda: admin(running.admin, "drain", action="show")["drain"]["leaving"])
         admin(running.admin, "drain", action="undo")
-        waiting.join(10)
-        stream.join(10)
+        waiting.join(60)
+        gate.touch()
+        stream.join(60)
         assert ends[0].returncode == 1
         assert "undone meanwhile" in ends[0].stdout

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.service.cli.test_cli import ROOT, daemon
+from tests.service.cli.test_cli import ROOT, daemon, wait_for
 
 WAIT_S = 60.0
 CTRL_C, CTRL_D, BACKSPACE, UP = "\x03", "\x04", "\x7f", "\x1b[A"
@@ -118,6 +118,7 @@ def test_chat_edits_lines_and_keeps_them_for_later(tmp_path: Path) -> None:
             one.until("> ")
             one.press("/bye\r")
             assert one.end() == 0
+        wait_for(lambda: '"content": "hello!"' in running.output())
         chats = [line for line in running.lines if line.startswith("chat ")]
         assert '"content": "hello"' in chats[0]
         assert '"content": "hello!"' in chats[-1]
