@@ -149,6 +149,7 @@ GREEDY = Sampling()
 
 
 CONSTRAINT_CHARS_MAX = 1 << 20
+SCHEMA_TOOL = "x-tool"  # keyword of a schema in a grammar: the tool that it is of
 
 
 class Constraint(msgspec.Struct, frozen=True):

@@ -12,13 +12,13 @@ import json
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Constraint
+from batchengine.core import SCHEMA_TOOL, BatchEngineError, Constraint
 from batchengine.text.vocab import Tokenizer
 
 # Counts of steps, not times, so that they are reached at the same token on every machine. A mask
@@ -42,6 +42,7 @@ JSON_OPTIONS = {
     "key_separator": ": ?",
 }
 WHY_CHARS_MAX = 300
+TOOL_CHARS_MAX = 64  # of its name
 # A check follows answers for some tokens, since some grammars are too much for the parser behind
 # the first ones only.
 CHECK_CPU_S_MAX = 1.0  # 100 tools take 0.2 s
@@ -91,18 +92,38 @@ class GrammarCompiler:
 
     def check(self, constraint: Constraint) -> None:
         """Raise GRAMMAR_REFUSED unless the constraint compiles, in time, and some answers can
-        begin under it and under the schemas in it: the longest one, others while time is left."""
+        begin under it and under the schemas in it: the longest one, others while time is left.
+
+        What one of these schemas does not allow is said of its tool.
+        """
         self.prepare()
         began = time.thread_time()
-        self._follow(constraint)
-        parts = sorted(_schemas_in(constraint), key=len, reverse=True)
-        for part in parts:
-            self._follow(Constraint("json_schema", part))
-            if time.thread_time() - began > PARTS_CPU_S:
-                break
+        schemas = sorted(_schemas_in(constraint), key=len, reverse=True)
+        try:
+            self._follow(constraint)
+        except BatchEngineError:
+            self._check_schemas(schemas, self.matcher, began)  # the sooner, of many
+            self._check_schemas(schemas, self._follow, began)
+            raise
+        self._check_schemas(schemas, self._follow, began)
         if time.thread_time() - began > CHECK_CPU_S_MAX:
             why = f"its compilation takes more than {CHECK_CPU_S_MAX:.0f} s"
             raise errors.GRAMMAR_REFUSED(why=why)
+
+    def _check_schemas(
+        self, schemas: Sequence[str], check: Callable[[Constraint], object], began: float
+    ) -> None:
+        for schema in schemas:
+            try:
+                check(Constraint("json_schema", schema))
+            except BatchEngineError as error:
+                tool: object = json.loads(schema).get(SCHEMA_TOOL)
+                if not isinstance(tool, str):
+                    raise
+                why = f"the schema of the tool {tool[:TOOL_CHARS_MAX]!r}: {error.why}"
+                raise errors.GRAMMAR_REFUSED(why=why) from None
+            if time.thread_time() - began > PARTS_CPU_S:
+                break
 
     def _follow(self, constraint: Constraint) -> None:
         """Compile a constraint, and follow some answers: a short one, then random ones."""

@@ -115,6 +115,29 @@ def test_what_fails_behind_the_first_token_is_refused(
     assert caught.value.kind is Kind.INVALID
 
 
+@pytest.mark.parametrize(
+    ("markup", "wrong"),
+    [("hermes", fields(1300)), *((one, {"$ref": "#/no"}) for one in ("hermes", "xml", "llama"))],
+)
+def test_the_tool_whose_schema_is_refused_is_named(
+    compiler: GrammarCompiler, markup: str, wrong: dict[str, Any]
+) -> None:
+    good = [tool(number, fields(3)) for number in range(20)]
+    bad = tool(77, {"properties": {"n": wrong}, "required": ["n"]})
+    with pytest.raises(BatchEngineError, match="the schema of the tool 'tool_77': ") as caught:
+        compiler.check(calls(markup, [*good, bad]))
+    assert caught.value.code == errors.GRAMMAR_REFUSED.code
+
+
+def test_no_tool_is_named_for_the_form_of_the_text(compiler: GrammarCompiler) -> None:
+    """Nor for a schema whose keyword is no name."""
+    for keyword in ({}, {"x-tool": 7}):
+        wrong = {"$ref": "#/no"} | keyword
+        with pytest.raises(BatchEngineError) as caught:
+            compiler.check(Constraint("lark", f"start: %json {json.dumps(wrong)}"))
+        assert "tool" not in caught.value.why
+
+
 def test_a_constraint_that_takes_long_is_refused(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

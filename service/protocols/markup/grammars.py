@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from batchengine import errors
-from batchengine.core import CONSTRAINT_CHARS_MAX, Constraint
+from batchengine.core import CONSTRAINT_CHARS_MAX, SCHEMA_TOOL, Constraint
 from batchengine.markup import (
     ARGS,
     CALL_BEGIN,
@@ -180,10 +180,10 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
             case "objects":
                 body = _object(rules, number, name, schema, "parameters")
             case "list" if rules.control_id(ARGS) is not None:
-                args = rules.add(f"args{number}", _json(schema, EXACT))
+                args = rules.add(f"args{number}", _json(schema, EXACT, name))
                 body = f"{_literal(name)} {rules.marker(ARGS)} {args}"
             case "named":
-                args = rules.add(f"args{number}", _json(schema, EXACT))
+                args = rules.add(f"args{number}", _json(schema, EXACT, name))
                 head = f"{_literal('function')} {rules.marker(CALL_SEP)}"
                 head += f" {_literal(name + chr(10) + '```json' + chr(10))}"
                 body = f"{head} {args} {_literal(chr(10) + '```')} {rules.marker(CALL_END)}"
@@ -211,7 +211,7 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
 
 
 def _object(rules: _Rules, number: int, name: str, schema: dict[str, Any], key: str) -> str:
-    args = rules.add(f"args{number}", _json(schema, EXACT))
+    args = rules.add(f"args{number}", _json(schema, EXACT, name))
     head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
     return f"{_literal(head)} {args} {_literal('}')}"
 
@@ -237,7 +237,7 @@ def _function(rules: _Rules, number: int, tool: dict[str, Any]) -> str:
         elif kind == "string":
             made = rules.up_to(rule, end)
         else:
-            made = rules.add(rule, _json(value | shared, EXACT)) + f" {_literal(end)}"
+            made = rules.add(rule, _json(value | shared, EXACT, name)) + f" {_literal(end)}"
         parameter = f"{_literal(f'<parameter={key}>' + chr(10))} {made}"
         body.append(parameter if key in needed else f"({parameter})?")
     return " ".join([*body, _literal("</function>\n"), rules.marker(TAG_END)])
@@ -286,9 +286,11 @@ def _enforceable(schema: object) -> object:
     return made
 
 
-def _json(schema: object, options: dict[str, Any]) -> str:
+def _json(schema: object, options: dict[str, Any], tool: str = "") -> str:
+    """A schema inside a grammar. `tool`: the one whose schema it is, for errors."""
     if isinstance(schema, dict):
         schema = cast("dict[str, Any]", schema) | {"x-guidance": options}
+        schema |= {SCHEMA_TOOL: tool} if tool else {}
     return "%json " + enforceable(json.dumps(schema))
 
 

@@ -161,10 +161,10 @@ class MessagesFormatter(Formatter):
             reason = "pause_turn"
         if reason == "max_tokens" and self._facts.fills_context:
             reason = "model_context_window_exceeded"
-        if reason == "end_turn" and answer.stop_string:
+        if reason == "end_turn" and answer.calls and not answer.is_call_cut:
+            reason = "tool_use"  # whole calls must have results, whatever ended the text behind
+        elif reason == "end_turn" and answer.stop_string:
             reason = "stop_sequence"
-        elif reason == "end_turn" and answer.calls:
-            reason = "tool_use"
         return self._stop_of(reason, answer.stop_string)
 
     def _stop_of(self, reason: str | None, stop_string: str = "") -> Chunk:

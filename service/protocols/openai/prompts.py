@@ -22,19 +22,21 @@ GAP_TOKENS = (
 def encoded(
     value: object, suffix: str | None, text: PromptEncoder, limits: PromptLimits
 ) -> list[list[int]]:
-    """The token ids of every prompt; raises 400."""
+    """The token ids of every prompt; raises 400, naming the one of several that is wrong."""
     context = limits.context_tokens
     found: list[list[int]] = []
-    for prompt in _prompts(value, limits.vocab_size):
+    given = _prompts(value, limits.vocab_size)
+    for index, prompt in enumerate(given):
+        param = f"prompt[{index}]" if len(given) > 1 else "prompt"
         if isinstance(prompt, str):
-            requests.check_text_size(len((prompt + (suffix or "")).encode()), context, "prompt")
+            requests.check_text_size(len((prompt + (suffix or "")).encode()), context, param)
             tokens = _around(prompt, suffix, text) if suffix else text.encode(prompt, special=True)
         else:
             if suffix:
                 what, fix = "suffix needs a prompt of text", "send the prompt as text"
                 raise errors.INVALID_FIELD(param="suffix", what=what, fix=fix)
             tokens = prompt
-        requests.check_prompt(tokens, context, "prompt")
+        requests.check_prompt(tokens, context, param)
         found.append(tokens)
     return found
 
@@ -72,9 +74,10 @@ def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
         if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
             return cast("list[str]", items)
         if all(type(item) is int for item in items):
-            return [_token_ids(items, vocab_size)]
+            return [_token_ids(items, vocab_size, "prompt")]
         if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
-            return [_token_ids(cast("list[object]", item), vocab_size) for item in items]
+            lists = enumerate(cast("list[list[object]]", items))
+            return [_token_ids(item, vocab_size, f"prompt[{index}]") for index, item in lists]
     raise errors.INVALID_FIELD(
         param="prompt",
         what="prompt has a wrong value",
@@ -83,12 +86,13 @@ def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
     )
 
 
-def _token_ids(items: list[object], vocab_size: int) -> list[int]:
+def _token_ids(items: list[object], vocab_size: int, name: str) -> list[int]:
     for index, item in enumerate(items):
         if type(item) is not int or not 0 <= item < vocab_size:
+            param = f"{name}[{index}]"
             raise errors.INVALID_FIELD(
-                param=f"prompt[{index}]",
-                what=f"prompt[{index}] is not a token id of this model",
+                param=param,
+                what=f"{param} is not a token id of this model",
                 why=f"token ids are whole numbers from 0 to {vocab_size - 1:,}",
                 fix="send text, or ids made with this model's tokenizer",
             )

@@ -21,8 +21,9 @@ Fields = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ENCRYPTED = "be1:"  # the beginning of `encrypted_content` that this daemon wrote
-# items of tools that a provider ran, or knows: their results are in the text that followed
-PASSED_OVER = re.compile(r"mcp_.*|.*_(?:call|output)")
+# items of tools that a provider ran, or knows: their results are in the text that followed; and
+# summaries of a conversation, which only the provider that wrote them can read
+PASSED_OVER = re.compile(r"mcp_.*|.*_(?:call|output)|compaction(?:_summary)?|context_compaction")
 KIND_CHARS_MAX = 64
 
 
@@ -80,6 +81,12 @@ class _Reader:
                 self._call(item, where)
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item, where)
+            case "compaction_trigger":
+                raise errors.UNSUPPORTED_FIELD(
+                    param=where,
+                    what="this daemon does not summarise conversations",
+                    fix="let the client do it: Codex does for a provider with a name of its own",
+                )
             case str() if PASSED_OVER.fullmatch(kind):
                 self.passed_over[kind[:KIND_CHARS_MAX]] = None
             case _:

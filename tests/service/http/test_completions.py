@@ -242,3 +242,19 @@ async def test_context_overflow_in_the_words_that_clients_look_for() -> None:
     _, body, _, _ = await post(TEXT, {"prompt": "x" * 3000})
     assert "maximum context length is 2048 tokens" in body["error"]["message"]
     assert body["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param"),
+    [
+        ([65, -1], "prompt[1]"),
+        ([[65], [65, 66, "x"]], "prompt[1][2]"),
+        ([[65], [], [66]], "prompt[1]"),
+        (["a", "x" * 3000], "prompt[1]"),
+        (["a", "x" * 300_000], "prompt[1]"),
+        (["x" * 3000], "prompt"),
+    ],
+)
+async def test_the_one_of_several_prompts_that_is_wrong_is_named(prompt: Any, param: str) -> None:
+    status, body, _, _ = await post(TEXT, {"prompt": prompt})
+    assert (status, body["error"]["param"]) == (400, param)

@@ -199,6 +199,21 @@ def test_stop_reasons(done: DoneEvent, facts: Facts, reason: str) -> None:
     assert made["stop_sequence"] == (done.stop_string or None)
 
 
+@pytest.mark.parametrize(
+    ("behind", "reason"),
+    [
+        ([], "tool_use"),
+        ([Text("so")], "tool_use"),
+        ([CallStart(1, "rm"), CallArguments(1, '{"a": ')], "stop_sequence"),
+    ],
+)
+def test_a_stop_sequence_behind_whole_calls(behind: list[OutputPart], reason: str) -> None:
+    """A client that gets calls and another reason sends no results, and cannot go on."""
+    call = [CallStart(0, "ls"), CallArguments(0, "{}")]
+    made = whole([call, behind, []], DoneEvent("stop", USAGE, stop_string="END"))
+    assert (made["stop_reason"], made["stop_sequence"]) == (reason, "END")
+
+
 def test_a_call_that_was_cut_short_keeps_its_text() -> None:
     parts = [[CallStart(0, "ls"), CallArguments(0, '{"a": [1')], []]
     block = whole(parts, DoneEvent("length", USAGE))["content"][0]

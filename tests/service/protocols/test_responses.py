@@ -24,6 +24,7 @@ from batchengine.core import (
     BatchEngineError,
     DoneEvent,
     GenerationRequest,
+    Kind,
     SkippedEvent,
     TokenEvent,
     TokenLogprob,
@@ -312,8 +313,23 @@ def test_calls_of_tools_that_a_provider_ran_are_left_out_whatever_they_are() -> 
         "input.mcp_approval_request",
         "input." + "x" * 64,
     ]
-    with pytest.raises(BatchEngineError, match="'compaction'"):
-        items.messages([{"type": "compaction", "encrypted_content": "x"}], None)
+
+
+def test_summaries_that_a_provider_wrote_are_left_out_and_named() -> None:
+    """Codex sends one in each turn of a conversation that was compacted elsewhere."""
+    kinds = ["compaction", "compaction_summary", "context_compaction"]
+    summaries = [{"type": kind, "encrypted_content": "x"} for kind in kinds]
+    made, passed = items.messages([*summaries, {"role": "user", "content": "hi"}], None)
+    assert made == [{"role": "user", "content": "hi"}]
+    assert passed == [f"input.{kind}" for kind in kinds]
+
+
+def test_a_request_for_a_summary_is_refused() -> None:
+    """The client waits for an item that nothing here writes."""
+    asked = [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]
+    with pytest.raises(BatchEngineError, match="does not summarise") as caught:
+        items.messages(asked, None)
+    assert (caught.value.param, caught.value.kind) == ("input[1]", Kind.INVALID)
 
 
 def test_tools_of_unknown_types_are_left_out_and_named() -> None:
