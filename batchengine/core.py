@@ -170,7 +170,7 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     ends inside a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the
     only tool that the answer calls, where its text is the arguments alone; "" = none.
     `text_parameters`: by tool, the parameters that are text, which markup without quotes does not
-    tell.
+    tell. `checked`: a grammar holds the calls, so an answer that begins as one is one.
     """
 
     markup: str = msgspec.field(default="", name="family")  # its name in records of turns
@@ -178,6 +178,7 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     calls: bool = False
     tool: str = ""
     text_parameters: dict[str, tuple[str, ...]] = {}
+    checked: bool = False
 
 
 PLAIN_OUTPUT = OutputForm()

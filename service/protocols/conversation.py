@@ -125,11 +125,13 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         tokens_max = min(limits.tokens_max_default, context - len(tokens))
+    constraint, is_checked = _constraint(conversation, called, tokens, text)
     form = OutputForm(
         text.markup.name,
         in_reasoning(tokens, text),
         calls=bool(called),
         text_parameters=text_parameters(called) if text.markup.has_bare_values else {},
+        checked=is_checked,
     )
     return Prompt(
         [tokens],
@@ -138,7 +140,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         param,
         call_ids(conversation.messages),
         form,
-        _constraint(conversation, called, tokens, text),
+        constraint,
         echo=conversation.echo,
         unread=conversation.unread,
         constraint_param="tools" if conversation.response is None else conversation.response_param,
@@ -178,8 +180,9 @@ def _begun(tokens: list[int], message: dict[str, Any] | None, text: PromptEncode
 
 def _constraint(
     conversation: Conversation, tools: list[dict[str, Any]], tokens: list[int], text: PromptEncoder
-) -> Constraint | None:
-    """The grammar of the answer: its format, and calls that are forced or checked.
+) -> tuple[Constraint | None, bool]:
+    """The grammar of the answer: its format, and calls that are forced or checked; and whether text
+    that begins as a call is one (`core.OutputForm`).
 
     A JSON schema is of an answer without calls; any other form is of all that the model writes.
     """
@@ -204,15 +207,17 @@ def _constraint(
         calls = grammars.Calls(chosen, required, choice.parallel)
     inside = in_reasoning(tokens, text)
     may_reason = text.reasons and not conversation.continues and not has_reasoned(tokens, text)
-    return grammars.constraint_of(
+    response = None if required else response
+    constraint = grammars.constraint_of(
         text.markup,
         text.control_id,
         in_reasoning=inside,
         may_reason=may_reason and not inside,
         calls=calls,
-        response=None if required else response,
+        response=response,
         refuses=choice.mode == "none" and bool(conversation.tools),
     )
+    return constraint, calls is not None and response is None
 
 
 def _end_of(prompt: list[int], text: PromptEncoder) -> str:

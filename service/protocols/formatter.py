@@ -121,7 +121,8 @@ class Answer:
 
     def end(self, text: str) -> list[OutputPart]:
         """The parts that were held back until the end, whose last text is `text`."""
-        parts = [*self.parser.push(text), *self.parser.flush()]
+        is_cut = self.finish_reason != "stop" or bool(self.stop_string)
+        parts = [*self.parser.push(text), *self.parser.flush(is_cut=is_cut)]
         self._count(parts)
         return parts
 

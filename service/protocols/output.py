@@ -87,8 +87,9 @@ class OutputParser(Protocol):
         """The parts that `text` completes, in order; none for an empty text."""
         ...
 
-    def flush(self) -> list[OutputPart]:
-        """The parts that were held back until the end of the choice."""
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
+        """The parts that were held back until the end of the choice; `is_cut`: the model did not
+        end it."""
         ...
 
 
@@ -98,8 +99,22 @@ class PlainText:
     def push(self, text: str) -> list[OutputPart]:
         return [Text(text)] if text else []
 
-    def flush(self) -> list[OutputPart]:
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         return []
+
+
+class ArgumentsParser:
+    """The parser of an answer that is the arguments of one call and nothing else."""
+
+    def __init__(self, tool: str) -> None:
+        self._start: list[OutputPart] = [CallStart(0, tool)]
+
+    def push(self, text: str) -> list[OutputPart]:
+        start, self._start = self._start, []
+        return [*start, CallArguments(0, text)] if text else start
+
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
+        return self.push("")
 
 
 def plain_text(parts: Iterable[OutputPart]) -> str:

@@ -2,7 +2,9 @@
 
 Markup is never shown; what looks like a call and is none comes out as text, also after its end. A
 call is certain once its name and the beginning of its arguments were read: from there on they are
-passed on as they come, so a call that the model writes wrong has arguments that are no JSON.
+passed on as they come, so a call that the model writes wrong has arguments that are no JSON, and so
+has one that is cut off there. Of a call that is cut off before nothing is shown: a client could run
+one without arguments.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from batchengine.markup import (
 )
 from service.protocols.markup.reader import Reader, Reading
 from service.protocols.output import (
+    ArgumentsParser,
     CallArguments,
     CallStart,
     GrowingParts,
@@ -61,7 +64,10 @@ class MarkupParser:
         self._parts = GrowingParts()
         self._calls = 0
         self._held = ""  # white space that is text if more text follows
-        self._shown = False  # whether any text was
+        self._has_calls = False
+        self._shown = False  # whether any text was since the last call
+        self._is_cut = False  # at the end
+        self._hides = False  # what is left is part of a call
         self._run = self._answer()
         self._over = False
 
@@ -71,7 +77,10 @@ class MarkupParser:
             self._advance()
         return self._parts.take()
 
-    def flush(self) -> list[OutputPart]:
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
+        self._is_cut = is_cut
+        if is_cut and not self._shown:  # what was held back may be the beginning of a marker
+            self._hides = self._form.checked or self._has_calls
         self._reader.end()
         self._advance()
         return self._parts.take()
@@ -84,6 +93,8 @@ class MarkupParser:
 
     def _text(self, text: str) -> None:
         """Adds text of the answer; white space waits until other text follows."""
+        if self._hides:
+            return
         body = text.rstrip()
         if not body:
             self._held += text
@@ -91,6 +102,11 @@ class MarkupParser:
         whole, self._held = self._held + body, text[len(body) :]
         self._parts.add(Text(whole))
         self._shown = True
+
+    def _no_call(self, text: str) -> None:
+        """Adds text that began as a call and is none, unless it was cut off."""
+        self._hides |= self._is_cut
+        self._text(text)
 
     def _answer(self) -> Reading[bool]:
         yield from self._reasoning()
@@ -109,7 +125,7 @@ class MarkupParser:
         openers = tuple(markup.forms)
         while marker := (yield from reader.until(openers, self._text)):
             yield from self._call(markup.forms[marker], marker)
-        if self._held and (self._shown or not self._calls):
+        if self._held and not self._hides and (self._shown or not self._calls):
             self._parts.add(Text(self._held))
         return True
 
@@ -144,7 +160,7 @@ class MarkupParser:
 
     def _start(self, name: str) -> None:
         self._parts.add(CallStart(self._calls, name))
-        self._held, self._shown = "", False
+        self._held, self._shown, self._has_calls = "", False, True
 
     def _arguments(self, text: str) -> None:
         self._parts.add(CallArguments(self._calls, text))
@@ -178,7 +194,7 @@ class MarkupParser:
                 following = yield from reader.space()
             yield from reader.has(TAG_END)
         else:
-            self._text(marker + space)
+            self._no_call(marker + space)
 
     def _objects(self, prefix: str, strict: bool = False) -> Reading[None]:
         """Objects with a semicolon between them, if there is one."""
@@ -189,7 +205,7 @@ class MarkupParser:
             prefix += reader.kept()
             if following != "{" or not (yield from self._object(prefix, strict)):
                 if following != "{":
-                    self._text(prefix)
+                    self._no_call(prefix)
                 return
             prefix = ""
             if (yield from reader.space()) != ";":
@@ -206,7 +222,7 @@ class MarkupParser:
             following = yield from reader.space()
             prefix = marker + reader.kept()
             if following != "{":
-                self._text(prefix)
+                self._no_call(prefix)
             while following == "{" and (yield from self._object(prefix)):
                 prefix = ""
                 if (yield from reader.space()) == ",":
@@ -222,7 +238,7 @@ class MarkupParser:
             yield from reader.space()
         taken = reader.kept()
         if not name or (yield from reader.peek()) != "{":
-            self._text(marker + taken)
+            self._no_call(marker + taken)
             return
         self._start(name)
         yield from reader.json_value(self._arguments)
@@ -256,7 +272,7 @@ class MarkupParser:
             yield from reader.space()
             yield from reader.has(CALL_END)
         if not (yield from reader.has(CALLS_END)):
-            self._text(marker + reader.kept())
+            self._no_call(marker + reader.kept())
 
     def _bracket(self) -> Reading[None]:
         """An answer that begins with a bracket: that of a marker, or of calls as Python's."""
@@ -281,7 +297,8 @@ class MarkupParser:
                 break
             reader.kept()
             self._start(name)
-            before = "{"
+            self._arguments("{")
+            before = ""
             while key:
                 value = yield from reader.python_value()
                 if value is None:
@@ -289,7 +306,9 @@ class MarkupParser:
                 self._arguments(f"{before}{_quoted(key)}: {_from_python(value)}")
                 before = ", "
                 key = (yield from self._keyword()) if (yield from reader.has(",")) else ""
-            self._arguments("{}" if before == "{" else "}")
+            if self._is_cut:
+                return
+            self._arguments("}")
             yield from reader.has(")")
             self._calls += 1
             reader.keep()
@@ -361,7 +380,7 @@ class MarkupParser:
                 started = True
                 self._arguments(_as_object(arguments))
         if not started:
-            self._text(prefix + reader.kept())
+            (self._text if strict else self._no_call)(prefix + reader.kept())
             return False
         self._calls += 1
         return True
@@ -372,25 +391,31 @@ class MarkupParser:
         reader.keep()
         name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
         if not name.strip() or not (yield from reader.has(">")):
-            self._text(marker + reader.kept())
+            self._no_call(marker + reader.kept())
             return
-        reader.kept()
         name = name.strip()
-        self._start(name)
-        texts = self._form.text_parameters.get(name, ())
         if (yield from reader.space()) == "{":
+            reader.kept()
+            self._start(name)
             yield from reader.json_value(self._arguments)
         else:
-            yield from self._parameters(texts)
+            has_any = yield from reader.has(_PARAMETER)
+            if self._is_cut and not has_any:
+                self._hides = True
+                return
+            reader.kept()
+            self._start(name)
+            yield from self._parameters(self._form.text_parameters.get(name, ()), has_any)
         yield from reader.space()
         if (yield from reader.has(_FUNCTION_END)):
             yield from reader.space()
         yield from reader.has(TAG_END)
         self._calls += 1
 
-    def _parameters(self, texts: tuple[str, ...]) -> Reading[None]:
+    def _parameters(self, texts: tuple[str, ...], has_any: bool) -> Reading[None]:
+        """The parameters behind the beginning of the first, if there is any."""
         reader, before = self._reader, "{"
-        while (yield from reader.has(_PARAMETER)):
+        while has_any:
             key = (yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)).strip()
             yield from reader.has(">")
             yield from reader.has("\n")
@@ -399,6 +424,9 @@ class MarkupParser:
                 return
             before = ", "
             if (yield from reader.space()) == "":
+                return
+            has_any = yield from reader.has(_PARAMETER)
+            if self._is_cut and not has_any:
                 return
         self._arguments("{}" if before == "{" else "}")
 
@@ -419,20 +447,6 @@ class MarkupParser:
 
     def _quote(self, text: str) -> None:
         self._arguments(_quoted(text)[1:-1])
-
-
-class ArgumentsParser:
-    """The parser of an answer that is the arguments of one call and nothing else."""
-
-    def __init__(self, tool: str) -> None:
-        self._start: list[OutputPart] = [CallStart(0, tool)]
-
-    def push(self, text: str) -> list[OutputPart]:
-        start, self._start = self._start, []
-        return [*start, CallArguments(0, text)] if text else start
-
-    def flush(self) -> list[OutputPart]:
-        return self.push("")
 
 
 def _quoted(text: str) -> str:

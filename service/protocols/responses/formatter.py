@@ -214,7 +214,8 @@ class ResponsesFormatter(Formatter):
     def stored(self, past: PastTurn) -> bytes:
         """The whole object of an answer of the ledger, whose text was added; what nothing recorded
         is left out of it."""
-        self._items.push(self.answers[0].parser.flush(), [])
+        rest = self.answers[0].parser.flush(is_cut=past.finish_reason != "stop")
+        self._items.push(rest, [])
         status = STATUS.get(past.finish_reason, "failed")
         self._items.close("completed" if status == "completed" else "incomplete")
         prompt, made = len(self.job.requests[0].prompt), past.tokens

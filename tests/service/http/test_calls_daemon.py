@@ -120,6 +120,32 @@ def test_a_forced_call_is_valid_whole_streamed_and_resumed(
     assert details.cached_tokens > 100
 
 
+def test_a_forced_call_that_is_cut_shows_no_markup(daemon: ChildDaemon, sdk: openai.OpenAI) -> None:
+    chat = asked(messages=[USER], tools=[WEATHER], tool_choice="required")
+    item = {"type": "function", **WEATHER["function"]}
+    shared = {"model": "pocket-q4_0", "temperature": 0, "tool_choice": "required", "tools": [item]}
+    tool = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    message = {"messages": [USER], "tools": [tool], "tool_choice": {"type": "any"}}
+    kinds = set[tuple[str, ...]]()
+    for most in (1, 3, 6, 10, 14, 18, 22):
+        one = sdk.chat.completions.create(**chat | {"max_tokens": most}).choices[0]
+        assert (one.message.content or "", one.finish_reason) == ("", "length")
+        answer = posted(daemon, "responses", shared | {"input": "Hi", "max_output_tokens": most})
+        assert answer["status"] == "incomplete"
+        kinds.add(tuple(item["type"] for item in answer["output"]))
+        answer = posted(daemon, "messages", message | {"model": "pocket-q4_0", "max_tokens": most})
+        assert answer["stop_reason"] == "max_tokens"
+        assert "".join(block.get("text", "") for block in answer["content"]) == ""
+    assert kinds == {(), ("function_call",)}
+
+
+def posted(daemon: ChildDaemon, route: str, body: dict[str, Any]) -> Any:
+    data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+    request = urllib.request.Request(f"{daemon.url}/{route}", data, headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def test_several_calls_and_one(sdk: openai.OpenAI) -> None:
     fields = asked(messages=[USER], tools=[NOW], tool_choice="required", max_tokens=160)
     one = sdk.chat.completions.create(**fields, parallel_tool_calls=False).choices[0]
@@ -208,6 +234,7 @@ def test_a_schema_that_is_none_names_its_tool(sdk: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(**fields)
     assert caught.value.param == "tools"
+    assert "the schema of the tool 'f': Invalid type: strin" in str(caught.value)
 
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'

@@ -112,6 +112,15 @@ def test_a_call_that_is_cut_off_ends_with_length() -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("reason", ["length", "stop"])
+@pytest.mark.parametrize("tokens", [6, 7])
+def test_a_call_that_is_cut_before_its_arguments_is_not_shown(tokens: int, reason: str) -> None:
+    ended = DoneEvent(reason, Usage(), "", stop_string="!" if reason == "stop" else "")
+    choices = deltas_of(formatter_of(), [*TOKENS[:tokens], ended])
+    assert message_of(choices) == MESSAGE | {"tool_calls": {}}
+    assert choices[-1]["finish_reason"] == reason
+
+
 @pytest.mark.parametrize(
     ("tokens", "reason"),
     [(8, "stop"), (9, "stop"), (10, "tool_calls"), (len(TOKENS), "tool_calls")],

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import msgspec
 import pytest
 
 from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.markup import MARKUPS
 from service.protocols.markup.grammars import Calls, constraint_of
 from service.protocols.markup.parser import parser_of
-from service.protocols.output import arguments_of, calls_of
+from service.protocols.output import OutputPart, arguments_of, calls_of, plain_text
 
 llguidance = pytest.importorskip("llguidance")
 
@@ -136,6 +138,52 @@ def test_forced_calls(
     parts = [*parser.push(one), *parser.flush()]
     assert [call.name for call in calls_of(parts)] == ["weather"]
     assert json.loads(arguments_of(parts)[0])["city"] == "Paris"
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        *((markup, two) for markup, _, _, two in FORMS),
+        ("mistral", f"[TOOL_CALLS]{OLD_MISTRAL[:-1]}, {OLD_MISTRAL[1:]}"),
+        ("llama", "[weather(city='Paris', days=3), weather(city='Paris')]"),
+    ],
+)
+@pytest.mark.parametrize("before", ["", "\n", "Let me see.\n\n"])
+def test_calls_that_are_cut_anywhere_are_no_text(markup: str, text: str, before: str) -> None:
+    """And none has arguments that look whole, since clients run those."""
+    if markup == "llama" and before.strip():
+        return  # its calls stand at the beginning
+    form = OutputForm(markup, calls=True, text_parameters={"weather": ("city", "unit")})
+    checked = msgspec.structs.replace(form, checked=True)
+    whole = parser_of(form).push(before + text)
+    expected = [json.loads(one) for one in arguments_of(whole)]
+    assert len(expected) == 2
+    opener = next(iter(MARKUPS[markup].forms))
+    for end in range(1, len(text)):
+        parts = cut_off(checked, before + text[:end])
+        shown = plain_text(parts)
+        if before.strip() and end < len(opener):  # may be text as well
+            assert shown.strip() == before + text[:end]
+            continue
+        assert shown == before.rstrip()
+        for call, arguments in enumerate(arguments_of(parts)):
+            with contextlib.suppress(ValueError):
+                assert json.loads(arguments) == expected[call]
+            assert arguments
+        if markup != "llama" and end >= len(opener):
+            assert cut_off(form, before + text[:end]) == parts
+
+
+def cut_off(form: OutputForm, text: str) -> list[OutputPart]:
+    parser = parser_of(form)
+    return [*parser.push(text), *parser.flush(is_cut=True)]
+
+
+@pytest.mark.parametrize("text", ['{"name": "f", "age', "[f(a", "a <", "<", "<tool_"])
+def test_what_is_no_certain_call_is_text_when_it_is_cut(text: str) -> None:
+    for markup in ("llama", "generic"):
+        form = OutputForm(markup, calls=True)
+        assert plain_text(cut_off(form, text)) == text
 
 
 @pytest.mark.parametrize(("markup", "control_id", "one", "two"), FORMS)

@@ -24,14 +24,16 @@ from service.protocols.output import (
 )
 
 
-def parts_of(text: str, cuts: list[int] | None = None, **fields: Any) -> list[OutputPart]:
+def parts_of(
+    text: str, cuts: list[int] | None = None, *, is_cut: bool = False, **fields: Any
+) -> list[OutputPart]:
     """The parts of an answer that arrives in pieces; parts of one kind joined."""
     parser = parser_of(OutputForm(**({"markup": "hermes", "calls": True} | fields)))
     bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts or ()), len(text)]
     found: list[OutputPart] = []
     for start, end in itertools.pairwise(bounds):
         found += parser.push(text[start:end])
-    found += parser.flush()
+    found += parser.flush(is_cut=is_cut)
     joined: list[OutputPart] = []
     for part in found:
         last = joined[-1] if joined else None
@@ -238,13 +240,19 @@ MARKUP = st.sampled_from(
 @given(
     st.lists(MARKUP, max_size=30).map("".join),
     st.lists(st.integers(0, 1000), max_size=12),
-    st.sampled_from(sorted(MARKUPS)),
-    st.booleans(),
+    st.fixed_dictionaries(
+        {
+            "markup": st.sampled_from(sorted(MARKUPS)),
+            "in_reasoning": st.booleans(),
+            "checked": st.booleans(),
+            "is_cut": st.booleans(),
+        }
+    ),
 )
-def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], markup: str, inside: bool) -> None:
-    whole = parts_of(text, markup=markup, in_reasoning=inside)
-    assert parts_of(text, cuts, markup=markup, in_reasoning=inside) == whole
-    assert parts_of(text, list(range(len(text))), markup=markup, in_reasoning=inside) == whole
+def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], fields: dict[str, Any]) -> None:
+    whole = parts_of(text, **fields)
+    assert parts_of(text, cuts, **fields) == whole
+    assert parts_of(text, list(range(len(text))), **fields) == whole
 
 
 @settings(deadline=None)

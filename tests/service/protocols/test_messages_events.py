@@ -31,7 +31,7 @@ class Script:
     def push(self, text: str) -> list[OutputPart]:
         return self.parts.pop(0) if text else []
 
-    def flush(self) -> list[OutputPart]:
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         return [part for of_token in self.parts for part in of_token]
 
 

@@ -77,7 +77,7 @@ class Scripted:
     def push(self, text: str) -> list[OutputPart]:
         return self.script.pop(0) if self.script and text else []
 
-    def flush(self) -> list[OutputPart]:
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         return [part for parts in self.script for part in parts]
 
 
