@@ -100,8 +100,8 @@ def _answered(one: PastAnswer) -> list[Fields]:
     """The items of an answer, as its client got them."""
     echo, parser = echo_of(one.echo), parser_of(one.output)
     items = OutputItems(one.turn, echo.names, encrypts=False, summarises=echo.summarises)
-    rest = parser.flush(is_cut=one.finish_reason != "stop")
-    items.push([*parser.push(one.text), *rest], [])
+    parts = parser.push(one.text)
+    items.push([*parts, *parser.flush(is_cut=one.finish_reason != "stop")], [])
     items.close(STATUS.get(one.finish_reason, "incomplete"))
     return items.done
 
