@@ -48,7 +48,7 @@ class Splitter:
         head, stop, self.held = self.held.rpartition(".")
         return [Text(part + ".") for part in head.split(".")] if stop else []
 
-    def flush(self) -> list[Text]:
+    def flush(self, *, is_cut: bool = False) -> list[Text]:
         return [Text(self.held)] if self.held else []
 
 
