@@ -140,7 +140,7 @@ def test_a_row_fills_its_templates() -> None:
     assert str(error) == (
         "BE1203 prompt does not fit: 9,000 tokens, this model's maximum context length is 4096"
         " tokens: neither prompts nor answers are truncated. Fix: shorten the prompt or max_tokens,"
-        " or start the daemon with a larger --ctx"
+        " or start the daemon with a larger --ctx, at most what the model was trained for"
     )
     body = error_object(error)["error"]
     assert isinstance(body, dict)

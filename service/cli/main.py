@@ -90,7 +90,8 @@ COMMANDS_OF_PEERS = {
 
 app = cyclopts.App(
     name="batchengine",
-    help="Serves an open-weight LLM (GGUF) to fleets of agents through an OpenAI-compatible API.",
+    help="Serves an open-weight LLM (GGUF) to fleets of agents, by the protocols of OpenAI and"
+    " Anthropic.",
     version=batchengine.__version__,
     version_flags=["--version"],
     help_epilogue="Examples: batchengine serve MODEL.gguf · batchengine chat · batchengine connect"
@@ -345,7 +346,9 @@ def _load(path: Path | None, overrides: dict[str, object]) -> Any:
 
 @app.command
 def check(
-    model: Annotated[Path | None, Parameter(help="The GGUF file, if no file names it.")] = None,
+    model: Annotated[
+        Path | None, Parameter(help="The GGUF file, or `pocket`; if no file names it.")
+    ] = None,
     /,
     *,
     config: ConfigFile = None,
@@ -385,7 +388,8 @@ def check(
 @app.command
 def chat(
     model: Annotated[
-        Path | None, Parameter(help="A GGUF file: start a daemon for this conversation only.")
+        Path | None,
+        Parameter(help="A GGUF file, or `pocket`: start a daemon for this conversation only."),
     ] = None,
     /,
     *,

@@ -15,6 +15,7 @@ from service.cli.options import ConfigFile, Debug, Json, model_file, show, table
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 MEASURE_S = 0.3
+READ_BYTES = 1 << 30  # beyond most caches; a virtual machine may say that it has 320 MiB
 ENGINE_BYTES = 512 << 20  # the engine, text processes and workers beside weights and KV
 GIB = 1 << 30
 # Those of `capacity.GPUS`, which is imported when it is needed.
@@ -132,7 +133,7 @@ def measure(loaded: Any) -> tuple[dict[str, Any], Any]:
     from batchengine.policy.capacity import cpu_processor
 
     threads = sum(len(lane.cores) or lane.threads for lane in loaded.lanes)
-    read_gbps = kernels.peak_read_gbps(threads)
+    read_gbps = kernels.peak_read_gbps(threads, READ_BYTES // threads)
     int8_gops = kernels.peak_int8_gops(threads, MEASURE_S)
     memory = psutil.virtual_memory()
     free, total = disk_bytes(loaded.store.dir) or (0, 0)

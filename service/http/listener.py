@@ -145,6 +145,7 @@ class Connection(web.RequestHandler):
         elif self._body is not None and not self._body.is_eof():  # the fault is inside this body
             self._messages.pop()
             self._body.set_exception(errors.MALFORMED_HTTP())
+            self._body.feed_eof()  # aiohttp does not wait for the rest once it was answered
             self.close()
 
     def resume_reading(self, resume_parser: bool = True) -> None:

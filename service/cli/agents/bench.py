@@ -23,7 +23,7 @@ COLUMNS = (
     Column("streams", right=True),
     Column("tokens/s", right=True),
     Column("each", right=True),
-    Column("first token", right=True),
+    Column("first token ms", right=True),
     Column("prompt tokens", 2, right=True),
     Column("prefill/s", right=True),
 )
@@ -52,11 +52,13 @@ def bench(
     client = Client(url, os.environ.get("BATCHENGINE_API_KEY", ""))
     model = client.models()[0]
     rows = [_measure(client, model, n, tokens) for n in dict.fromkeys((1, streams))]
-    show({"model": model, "rows": rows}, json, lambda: [model, *fitted(COLUMNS, rows, "")])
+    shown = ({c.name: row[key] for c, key in zip(COLUMNS, row, strict=True)} for row in rows)
+    show({"model": model, "rows": rows}, json, lambda: [model, *fitted(COLUMNS, [*shown], "")])
     return 0
 
 
 def _measure(client: Client, model: str, streams: int, tokens: int) -> dict[str, Any]:
+    """One row, in the order of `COLUMNS`."""
     began = time.monotonic()
     with ThreadPoolExecutor(streams) as pool:
         asked = [pool.submit(_ask, client, model, tokens) for _ in range(streams)]
@@ -65,11 +67,13 @@ def _measure(client: Client, model: str, streams: int, tokens: int) -> dict[str,
     timings = [one["timings"] for one in found]
     return {
         "streams": streams,
-        "tokens/s": round(sum(one["predicted_n"] for one in timings) / seconds, 1),
-        "each": round(sum(one["predicted_per_second"] for one in timings) / streams, 1),
-        "first token": f"{max(one['batchengine']['ttft_ms'] for one in found):,.0f} ms",
-        "prompt tokens": sum(one["prompt_n"] for one in timings),
-        "prefill/s": round(max(one["prompt_per_second"] for one in timings), 1),
+        "tokens_per_s": round(sum(one["predicted_n"] for one in timings) / seconds, 1),
+        "tokens_per_s_each": round(
+            sum(one["predicted_per_second"] for one in timings) / streams, 1
+        ),
+        "first_token_ms": round(max(one["batchengine"]["ttft_ms"] for one in found)),
+        "prompt_tokens": sum(one["prompt_n"] for one in timings),
+        "prefill_per_s": round(max(one["prompt_per_second"] for one in timings), 1),
     }
 
 

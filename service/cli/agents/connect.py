@@ -52,6 +52,7 @@ def connect(
     endpoint = Endpoint(
         client.url.removesuffix("/v1"), row["id"], row["context_length"], key or KEY_DEFAULT
     )
+    trained = row["meta"]["n_ctx_train"]
     path = file or Path(recipe.path)
     start = recipe.start.format(
         model=shlex.quote(endpoint.model),
@@ -75,7 +76,7 @@ def connect(
             return 1
         _write(path, old, new)
     if not json:
-        _say_next(recipe, start, endpoint, write)
+        _say_next(recipe, start, endpoint, trained, write)
     return 0
 
 
@@ -125,7 +126,7 @@ def _put(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _say_next(recipe: Recipe, start: str, endpoint: Endpoint, written: bool) -> None:
+def _say_next(recipe: Recipe, start: str, endpoint: Endpoint, trained: int, written: bool) -> None:
     facts: list[tuple[str, Any]] = [
         ("daemon", f"{endpoint.v1}  model {endpoint.model}  context {endpoint.context:,}"),
         ("start", start),
@@ -133,8 +134,11 @@ def _say_next(recipe: Recipe, start: str, endpoint: Endpoint, written: bool) -> 
     if recipe.note:
         facts.append(("note", recipe.note))
     if endpoint.context < recipe.context_min:
-        fix = f"it needs {recipe.context_min:,} tokens of context: serve with a larger --ctx"
-        facts.append(("warning", fix))
+        fix = "serve with a larger --ctx"
+        if trained < recipe.context_min:
+            fix = f"serve another model, this one was trained for {trained:,}"
+        why = f"it needs {recipe.context_min:,} tokens of context"
+        facts.append(("warning", f"{why}: {fix}"))
     if not written:
         facts.append(("write", "the same command with --write"))
     print("\n".join(f"{name:<8}{text}" for name, text in facts))

@@ -30,7 +30,7 @@ SAMPLES = SHARED / "systemd"
 UNITS = Path("etc/systemd/system")
 CONFIG = Path("etc/batchengine/batchengine.toml")
 PROGRAM_IN_UNIT = "/usr/bin/batchengine"
-HIDDEN = ("/home/", "/root/", "/run/user/")  # by ProtectHome
+HIDDEN = ("/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/")  # by ProtectHome, PrivateTmp
 NAMES = {
     "batchengine.service": UNITS / "batchengine.service",
     "batchengine.socket": UNITS / "batchengine.socket",
@@ -176,8 +176,9 @@ def hints(program: str) -> Iterator[str]:
     for path in sorted({program, str(Path(program).resolve()), sys.prefix}):
         if path.startswith(HIDDEN):
             yield (
-                f"{path} is hidden from the unit (ProtectHome): install the program elsewhere, e.g."
-                " python3 -m venv /opt/batchengine && /opt/batchengine/bin/pip install batchengine"
+                f"{path} is hidden from the unit (ProtectHome, PrivateTmp): install the program"
+                " elsewhere, e.g. python3 -m venv /opt/batchengine &&"
+                " /opt/batchengine/bin/pip install batchengine"
             )
             break
 
@@ -188,7 +189,11 @@ def manual(app: cyclopts.App) -> str:
         '.TH BATCHENGINE 1 "" "" "batchengine"', ".SH NAME",
         "batchengine \\- serves an open-weight LLM to fleets of agents", ".SH COMMANDS",
     ]  # fmt: skip
-    text = app.generate_docs(output_format="markdown", recursive=True)
+    run, sys.argv[0] = sys.argv[0], "batchengine"  # a module that was run is named in each usage
+    try:
+        text = app.generate_docs(output_format="markdown", recursive=True)
+    finally:
+        sys.argv[0] = run
     _, _, commands = text.partition("\n## batchengine ")
     in_code = False
     for line in f"## batchengine {commands}".splitlines():
@@ -207,6 +212,8 @@ def manual(app: cyclopts.App) -> str:
 
 def _roff(text: str) -> str:
     plain = re.sub(r"\[`?([^\]`]*)`?\]\([^)]*\)", r"\1", text).replace("**", "").replace("`", "")
+    plain = re.sub(r"\*(\[[^\]]*\])\*", r"\1", plain)
+    plain = plain.replace("…", "...")  # not every terminal of a manual has it
     escaped = plain.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 

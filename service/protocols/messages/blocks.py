@@ -105,7 +105,11 @@ class _Tools:
         named: list[tuple[str, str]] = []  # fields and the names in them
         for index, tool in enumerate(tools):
             kind: object = tool.get("type")
-            if kind not in (None, "custom"):  # of Anthropic's servers, or for its models alone
+            if kind not in (
+                None,
+                "custom",
+                "function",
+            ):  # of Anthropic's servers, or for its models alone
                 self.unread.append(f"tools.{kind:.64}" if isinstance(kind, str) else "tools")
                 continue
             function = _function(tool, f"tools.{index}")

@@ -43,7 +43,7 @@ def test_connect_shows_writes_and_leaves_what_it_cannot_read(
     with daemon(tmp_path) as running:
         assert main.run(["connect", "codex", "--url", running.url]) == 0
         said = capsys.readouterr().out
-        assert "it needs 32,768 tokens of context" in said
+        assert "it needs 32,768 tokens of context: serve another model" in said
         start = said.rpartition("start   ")[2].splitlines()[0]
         assert start.startswith("BATCHENGINE_API_KEY=local codex -c model_provider=batchengine")
         assert "{" not in start
@@ -70,3 +70,6 @@ def test_connect_shows_writes_and_leaves_what_it_cannot_read(
         assert main.run(["bench", "--url", running.url, "--streams", "2", "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert [row["streams"] for row in rows] == [1, 2]
+        assert all(isinstance(value, int | float) for row in rows for value in row.values())
+        assert main.run(["bench", "--url", running.url, "--streams", "2"]) == 0
+        assert "first token ms" in capsys.readouterr().out

@@ -71,7 +71,8 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(
 
 
 def test_a_program_in_a_home_folder_gets_a_hint() -> None:
-    assert any("ProtectHome" in hint for hint in install.hints("/home/a/.local/bin/batchengine"))
+    for folder in ("/home/a/.local", "/tmp/venv"):
+        assert any("ProtectHome" in hint for hint in install.hints(f"{folder}/bin/batchengine"))
 
 
 @pytest.mark.skipif(shutil.which("man") is None, reason="needs man")
@@ -86,6 +87,8 @@ def test_the_manual_is_understood(tmp_path: Path) -> None:
 def test_the_manual_names_every_command() -> None:
     page = install.manual(app)
     assert all(f'.SS "batchengine {name}"' in page for name in ("serve", "chat", "ps", "plan"))
+    assert "\nbatchengine serve [OPTIONS] [ARGS]\n" in page  # not the module that was run
+    assert page.isascii()  # what a terminal of any locale shows
 
 
 def test_a_wheel_has_completion_and_manual_of_its_own_command_line(tmp_path: Path) -> None:

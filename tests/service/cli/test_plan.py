@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import kernels
+from batchengine import config
 from batchengine.policy.capacity import cpu_processor
 from service.cli import main, plan
 
@@ -18,6 +20,7 @@ MACHINE = {
     "memory_free_bytes": 8 << 30, "store": "/kv", "store_budget_bytes": 4 << 30,
     "disk_free_bytes": 9 << 30, "disk_bytes": 99 << 30,
 }  # fmt: skip
+MEASURE = plan.measure
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +57,22 @@ def test_a_model_that_does_not_fit(
     monkeypatch.setattr(plan, "measure", lambda loaded: (MACHINE, processor(1 << 20)))
     assert main.run(["plan", str(POCKET)]) == 1
     assert "does not fit. Weights take 2 MiB, there is room for 1 MiB" in capsys.readouterr().out
+
+
+def test_the_measurement_takes_no_more_memory_than_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A virtual machine may say that its cache has 320 MiB: sixteen of them are 5 GiB."""
+    taken: list[int] = []
+
+    def read(threads: int, size: int = 0) -> float:
+        taken.append(threads * size)
+        return 1.0
+
+    monkeypatch.setattr(kernels, "peak_read_gbps", read)
+    monkeypatch.setattr(kernels, "peak_int8_gops", lambda threads, seconds: 1.0)
+    MEASURE(config.load(None, {"model.path": str(POCKET)}))
+    assert 0 < taken[-1] <= 1 << 30
 
 
 def test_packed_weights_without_a_use_are_named_and_removed(

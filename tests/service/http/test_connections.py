@@ -106,7 +106,7 @@ async def test_a_large_answer_goes_to_slow_readers_and_not_to_the_slowest() -> N
         sock.close()
 
 
-async def test_a_malformed_chunk_is_answered_at_once() -> None:
+async def test_a_malformed_chunk_is_answered_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(WHOLE + b"Transfer-Encoding: chunked\r\n\r\n")
@@ -122,6 +122,7 @@ async def test_a_malformed_chunk_is_answered_at_once() -> None:
         assert answer.count(b"HTTP/1.1 ") == 1
         assert b"malformed" in answer
         assert (await post(served, "/v1/chat/completions", chat()))[0] == 200
+    assert not [row for row in caplog.records if row.levelname == "ERROR"]  # the client's mistake
 
 
 async def test_idle_connections_give_way_at_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -478,6 +478,15 @@ async def test_tools_of_other_servers_are_left_out_and_counted() -> None:
     assert 'field="tools.web_search_20260318"' in scrape
 
 
+async def test_tools_in_the_form_of_openai_are_refused_not_left_out() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    async with serving() as served:
+        body = {"messages": [user(text("hi"))], "max_tokens": 5, "tools": tools}
+        status, answer, _ = await post(served, ROUTE, body)
+    assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+    assert "input_schema" in answer["error"]["fix"]
+
+
 async def test_diagnostics_name_what_changed_since_an_earlier_request() -> None:
     first: dict[str, Any] = {
         "model": MODEL_ID, "system": "s", "tools": [TOOL], "max_tokens": 5,
