@@ -94,6 +94,8 @@ class CostModel:
     STREAK = 6
     YOUNG = 2.0  # ends after the first step that a coefficient explains alone
     SCALE_MAX = 100.0
+    SCORED_GAIN = 0.25
+    SCORED_CHANGE_MAX = 2.0  # factor of one step
 
     def __init__(self, prior: StepCost) -> None:
         """Raises ValueError unless all coefficients of `prior` are positive: 0 would stay 0."""
@@ -101,6 +103,7 @@ class CostModel:
         self.error_ratio = 0.25  # estimated median of |log(observed / predicted)|
         self._streak = 0.0  # steps beyond the limit in a row, signed by side
         self.steps = 0
+        self._scored_token_ms = 0.0  # more than of other tokens of prompts; 0 = not known
         self.assume(prior)
 
     def assume(self, prior: StepCost) -> None:
@@ -112,6 +115,24 @@ class CostModel:
 
     def __repr__(self) -> str:
         return f"<CostModel steps={self.steps} error={self.error_ratio:.0%} {self.cost}>"
+
+    @property
+    def scored_cost(self) -> StepCost:
+        """`cost` for a session that wants the log-probabilities of its prompt. Until a step with
+        some was observed, their tokens take twice the time of others."""
+        base_ms = self.cost.prefill_token_ms
+        return self.cost._replace(prefill_token_ms=base_ms + (self._scored_token_ms or base_ms))
+
+    def observe_scored(self, work: StepWork, n_scored: int, step_ms: float) -> None:
+        """Learn from a step in which log-probabilities of `n_scored` tokens of prompts were
+        computed: what it took besides the prediction. The coefficients stay."""
+        if not (math.isfinite(step_ms) and step_ms > 0.0):
+            return
+        known_ms = self._scored_token_ms or self.cost.prefill_token_ms
+        found_ms = max(0.0, step_ms - self.cost.predict_ms(work)) / n_scored
+        found_ms = min(found_ms, self.SCORED_CHANGE_MAX * known_ms)
+        known_ms += self.SCORED_GAIN * (found_ms - known_ms)
+        self._scored_token_ms = max(COEFFICIENT_MIN, known_ms)
 
     def observe(self, work: StepWork, step_ms: float) -> None:
         """Learn from one step. Times that are not positive and finite are ignored."""

@@ -35,6 +35,7 @@ class TurnRow(NamedTuple):
     suspect: bool = False  # was in a step that killed the worker: runs alone
     pages_evictable: int = 0  # of pages_held: evictable, so counted in LaneView.pages_free too
     tenant: str = ""  # whose session it is
+    scored: bool = False  # its prompt is, so its tokens take longer
 
 
 class TenantRow(NamedTuple):

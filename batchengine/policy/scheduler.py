@@ -118,6 +118,7 @@ class LaneView:
     pages_free: int  # store pages that can be reserved now (free or evictable)
     pages_budget: int  # store pages in all
     cost: StepCost
+    scored_cost: StepCost  # of sessions whose prompt is scored
     running: tuple[TurnRow, ...]
     waiting: tuple[TurnRow, ...]
     policy: Policy = Policy()
@@ -317,7 +318,7 @@ class _Draft:
         if not self.decodes:
             self.prefill_ms = longest_ms
             return
-        work_ms = entry_ms(self.view.cost, head.frontier, head.to_compute)
+        work_ms = entry_ms(self._cost(head), head.frontier, head.to_compute)
         decodes = Decodes(self.decodes, self.decode_ms, self.slack_ms, self.now_ms)
         share = self.view.policy.prefill_share
         found_ms = budget_ms(head, work_ms, decodes, self.shares, share=share)
@@ -387,7 +388,7 @@ class _Draft:
             self.granted[row.key] = n
             self.tokens_left -= n
             self.entries_left -= 1
-            ms = entry_ms(self.view.cost, row.frontier, n)
+            ms = entry_ms(self._cost(row), row.frontier, n)
             self.spent_ms += ms
             self.shares.computed(row, ms)
         return n > 0
@@ -397,12 +398,15 @@ class _Draft:
         tile = self.view.policy.chunk_tokens_min
         want = min(row.to_compute, self.tokens_left, max(tile, int(self.chunk_tokens * share)))
         left_ms = min(self.prefill_ms * share, self.prefill_ms - self.spent_ms)
-        n = min(want, tokens_in(self.view.cost, row.frontier, left_ms))
+        n = min(want, tokens_in(self._cost(row), row.frontier, left_ms))
         if n < row.to_compute:
             n -= n % tile
         if n >= min(tile, row.to_compute):
             return n
         return min(want, tile) if floor else 0
+
+    def _cost(self, row: TurnRow) -> StepCost:
+        return self.view.scored_cost if row.scored else self.view.cost
 
     def _reserve(self, row: TurnRow, n: int) -> int:
         """Take slots and pages for the next `n` tokens; returns fewer tokens if they run out.

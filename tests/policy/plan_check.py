@@ -57,6 +57,8 @@ def check(view: LaneView, plan: StepPlan) -> list[str]:
         sum(max(0, n) for n in held) + pinned <= view.pages_free, "more pages than can be reserved"
     )
     expected_ms = view.cost.predict_ms(work_of((rows[k].frontier, n) for k, n in known))
+    scored_ms = view.scored_cost.prefill_token_ms - view.cost.prefill_token_ms
+    expected_ms += scored_ms * sum(n for k, n in known if rows[k].scored and n > 1)
     near = math.isclose(plan.predicted_ms, expected_ms, rel_tol=1e-6, abs_tol=1e-9)
     rule(near if known else plan.predicted_ms == 0.0, "the prediction is not that of the batch")
     idle = out | tokens.keys() | set(plan.stalled)

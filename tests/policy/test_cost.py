@@ -107,6 +107,25 @@ def test_an_hour_of_decodes_keeps_the_prefill_coefficient() -> None:
     assert model.cost.predict_ms(prefill) == pytest.approx(TRUTH.predict_ms(prefill), rel=0.5)
 
 
+def test_what_scoring_takes_is_learned_beside_the_coefficients() -> None:
+    rng, model = random.Random(8), CostModel(TRUTH)
+    dear = TRUTH._replace(prefill_token_ms=0.08)
+    assert model.scored_cost.prefill_token_ms == 2 * TRUTH.prefill_token_ms
+    for _ in range(40):
+        scored, other = rng.choice([16, 64, 512]), rng.choice([0, 100])
+        work = work_of([(rng.randrange(4000), scored + other), (700, 1)])
+        step_ms = TRUTH.predict_ms(work) + 0.03 * scored
+        model.observe_scored(work, scored, step_ms * rng.uniform(0.98, 1.02))
+    assert model.scored_cost.prefill_token_ms == pytest.approx(dear.prefill_token_ms, rel=0.1)
+    assert (model.cost, model.steps) == (TRUTH, 0)
+    known = model.scored_cost
+    model.observe_scored(work, scored, 1e6)  # one step that something else delayed
+    assert model.scored_cost.prefill_token_ms < 1.2 * known.prefill_token_ms
+    for step_ms in (0.0, math.nan, 1e-9):
+        model.observe_scored(work, scored, step_ms)
+    assert model.scored_cost.prefill_token_ms > TRUTH.prefill_token_ms
+
+
 def test_coefficients_stay_positive_and_finite() -> None:
     model = CostModel(StepCost())
     rng = random.Random(6)

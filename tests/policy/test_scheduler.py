@@ -75,6 +75,8 @@ def view(running: list[TurnRow], waiting: list[TurnRow], **given: Any) -> LaneVi
         "running": tuple(running),
         "waiting": tuple(waiting),
     }
+    cost: StepCost = given.get("cost", COST)
+    values["scored_cost"] = cost._replace(prefill_token_ms=1.6 * cost.prefill_token_ms)
     return LaneView(**(values | given))
 
 
@@ -131,6 +133,12 @@ def test_a_lone_prompt_respects_the_longest_step() -> None:
     found = planned([], [row(1, to_compute=3000)], step_ms_max=11.0)
     assert found.batch == (PlannedEntry(1, 96),)  # 1 ms fixed, 0.1 ms a token, whole tiles
     assert found.predicted_ms <= 11.0
+
+
+def test_a_prompt_that_is_scored_respects_the_longest_step_too() -> None:
+    found = planned([], [row(1, to_compute=3000, scored=True)], step_ms_max=12.0)
+    assert found.batch == (PlannedEntry(1, 64),)  # 0.16 ms a token
+    assert 11.0 < found.predicted_ms <= 12.0
 
 
 def test_prefill_takes_no_more_time_of_a_step_than_the_decodes() -> None:
@@ -474,6 +482,7 @@ def rows(draw: st.DrawFn, key: int, running: bool) -> TurnRow:
         "slots_held": draw(st.integers(0, 2)) if running else 0,
         "pages_evictable": 0 if running else draw(st.integers(0, held)),
         "tenant": draw(st.sampled_from(["", "a", "b"])),
+        "scored": draw(st.integers(0, 3)) == 0,
     }
     if running:
         given["admitted_ms"] = NOW - draw(st.sampled_from([1.0, 150.0, 2500.0]))

@@ -155,6 +155,7 @@ class Lane:
             pages_free=self.pages - held,  # pages of turns without a seat can be evicted
             pages_budget=self.pages,
             cost=self.cost,
+            scored_cost=self.cost,
             running=running,
             waiting=tuple(waiting),
             tenants=self.tenants.rows(rows, self.now_ms) if several else {},

@@ -318,7 +318,7 @@ class LaneLoop:
             return
         plan = NO_PLAN
         if not self.draining:
-            plan = scheduler.plan(self.seats.view(self.cost.cost), self.seats.now_ms())
+            plan = scheduler.plan(self.seats.view(self.cost), self.seats.now_ms())
         in_flight = self._steps.prepare(plan)
         if self.draining or (in_flight is not None and in_flight.parts):
             self.seats.end_stall()
@@ -342,7 +342,7 @@ class LaneLoop:
         due = self.is_paused, self._transfers.is_due, self.recomputes, self.stages, self.kv.is_busy
         has_room = len(self._in_flight) < self.config.steps_in_flight
         if has_room and not self._wake_event.is_set() and not any(due):
-            self._in_flight.send_ahead(self.seats.view(self.cost.cost), self.seats.now_ms())
+            self._in_flight.send_ahead(self.seats.view(self.cost), self.seats.now_ms())
 
     async def _commit_oldest(self) -> None:
         in_flight, done = await self._in_flight.answer()

@@ -69,8 +69,8 @@ class StepMeter:
         self.step_ms = done.elapsed_us / 1000.0
         self.tokens += sum([n for _, n in computed])
         work = work_of(computed)
-        if any(entry.scored for entry in in_flight.step.entries):
-            pass  # the model of the cost does not know what log-probabilities of prompts take
+        if n_scored := sum([entry.scored for entry in in_flight.step.entries]):
+            self.cost.observe_scored(work, n_scored, self.step_ms)
         elif work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
             self.cost.observe(work, self.step_ms)
         self._seconds.observe(done.elapsed_us / 1e6)

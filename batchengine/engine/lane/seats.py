@@ -20,7 +20,7 @@ from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
-from batchengine.policy.cost import StepCost
+from batchengine.policy.cost import CostModel
 from batchengine.policy.rows import TenantRow, TurnRow
 from batchengine.session import Event, Loss, Session
 from batchengine.session_kv import pages_for
@@ -353,7 +353,7 @@ class Seats:
             turn.cached_row = None
         self._waiting_rows = None
 
-    def view(self, cost: StepCost) -> scheduler.LaneView:
+    def view(self, cost: CostModel) -> scheduler.LaneView:
         """Return the state of the lane from which the scheduler plans the next step."""
         if self._cut_off:
             self._try_again()
@@ -379,7 +379,8 @@ class Seats:
             slots_free=self._kv.slots.available,
             pages_free=max(0, self.pages_here - held) + self.pages_beyond_free,
             pages_budget=self.pages_budget + self.pages_beyond,
-            cost=cost,
+            cost=cost.cost,
+            scored_cost=cost.scored_cost,
             running=running,
             waiting=self._waiting_rows,
             tenants=tenants,

@@ -228,13 +228,13 @@ class StepWriter:
         rows = {row.session: row for row in done.rows}
         scores = {scored.session: scored for scored in done.scores}
         computed: list[tuple[int, int]] = []
-        cost = self._meter.cost.cost
+        cost, scored = self._meter.cost.cost, self._meter.cost.scored_cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
         for (turn, n, wants), entry in zip(in_flight.parts, entries, strict=True):
             session = turn.session
             computed.append((entry.start, n))
             if seats.tenants.several:
-                ms = fixed_ms + entry_ms(cost, entry.start, n)
+                ms = fixed_ms + entry_ms(scored if entry.scored else cost, entry.start, n)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in without_rows:
                 continue

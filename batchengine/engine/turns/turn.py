@@ -188,6 +188,7 @@ class Turn:
             session.suspect,
             evictable,
             session.tenant,
+            self.scores is not None and not self.scores.is_complete,
         )
         if not running:
             self.cached_row = row

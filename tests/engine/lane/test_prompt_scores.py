@@ -28,6 +28,7 @@ from batchengine.engine import Engine, Generation
 from batchengine.engine.lane.inflight import InFlightStep, StepEntry, check_answer
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.model import sample_spec
+from batchengine.policy import scheduler
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
 from bench.models.local_runner import LocalSequence
@@ -125,6 +126,30 @@ async def test_a_worker_that_dies_in_the_middle(site: Site, reference: Reference
     assert scores_of(answer, prompt) == expected(reference, prompt, 1)
     assert answer.tokens == reference.tokens(prompt, 8)
     assert len(steps) > at
+
+
+async def test_steps_are_planned_with_what_scoring_takes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as the prompt is not whole, and other work of the lane as before."""
+    lane = LaneConfig(name="cpu", threads=1, chunk_tokens_max=64)
+    views, plan = list[scheduler.LaneView](), scheduler.plan
+
+    def spy(view: scheduler.LaneView, now_ms: float) -> scheduler.StepPlan:
+        views.append(view)
+        return plan(view, now_ms)
+
+    monkeypatch.setattr(scheduler, "plan", spy)
+    async with running_engine(site, lanes=(lane,)) as engine:
+        cost, before = engine.state.lanes[0].cost, engine.state.lanes[0].cost.cost
+        first = before.prefill_token_ms + cost.scored_cost.prefill_token_ms
+        answer = await read(engine.submit(asking(words(6, 300), 1, 4)))
+        assert answer.error is None
+        assert before.prefill_token_ms + cost.scored_cost.prefill_token_ms != first
+    rows = [row for view in views for row in (*view.running, *view.waiting)]
+    assert {row.to_compute > 1 for row in rows if row.scored} == {True}
+    assert {row.to_compute for row in rows if not row.scored} == {1}
+    assert all(view.scored_cost.prefill_token_ms > view.cost.prefill_token_ms for view in views)
 
 
 async def test_a_slow_reader_holds_no_more_than_a_slice(site: Site, reference: Reference) -> None:
