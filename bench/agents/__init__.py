@@ -19,7 +19,6 @@ import contextlib
 import json
 import random
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -35,6 +34,7 @@ import kernels
 from bench import report
 from bench.engine import synthetic_model
 from service.cli.local.child import ChildDaemon
+from service.cli.local.cluster import free_ports
 
 LETTERS = "abcdefgijklmnopqrsuvwxyz"  # without the pair that the synthetic vocabulary merges
 TURN_SECONDS_MAX = 1800.0
@@ -162,9 +162,7 @@ def llama_server(
     program: str, model: Path, threads: int, trace: Trace, verbose: bool
 ) -> Iterator[Server]:
     """llama-server with a slot for every agent."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [
         program, "--model", str(model), "--host", "127.0.0.1", "--port", str(port),
         "--threads", str(threads), "--threads-batch", str(threads),

@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ import numpy as np
 from batchengine.child.command import python_command
 from bench import agents, report
 from bench.serve.streams import Tally, idle_connections, keep_busy
+from service.cli.local.cluster import free_ports
 
 POCKET = Path(__file__).resolve().parents[2] / "pocket" / "pocket-q4_0.gguf"
 SPARE_FILES = 1024
@@ -39,9 +39,7 @@ class HashDaemon:
 
     def __init__(self, folder: Path, streams: int, idle: int, verbose: bool) -> None:
         self._verbose = verbose
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        (self.port,) = free_ports(1)
         settings = {
             "model.path": str(POCKET),
             "server.port": self.port,

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from bench.agents import Trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +51,6 @@ def test_a_trace_has_one_system_prompt_and_growing_conversations() -> None:
     assert trace.context >= chars + trace.answer_tokens
 
 
-@pytest.mark.timeout(240)
 def test_the_trace_runs_through_both_servers(tmp_path: Path) -> None:
     asked, program = tmp_path / "asked", tmp_path / "llama-server"
     program.write_text(SERVER.format(python=sys.executable, asked=str(asked)))

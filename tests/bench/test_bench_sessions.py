@@ -47,21 +47,18 @@ def bench(*arguments: str, fails: bool = False, **env: str) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------- crash
 
 
-@pytest.mark.timeout(180)
 def test_random_kills_lose_and_change_no_token() -> None:
     result = bench("crash", "--quick", "--json", os.devnull)
     assert result.pop("kills") >= 20
     assert result == {"lost_tokens": 0, "wrong_tokens": 0, "double_owners": 0}
 
 
-@pytest.mark.timeout(180)
 def test_random_kills_lose_no_token_of_a_real_model() -> None:
     result = bench("crash", "--model", "pocket", "--kills", "8", "--jobs", "1", "--clients", "4")
     assert result.pop("kills") >= 8
     assert result == {"lost_tokens": 0, "wrong_tokens": 0, "double_owners": 0}
 
 
-@pytest.mark.timeout(180)
 def test_the_crash_bench_detects_a_wrong_token() -> None:
     """Workers run another model than the clients expect."""
     faults = json.dumps({"model": "another"})
@@ -156,7 +153,6 @@ def zygote() -> Iterator[Zygote]:
     made.close()
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize(("target", "every"), [("engine", 1300), ("worker", 1700)])
 def test_deaths_at_some_points_of_the_script_change_no_token(
     zygote: Zygote, target: str, every: int
@@ -184,7 +180,6 @@ def test_the_script_reports_the_position_of_a_wrong_token(
 # --------------------------------------------------------------------------- promote, restart
 
 
-@pytest.mark.timeout(180)
 def test_promote_migrates_a_stream_without_changing_it(pocket_path: Path, tmp_path: Path) -> None:
     result = bench(
         "promote", "--quick", "--model", str(pocket_path), "--json", str(tmp_path / "r.json")
@@ -204,7 +199,6 @@ def test_promote_migrates_a_stream_without_changing_it(pocket_path: Path, tmp_pa
     assert all(move["rows_recomputed"] <= RECOMPUTE_MAX for move in moves), moves
 
 
-@pytest.mark.timeout(180)
 def test_the_gap_of_a_promotion_is_measured_both_ways(pocket_path: Path, tmp_path: Path) -> None:
     result = bench(
         "promote", "--zero-pause", "--quick", "--model", str(pocket_path),
@@ -219,7 +213,6 @@ def test_the_gap_of_a_promotion_is_measured_both_ways(pocket_path: Path, tmp_pat
     assert all(move["again"] == 0 for move in moves if move["way"] == "stopped"), moves
 
 
-@pytest.mark.timeout(180)
 def test_few_tokens_are_recomputed_after_a_restart(pocket_path: Path) -> None:
     result = bench("restart", "--quick", "--model", str(pocket_path))
     assert result["same_tokens"] is True
@@ -229,7 +222,6 @@ def test_few_tokens_are_recomputed_after_a_restart(pocket_path: Path) -> None:
     assert result["restart_vs_prefill_1k"] > 0
 
 
-@pytest.mark.timeout(180)
 def test_a_pipeline_of_two_daemons_has_the_answers_of_one(pocket_path: Path) -> None:
     result = bench("pipeline", "--quick", "--model", str(pocket_path))
     assert result["identical"] is True

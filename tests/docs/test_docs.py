@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from service.cli.local.cluster import free_ports
 from tests.docs import commands
 from tools import make_docs
 
@@ -25,11 +25,8 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", RUN, ids=name_of)
-@pytest.mark.timeout(240)
 def test_commands_run_as_written(page: Path, tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     (tmp_path / "pocket").symlink_to(ROOT / "pocket")
     home = tmp_path / "home"
     for folder in ("state", "run", "cache"):

@@ -86,7 +86,6 @@ async def costs_of_b(engine: Engine, reference: Reference, seeds: range) -> list
     return found
 
 
-@pytest.mark.timeout(240)
 async def test_a_flood_of_one_tenant_leaves_another_its_share(
     site: Site, reference: Reference
 ) -> None:

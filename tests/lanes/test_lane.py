@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvloop
@@ -257,7 +259,11 @@ def test_an_engine_that_was_suspended_takes_the_unread_answer(
         lane = Lane("cpu")
         await lane.start(load_message(pocket_path, cache_dir))
         reply = lane._send(wire.Ping(), b"", 0.2, 0)
-        time.sleep(1.0)  # noqa: ASYNC251  as SIGSTOP does it; the worker answers meanwhile
+        time.sleep(0.5)  # noqa: ASYNC251  as SIGSTOP does it
+        assert lane._protocol is not None
+        transport: Any = lane._protocol._transport
+        answer = transport.get_extra_info("socket").fileno()
+        assert select.select([answer], [], [], 60.0)[0]  # the worker has answered meanwhile
         assert isinstance(await lane._receive(reply), wire.Pong)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(lane.died(), 0.5)
@@ -281,7 +287,7 @@ async def test_an_engine_that_was_suspended_extends_the_deadline_once(
     began = time.monotonic()
     with pytest.raises(LaneDied, match="deadline"):
         await lane._receive(reply)
-    assert 0.35 < time.monotonic() - began < 5.0
+    assert 0.35 < time.monotonic() - began < 30.0
 
 
 PARENT = """
@@ -312,7 +318,7 @@ def test_a_worker_never_outlives_its_engine(pocket_path: Path, cache_dir: Path) 
     suspend(worker)  # not even a stopped one
     parent.kill()
     parent.wait()
-    for _ in range(500):
+    for _ in range(6000):
         if not _is_running(worker):
             break
         time.sleep(0.01)

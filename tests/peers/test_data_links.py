@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.engine.linked import data_link
+from batchengine.engine.linked import data_link, lane_links
 from batchengine.engine.linked.data_link import DataState
 from batchengine.engine.linked.lane_links import ASKED_EVERY_S
 from batchengine.peers import certificates, listener
@@ -46,7 +46,7 @@ async def test_a_link_is_up_on_both_sides_and_comes_back(site: Site, tls: bool) 
             numbers = killed.links.number(other.node.name), other.links.number(killed.node.name)
             await killed.kill_worker()
             assert killed.links.number(other.node.name) is None
-            await other.until_down(killed.node.name, 1.0)
+            await other.until_down(killed.node.name, 2.5)
             await killed.start_worker()
             found = await asyncio.gather(
                 killed.until_up(other.node.name), other.until_up(killed.node.name)
@@ -54,7 +54,7 @@ async def test_a_link_is_up_on_both_sides_and_comes_back(site: Site, tls: bool) 
             assert not set(found) & set(numbers), "no number is used twice"
             assert killed.workers[-1] == killed.lane.incarnation
         a.node.link("b").abort("of the test")
-        await asyncio.gather(a.until_down("b", 1.0), b.until_down("a", 1.0))
+        await asyncio.gather(a.until_down("b", 2.5), b.until_down("a", 2.5))
         await asyncio.gather(a.until_up("b"), b.until_up("a"))
         assert a.changes[-2:] == [("b", None), ("b", a.links.number("b"))]
         assert a.node.peers.connections_refused == b.node.peers.connections_refused == 0
@@ -199,7 +199,9 @@ async def test_tokens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
         with await handshake(await a.connect(token), site.folder, "a") as tls:
             assert await a.b.until_up("a")
             await a.token()
-            assert await a.ask() == DataRefused("it is asked too often")
+            with monkeypatch.context() as patched:
+                patched.setattr(lane_links, "ASKED_EVERY_S", 60.0)
+                assert await a.ask() == DataRefused("it is asked too often")
             assert a.state is DataState.EXPECTED
         token = await a.token()
         with await handshake(await a.connect(token), site.folder, "a") as tls:
@@ -225,6 +227,7 @@ async def test_a_peer_that_does_not_go_on(site: Site, monkeypatch: pytest.Monkey
         await until(lambda: a.state is DataState.DOWN)
         assert a.row["data_why"] == "the peer did not connect within 0.3 s"
         await a.refused(token, "not known")
+        monkeypatch.setitem(data_link.DEADLINES_S, DataState.EXPECTED, 60.0)
         sock = await a.connect(await a.token())
         await until(lambda: a.state is DataState.OPENING)
         await until(lambda: a.state is DataState.DOWN)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import pytest
 
 from service.admin.client import Client, admin
 from service.cli.local.child import ChildDaemon
+from service.cli.local.cluster import free_ports
 from service.cli.main import run
 from tests.peers.scene import certify
 
@@ -25,11 +25,6 @@ BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story."}], "temperature": 0,
     "ignore_eos": True, "max_tokens": 1200,
 }  # fmt: skip
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 def daemon(pocket: Path, folder: Path, name: str, port: int) -> ChildDaemon:
@@ -59,7 +54,7 @@ def until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
 def linked(pocket_path: Path, tmp_path: Path) -> Iterator[tuple[ChildDaemon, ChildDaemon]]:
     """Daemons `a` and `b`; each knows the other from its folder."""
     certify(tmp_path, "a", "b")
-    ports = {"a": free_port(), "b": free_port()}
+    ports = dict(zip("ab", free_ports(2), strict=True))
     for name, other in (("a", "b"), ("b", "a")):
         file = tmp_path / name / "peers.d" / f"{other}.toml"
         file.write_text(f'address = "127.0.0.1:{ports[other]}"\n')
@@ -147,12 +142,12 @@ def test_two_daemons_and_the_death_of_one(
         text, gaps = story(client, kill)
     assert noticing[0].result() < 3.5
     assert text == alone
-    assert max(gaps[150:]) < 1.5 + max(gaps_alone), "the stream did not pause"
+    assert max(gaps[150:]) < 2.5 + max(gaps_alone), "the stream did not pause"
     row = peers_of(a)["peers"][0]
     assert row["state"] in ("down", "dialling")
     assert "refused" in row["why"] or "closed" in row["why"]
     health = client.get("/health")
     assert (health["status"], health["peers_up"]) == ("ok", 0)
-    psutil.wait_procs(workers, timeout=5)
+    psutil.wait_procs(workers, timeout=30)
     for worker in workers:
         assert not worker.is_running()

@@ -145,8 +145,8 @@ async def read(generation: Generation) -> Answer:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Poll a condition of the engine; the test fails after 60 s."""
-    async with asyncio.timeout(60):
+    """Poll a condition of the engine; the test fails after two minutes."""
+    async with asyncio.timeout(120):
         while not condition():  # noqa: ASYNC110  the engine has no event for every fact
             await asyncio.sleep(0.002)
 

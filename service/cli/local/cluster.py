@@ -7,6 +7,7 @@ are divided among them. Ends its daemons however it ends itself.
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ READY_S = 300.0  # until all daemons serve
 PEERS, CONFIG = "peers", "batchengine.toml"  # in the folder of a daemon
 LINKED_S = 30.0  # and then until all links are up
 WATCH_S = 0.5
+PORTS = range(10_000, 32_768)
 QUESTION = "Tell me a story."
 OPTIONS = chat.Options(temperature=0.0, max_tokens=48)
 NOTED = chat.Options(temperature=0.0, max_tokens=64, ignore_eos=True)  # time to move pages
@@ -382,12 +384,20 @@ def _end(code: int) -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of loopback that nothing listens on now."""
+    """TCP ports of loopback that nothing listens on now.
+
+    They are below those that the kernel gives to programs which ask for any: one of those could be
+    taken before its daemon listens.
+    """
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        return [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for _ in range(count)
-        ]
+        for port in random.sample(PORTS, len(PORTS)):
+            if len(found) == count:
+                break
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(port)
+    return found
 
 
 def _made(folder: Path) -> Path:

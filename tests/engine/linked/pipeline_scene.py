@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncIterator
 
 from batchengine.config import LaneConfig
 from batchengine.engine import Engine
+from service.cli.local.cluster import free_ports
 from tests.support.engines import Site, running_engine, until
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
 
 
 @contextlib.asynccontextmanager
@@ -21,7 +16,7 @@ async def linked_engines(
     site: Site, names: str, lanes: tuple[LaneConfig, ...] = (), **overrides: object
 ) -> AsyncIterator[dict[str, Engine]]:
     """Engines with one-letter names, each with a data link to every other."""
-    ports = {name: free_port() for name in names}
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
     async with contextlib.AsyncExitStack() as stack:
         engines: dict[str, Engine] = {}
         for name in names:

@@ -233,7 +233,7 @@ async def test_a_peer_that_answers_wrongly_costs_its_entries_only(
 
         def begin() -> asyncio.Task[wire.StepDone]:
             pair = Entry(1, LENGTH - 1, 1, [Piece("m", 0, 2)]), Entry(2, 599, 1)
-            return node.start_step(*pair, scene=scene, lap_ms=500)
+            return node.start_step(*pair, scene=scene, lap_ms=20_000)
 
         async def truth(query: Query, payload: bytes) -> bytes:
             """What the worker itself, as a holder, answers to the query."""

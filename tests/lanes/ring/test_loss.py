@@ -60,8 +60,8 @@ async def test_a_stopped_holder_costs_its_entries_and_one_lap(
         await expect(scene, alone)
         suspend(scene["b"].lane.pid)
         for _ in range(2):
-            took = await expect(scene, alone, BY_B, BY_B_AND_C, lap_ms=400)
-            assert 0.4 <= took < 10.0, "far below the deadline of other laps"
+            took = await expect(scene, alone, BY_B, BY_B_AND_C, lap_ms=1500)
+            assert 1.5 <= took < 15.0, "far below the deadline of other laps"
         os.kill(scene["b"].lane.pid, signal.SIGCONT)
         await expect(scene, alone)
         counts = await scene["a"].counts()

@@ -133,7 +133,7 @@ async def test_a_background_response_goes_on_without_a_reader_and_can_be_cancell
 
 
 async def test_a_background_response_goes_on_when_the_reader_of_its_stream_leaves() -> None:
-    engine = FakeEngine(delay_s=0.05)
+    engine = FakeEngine(delay_s=0.3)
     async with serving(engine) as served:
         body = {"input": "hi", "background": True, "stream": True}
         async with (
