@@ -38,9 +38,10 @@ async def test_a_slow_network_changes_no_token(
     async with cluster(plan, nodes, network) as made:
         ids = words(5, N_PROMPT)
         await made.has_room("a", N_PROMPT + N_TOKENS)
-        stream, tokens = made.engines["a"].ask("submit", prompt=ids, n=N_TOKENS, session="s"), []
+        engine, tokens, held = made.engines["a"], list[int](), list[tuple[str, int]]()
+        stream = engine.ask("submit", prompt=ids, n=N_TOKENS, session="s")
         while "token" in (message := await stream.get()):
             tokens.append(message["token"])
+            held = held or (await engine.call("held"))["held"]["s"]  # while it is computed
         assert tokens == reference.tokens(ids, N_TOKENS), message
-        held = (await made.engines["a"].call("held"))["held"]["s"]
         assert sum(pages for peer, pages in held if peer) > 0

@@ -174,6 +174,7 @@ def captured(model: str) -> list[dict[str, Any]]:
     output = {"type": "function_call_output", "call_id": "call_1", "output": "a.txt\n"}
     codex = {
         "model": model,
+        "temperature": 0,
         "max_output_tokens": 12,
         "input": [
             message("developer", "You are a coding agent.", id="msg_1"),
@@ -201,6 +202,7 @@ def captured(model: str) -> list[dict[str, Any]]:
     }  # fmt: skip
     pi = {
         "model": model,
+        "temperature": 0,
         "max_output_tokens": 12,
         "input": [
             {"role": "system", "content": "You are an expert coding assistant."},
