@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support.engines import Reference, Site
 from tests.support.tracebacks import give_lines
@@ -18,8 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Random tests draw other examples in each `make soak`, 1,000 of them; otherwise the same 100, or
 # their part of it, so that a change passes or fails for what it changes.
-settings.register_profile("soak", max_examples=1000, deadline=None)
-settings.register_profile("suite", derandomize=True, deadline=None)  # machines are shared
+MACHINES_ARE_SHARED: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+}
+settings.register_profile("soak", max_examples=1000, **MACHINES_ARE_SHARED)
+settings.register_profile("suite", derandomize=True, **MACHINES_ARE_SHARED)
 settings.load_profile("suite")
 
 

@@ -77,7 +77,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @given(st.data())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_a_damaged_bundle_is_refused_and_writes_nothing(
     bundle: Path, tmp_path: Path, data: st.DataObject

@@ -103,7 +103,7 @@ async def compute(ring: Ring, rng: random.Random) -> None:
 @settings(
     max_examples=settings().max_examples // 8,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(seed=st.integers(0, 2**32))
 def test_any_route_and_chunking_has_the_bits_of_one_worker(ring: Ring, seed: int) -> None:
