@@ -26,7 +26,8 @@ class StoreLocked(StoreError):
         super().__init__(
             f"the store {path} is locked by pid {pid}" if pid else f"the store {path} is locked",
             why="one store has one owner; two would overwrite each other's pages",
-            fix="stop the other daemon, or give this one another store directory",
+            fix="stop the other daemon, or give this one a store of its own (serve --store DIR, or"
+            " --instance NAME)",
         )
         self.pid = pid
 

@@ -294,7 +294,11 @@ def test_a_tier_without_lanes_is_reported(tmp_path: Path, machine: Machine) -> N
         ("[sla]\ndefault_class = 'fast'", "BE1105", "interactive, standard"),
         ("[server]\nhost = '0.0.0.0'", "BE1106", "server.host|line 2|auth.keys|TLS"),
         ("[auth.keys.a]\nkey = 'short'", "BE1108", "auth.keys.a|line 1|openssl"),
-        ("[auth.keys.a]\nkey_file = '/no/such'", "BE1108", "/no/such|line 2"),
+        (
+            "[auth.keys.a]\nkey_file = '/no/such'",
+            "BE1108",
+            "/no/such cannot be read: no such file or directory|line 2",
+        ),
         (f"[auth.keys.a]\nkey='{KEY}'\n[auth.keys.b]\nkey='{KEY}'", "BE1108", "two names"),
         ("[auth]\ntoken = 'x'", "BE1102", "auth.token"),
         ("[server]\nadmin_socket = '/" + "x" * 120 + "'", "BE1107", "107 bytes"),

@@ -178,8 +178,9 @@ def _read_key(source: Source, path: str, dotted: str) -> str:
     try:
         return Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is not text"
         raise source.error(
-            errors.CONFIG_KEYS, f"{dotted}.key_file", f"= {path} cannot be read ({error})"
+            errors.CONFIG_KEYS, f"{dotted}.key_file", f"= {path} cannot be read: {why}"
         ) from None
 
 

@@ -130,4 +130,7 @@ def model_hint(path: str) -> str:
     with contextlib.suppress(OSError, ValueError):
         found = min(map(str, folder.glob("*.gguf")), default=None)
     such_as = f", such as {found}" if found else ""
-    return f"give the path of a GGUF file{such_as}, or pocket = the toy model; none is downloaded"
+    return (
+        f"give the path of a GGUF file{such_as}, or on the command line pocket = the toy model;"
+        " none is downloaded"
+    )

@@ -128,7 +128,11 @@ def running_daemons() -> list[str]:
     for name, path in sockets.items():
         with contextlib.suppress(BatchEngineError):
             status = admin(str(path), "status", patience_s=2.0)["status"]
-            option = f"--instance {name}" if name else f"--admin-socket {path}"
+            option = (
+                f"--instance {name}"
+                if name
+                else f"--admin-socket {path} or --url http://{status['address']}/v1"
+            )
             found.append(f"{option} ({status['model'] or 'loading'} at {status['address']})")
     return found
 

@@ -140,6 +140,7 @@ def test_a_stopped_owner_keeps_the_lock_and_a_dead_one_does_not(path: Path) -> N
     for _ in range(2):
         with pytest.raises(StoreLocked, match=f"locked by pid {holder.pid}") as caught:
             Store.open(path, descriptor(), settings(40))
+        assert "--instance" in caught.value.fix
         assert caught.value.pid == holder.pid
     with pytest.raises(StoreLocked):
         fsck(path)

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from batchengine import errors
-from batchengine.config import Config, check_model_file, disk_bytes, disk_warnings, warnings
+from batchengine.config import (
+    CONTEXT_TOKENS_MIN,
+    Config,
+    check_model_file,
+    disk_bytes,
+    disk_warnings,
+    warnings,
+)
 from batchengine.core import BatchEngineError
 from service.admin.client import admin
 
@@ -93,6 +100,14 @@ def _model(config: Config, running: Running, found: Findings) -> list[str]:
     if wanted > trained:
         notes.append(f"ctx will be {trained:,} instead of {wanted:,}: the model knows no more")
     kv_bytes = found.facts["kv_bytes_per_token"] * found.facts["context_tokens"]
+    fits = config.store.budget_bytes // found.facts["kv_bytes_per_token"]
+    if fits < CONTEXT_TOKENS_MIN:
+        raise errors.STORE_TOO_SMALL(
+            budget_bytes=config.store.budget_bytes,
+            tokens=fits,
+            least=CONTEXT_TOKENS_MIN,
+            wanted_bytes=kv_bytes,
+        )
     if kv_bytes > config.store.budget_bytes:
         notes.append(
             f"store.budget_bytes = {config.store.budget_bytes:,} holds no session of"

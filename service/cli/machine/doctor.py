@@ -120,7 +120,10 @@ def _daemon(path: str) -> Iterator[Diagnosis]:
         yield Diagnosis(WARNING, "daemon", f"{error.what}: {error.why}", error.fix)
         return
     facts = f"{status['state']}, {status['model'] or 'loading'} at {status['address']}"
-    yield Diagnosis(OK if status["state"] == "ready" else WARNING, "daemon", facts)
+    fix = "batchengine drain --undo, or stop it" if status["state"] == "leaving" else ""
+    if fix:
+        facts += ": it was drained, and takes no new sessions"
+    yield Diagnosis(OK if status["state"] == "ready" else WARNING, "daemon", facts, fix)
     for trouble in status["stats"].get("troubles", ()):
         yield Diagnosis(PROBLEM, "daemon", str(trouble), "see the daemon's log")
     if status["stats"].get("peers"):

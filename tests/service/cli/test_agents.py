@@ -67,6 +67,12 @@ def test_connect_shows_writes_and_leaves_what_it_cannot_read(
         assert main.run(["doctor", "--admin-socket", running.admin, "--json"]) in (0, 1)
         found = json.loads(capsys.readouterr().out)["findings"]
         assert any(one["about"] == "daemon" and one["state"] == "ok" for one in found)
+        main.run(["drain", "--admin-socket", running.admin, "--timeout", "0"])
+        capsys.readouterr()
+        main.run(["doctor", "--admin-socket", running.admin])
+        assert "takes no new sessions. Fix: batchengine drain --undo" in capsys.readouterr().out
+        assert main.run(["drain", "--admin-socket", running.admin, "--undo"]) == 0
+        capsys.readouterr()
         assert main.run(["bench", "--url", running.url, "--streams", "2", "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert [row["streams"] for row in rows] == [1, 2]

@@ -174,7 +174,7 @@ BAD_USAGE: list[tuple[list[str], int, tuple[str, ...]]] = [
     (["serve", "--port", "abc"], 2, ("--port",)),
     (["serve", "--prot", "1"], 2, ("--prot",)),
     (["serve"], 2, ("BE1115", "Fix:", "MODEL.gguf")),
-    (["serve", "/nowhere/x.gguf"], 2, ("BE1116", "/nowhere/x.gguf", "Fix:")),
+    (["serve", "/nowhere/x.gguf"], 2, ("BE1116", "/nowhere/x.gguf", "on the command line pocket")),
     (["serve", "/nowhere/x.gguf", "--port", "70000"], 2, ("port", "70000")),
     (["serve", "/nowhere/x.gguf", "--host", "0.0.0.0"], 2, ("0.0.0.0", "Fix:")),
     (["serve", "/nowhere/x.gguf", "--api-key-file", "/nowhere/k"], 2, ("BE1112", "Fix:")),
@@ -301,6 +301,9 @@ def test_check_names_everything_that_serve_would_refuse(tmp_path: Path) -> None:
     assert found["ok"] is False
     assert [one["batchengine_code"] for one in found["problems"]] == codes[2:]
     assert (cli("serve", str(model)).stderr.split()[1], done.stderr) == ("BE1302", "")
+    path.write_text(f'[store]\nbudget_bytes = 5\ndir = "{tmp_path}/kv"\n[server]\nport = 0\n')
+    done = cli("check", str(POCKET), "--config", str(path))
+    assert (done.returncode, done.stderr.split()[1]) == (2, "BE1608"), done.stderr
 
 
 def test_check_looks_for_a_gpu_that_is_required(tmp_path: Path) -> None:

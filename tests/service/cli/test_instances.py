@@ -81,5 +81,11 @@ def test_commands_find_a_daemon_by_its_name(
             error = capsys.readouterr().err
             assert "name one that answers: --instance two (" in error
             assert f" at {address}); or start" in error
+        (tmp_path / "runtime/admin.sock").symlink_to(running.admin)
+        assert main.run(["bench", "--instance", "three"]) == 4
+        assert (
+            f"--url http://{address}/v1 (" in capsys.readouterr().err
+        )  # bench has no admin socket
+        (tmp_path / "runtime/admin.sock").unlink()
     assert main.run(["ps", "--instance", "two"]) == 4
     assert "that answers" not in capsys.readouterr().err
