@@ -166,6 +166,7 @@ class ChatRequest(OpenAIBody, kw_only=True):
 class CompletionRequest(OpenAIBody, kw_only=True):
     prompt: Any
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None  # vLLM's
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     suffix: str | None = None

@@ -19,24 +19,34 @@ from batchengine.core import (
 )
 from service.protocols.formatter import CUT, Answer, SseEvent
 from service.protocols.openai import formats, prompts
-from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.openai.envelope import (
+    LATER,
+    Chunk,
+    OpenAIFormatter,
+    error_object,
+    logprob_number,
+)
 from service.protocols.output import OutputPart, plain_text
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import NOTHING, HttpJob, Prompt
 from service.protocols.schema import Common, CompletionRequest, openai_fields, tokens_asked
 
+LISTED = "prompt_logprobs"  # list of a choice
 TOKENS_DEFAULT = 16  # what every client of this older API expects
 
 
 class Repeated(msgspec.Struct, array_like=True, frozen=True):
     """Facts of the request that its answer needs: texts of the prompts that it begins with, how
     many of the choices of each prompt it has, whether it hides their log-probabilities, and whether
-    nothing follows the prompts."""
+    nothing follows the prompts. Of each token of a prompt, how many of the best ones are in
+    `logprobs`, and in the list `prompt_logprobs`; -1 = not even its own."""
 
     texts: list[str] = []
     kept: int = 0  # 0 = all
     hides_logprobs: bool = False
     is_prompt_only: bool = False
+    echoed_best: int = -1
+    listed_best: int = -1
 
 
 _decode = msgspec.json.Decoder(Repeated).decode
@@ -52,6 +62,9 @@ def check(body: CompletionRequest) -> None:
     if drawn is not None and drawn > kept and body.stream:
         what = "the best of several answers is known at their end, and cannot be streamed"
         raise errors.INVALID_FIELD(param="best_of", what=what, fix="leave out stream or best_of")
+    if body.prompt_logprobs is not None and body.stream:
+        what, fix = "prompt_logprobs is of whole answers", "leave out stream, or use echo, logprobs"
+        raise errors.INVALID_FIELD(param="prompt_logprobs", what=what, fix=fix)
 
 
 def common(body: CompletionRequest) -> Common:
@@ -65,26 +78,32 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
     """The tokens of every prompt; raises 400."""
     context = limits.context_tokens
     tokens = prompts.encoded(body.prompt, body.suffix, text, limits)
-    tokens_max = tokens_asked(body.max_tokens, body.n_predict, least=0 if body.echo else 1)
+    listed_best = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    least = 0 if body.echo or listed_best >= 0 else 1
+    tokens_max = tokens_asked(body.max_tokens, body.n_predict, least=least)
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         most = limits.tokens_max_default if _has_no_limit(body) else TOKENS_DEFAULT
         tokens_max = min(most, limits.tokens_max_default, *(context - len(one) for one in tokens))
     is_best = (body.best_of or 0) > (body.n or 1)
+    logprobs = -1 if body.logprobs is None else body.logprobs
+    echoed_best = logprobs if body.echo else -1
+    needs = body.echo or is_best or listed_best >= 0
     repeated = Repeated(
         prompts.texts(body.prompt, tokens, text) if body.echo else [],
         (body.n or 1) if is_best else 0,
         body.logprobs is None,
         tokens_max == 0,
+        echoed_best,
+        listed_best,
     )
-    logprobs = -1 if body.logprobs is None else body.logprobs
     return Prompt(
         tokens,
         tokens_max,
         max(0, logprobs) if is_best else logprobs,
         "prompt",
         constraint=formats.constraint_of(body),
-        echo=msgspec.json.encode(repeated) if body.echo or is_best else NOTHING,
-        prompt_logprobs=logprobs if body.echo else -1,
+        echo=msgspec.json.encode(repeated) if needs else NOTHING,
+        prompt_logprobs=max(echoed_best, listed_best),
     )
 
 
@@ -145,7 +164,11 @@ class CompletionFormatter(OpenAIFormatter):
         return [self._event(self._chunk(index, "", logprobs=items))]
 
     def collect_prompt(self, index: int, event: PromptTokenEvent) -> None:
-        self._keep_items(index, self._prompt_items(index, event))
+        if self._repeated.echoed_best >= 0:
+            self._keep_items(index, self._prompt_items(index, event))
+        if self._repeated.listed_best >= 0:
+            kept = self.answers[index].logprobs.setdefault(LISTED, [])
+            kept.append(msgspec.json.encode(_listed(event, self._repeated.listed_best)))
 
     def _prompt_items(self, index: int, event: PromptTokenEvent) -> tuple[object, ...]:
         """The items of a token of the prompt; there is nothing in front of the first one."""
@@ -158,7 +181,7 @@ class CompletionFormatter(OpenAIFormatter):
         if event.logprob is None:
             return _text_of(event.text), None, None, offset
         one = TokenLogprob(event.token, event.text, event.logprob)
-        return *_numbers(one, event.top), offset
+        return *_numbers(one, event.top[: self._repeated.echoed_best]), offset
 
     def _token_chunks(
         self, index: int, event: TokenEvent, parts: Sequence[OutputPart]
@@ -194,12 +217,31 @@ class CompletionFormatter(OpenAIFormatter):
         return *_numbers(event.logprob, event.top), self._offsets[index]
 
     def _choice(self, index: int, answer: Answer) -> Chunk:
-        return {
+        choice: Chunk = {
             "index": index,
             "text": self._echo(index) + plain_text(answer.parts),
             "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
+        return choice | ({LISTED: LATER} if self._repeated.listed_best >= 0 else {})
+
+
+def _listed(event: PromptTokenEvent, best: int) -> Chunk | None:
+    """A token of the prompt and the best ones in its place, as vLLM lists them. The rank of one
+    that is not among these is not known; there is nothing in front of the first one."""
+    if event.logprob is None:
+        return None
+    top = event.top[:best]
+    ranks = {one.token: rank for rank, one in enumerate(event.top, 1)}
+    own = TokenLogprob(event.token, event.text, event.logprob)
+    return {
+        str(one.token): {
+            "logprob": logprob_number(one.logprob),
+            "rank": ranks.get(one.token),
+            "decoded_token": one.text.decode("utf-8", "replace"),
+        }
+        for one in (own, *top)
+    }
 
 
 def _numbers(one: TokenLogprob, top: Sequence[TokenLogprob]) -> tuple[object, ...]:

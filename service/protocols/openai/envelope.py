@@ -87,11 +87,13 @@ class OpenAIFormatter(Formatter):
         for shown, index in enumerate(self._shown()):
             answer = self.answers[index]
             choice = self._choice(index, answer) | {"index": shown}
+            lists = [name for name, value in choice.items() if value is LATER]
             if self._shows_logprobs(index):
                 choice["logprobs"] = self._logprobs(dict.fromkeys(self.logprob_lists, LATER))
+                lists = [*self.logprob_lists, *lists]
             start, *rest = _encoder.encode(choice).split(b"\0")
             yield b"," + start if shown else start
-            for name, after in zip(self.logprob_lists, rest, strict=False):
+            for name, after in zip(lists, rest, strict=True):
                 yield from joined(answer.logprobs.get(name, []))
                 yield after
         yield tail
@@ -114,7 +116,8 @@ class OpenAIFormatter(Formatter):
 
     @abstractmethod
     def _choice(self, index: int, answer: Answer) -> Chunk:
-        """One choice of a whole answer, with `logprobs` None."""
+        """One choice of a whole answer, with `logprobs` None, and behind it names of other lists
+        of `Answer.logprobs`, which are `LATER`."""
 
     @abstractmethod
     def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:

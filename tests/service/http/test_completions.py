@@ -107,6 +107,42 @@ async def test_log_probabilities_of_several_prompts() -> None:
     assert last["top_logprobs"][1] == {"bytes:\\xc3": -0.25, "bytes:\\xf0\\x9f": -9999.0}
 
 
+@pytest.mark.parametrize("fields", [{}, {"echo": True}, {"echo": True, "logprobs": 2}])
+@pytest.mark.parametrize("best", [0, 1, 2])
+async def test_log_probabilities_of_a_prompt_as_a_list(fields: dict[str, Any], best: int) -> None:
+    asked = {"prompt": ["Say", "é"], "max_tokens": 0, "prompt_logprobs": best, **fields}
+    status, body, _, made = await post(TEXT, asked)
+    assert status == 200, body
+    assert {one.prompt_logprobs for one in made} == {max(best, fields.get("logprobs", 0))}
+    first, second = body["choices"]
+    assert [one and next(iter(one)) for one in first["prompt_logprobs"]] == [None, "97", "121"]
+    own = first["prompt_logprobs"][1]["97"]
+    rank = 1 if best or "logprobs" in fields else None
+    assert own == {"logprob": -0.25, "rank": rank, "decoded_token": "a"}
+    assert [len(one) for one in first["prompt_logprobs"][1:]] == [max(1, best)] * 2
+    assert second["prompt_logprobs"][1]["169"]["decoded_token"] == "\ufffd"
+    assert first["text"] == ("Say" if fields else "")
+    if "logprobs" in fields:
+        assert first["logprobs"]["token_logprobs"] == SCORED["token_logprobs"]
+        assert [len(one) for one in first["logprobs"]["top_logprobs"][1:]] == [2, 2]
+    else:
+        assert first["logprobs"] is None
+
+
+async def test_a_list_of_log_probabilities_beside_the_answers() -> None:
+    asked = {"prompt": "Say", "prompt_logprobs": 1, "logprobs": 0, "n": 2}
+    status, body, _, made = await post(TEXT, asked | {"session_id": "s"})
+    assert (status, [one.session_id for one in made]) == (200, [None, None])
+    for choice in body["choices"]:
+        assert choice["text"] == "Hello wörld"
+        assert len(choice["prompt_logprobs"]) == 3
+        assert "S" not in choice["logprobs"]["tokens"]
+    for field, value in (("stream", True), ("prompt_logprobs", -1), ("prompt_logprobs", 21)):
+        status, error, _, _ = await post(TEXT, asked | {field: value})
+        assert status == 400
+        assert "prompt_logprobs" in (error if field == "stream" else error["error"]["param"])
+
+
 async def test_log_probabilities_of_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[65] * 200] * 3
     asked = {"echo": True, "max_tokens": 1, "logprobs": 20}
