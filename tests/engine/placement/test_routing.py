@@ -153,6 +153,13 @@ async def run_turn(
     return job
 
 
+def know_turns(reference: Reference, history: list[int], *counts: int) -> None:
+    """Compute what `run_turn` will compare with: between two turns a session would become idle."""
+    history = list(history)
+    for n in counts:
+        history += [*reference.tokens(history, n), 30, 31, 32]
+
+
 async def test_a_background_session_is_promoted_for_an_interactive_turn_and_demoted_when_idle(
     site: Site, reference: Reference
 ) -> None:
@@ -160,6 +167,7 @@ async def test_a_background_session_is_promoted_for_an_interactive_turn_and_demo
         site, lanes=LANES, router__demote_idle_s=0.5, router__dwell_s=0.1
     ) as engine:
         history = words(1, 300)
+        know_turns(reference, history, 40, 40, 10, 10)
         await run_turn(engine, reference, history, 40, "background")
         assert lane_of(engine, "agent") == "many"
         job = await run_turn(engine, reference, history, 40, "interactive")

@@ -121,7 +121,7 @@ def daemon(
     )
     running = Running(process, admin)
     try:
-        assert running.ready.wait(30), running.output()
+        assert running.ready.wait(60), running.output()
         assert running.url, running.output()
         yield running
     finally:
