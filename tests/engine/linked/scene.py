@@ -243,7 +243,7 @@ class Scene:
             if turn is not None:
                 turn.needs_match = True
                 self.seats.forget_row(turn)
-        plan = scheduler.plan(self.seats.view(self.meter.cost.cost), self.seats.now_ms())
+        plan = scheduler.plan(self.seats.view(self.meter.cost), self.seats.now_ms())
         in_flight = self.steps.prepare(plan)
         for turn in self.seats.turns:
             turn.session.check()

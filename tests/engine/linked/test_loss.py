@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from batchengine.engine.lane import seats
 from batchengine.session import Loss, Session
 from batchengine.session_kv import SELF, page_start
 from bench.models.hashlm import hashlm_tokens
@@ -97,13 +98,18 @@ def test_pages_that_are_still_in_the_store_are_not_computed_again(scene: Scene) 
     assert not session.kv.n_held
 
 
-def test_a_peer_that_does_not_answer_costs_no_token(scene: Scene) -> None:
+def test_a_peer_that_does_not_answer_costs_no_token(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids, session = routed(scene, "north", "south")
     turn = scene.begin(session, ids, 12)
     scene.run(turn, until=lambda: turn.generation.completion_tokens == 4)
     scene.peers.peers["south"].answers = False
-    for _ in range(20):
-        scene.step()
+    now_ms = scene.seats.now_ms()
+    with monkeypatch.context() as patched:  # before CUT_OFF_MS
+        patched.setattr(seats.Seats, "now_ms", lambda _: now_ms)
+        for _ in range(20):
+            scene.step()
     assert turn.generation.completion_tokens == 4
     assert scene.unreachable == 1  # it is not asked again and again
     assert session.kv.cut_off
@@ -117,8 +123,10 @@ def test_other_sessions_of_a_step_do_not_notice(scene: Scene) -> None:
     ids, session = routed(scene, "north")
     other_ids = prompt(700, 3)
     other = scene.begin(scene.session(2), other_ids, 30)
-    turn = scene.begin(session, ids, 20)
-    scene.run(turn, other, until=lambda: turn.generation.completion_tokens == 3)
+    turn = scene.begin(session, ids, 80)
+    both = turn.generation, other.generation
+    scene.run(turn, other, until=lambda: min(one.completion_tokens for one in both) >= 3)
+    assert turn.generation.completion_tokens < 80
     scene.peers.peers["north"].answers = False
     made = other.generation.completion_tokens
     for _ in range(10):
@@ -126,7 +134,7 @@ def test_other_sessions_of_a_step_do_not_notice(scene: Scene) -> None:
     assert other.generation.completion_tokens >= made + 9
     scene.lose("north")  # it is down at last
     scene.run(turn, other)
-    assert session.tokens[len(ids) :] == expected(ids, 20)
+    assert session.tokens[len(ids) :] == expected(ids, 80)
     assert other.session.tokens[700:] == expected(other_ids, 30)
 
 
