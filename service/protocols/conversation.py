@@ -103,6 +103,9 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     """The prompt of `conversation`; raises 400."""
     context, param = limits.context_tokens, conversation.param
     messages = conversation.messages
+    if not messages:
+        what, fix = "the conversation has no message", "send a message of the user"
+        raise errors.INVALID_MESSAGES(what=what, fix=fix, param=param)
     requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
     is_callable = conversation.tool_choice.mode != "none"
     # in the prompt of every turn, called or not

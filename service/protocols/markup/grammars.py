@@ -219,13 +219,16 @@ def _object(rules: _Rules, number: int, name: str, schema: dict[str, Any], key: 
 def _function(rules: _Rules, number: int, tool: dict[str, Any]) -> str:
     """<function=NAME> with the parameters in the order of the schema."""
     name, schema = tool["function"]["name"], _schema(tool)
-    given: object = schema.get("properties")
-    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    listed: object = schema.get("properties")
+    fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     body = [_literal(f"\n<function={name}>\n")]
-    for slot, (key, value) in enumerate(fields.items()):
+    for slot, (key, given) in enumerate(fields.items()):
+        if given is False:  # no value may be given
+            continue
+        value = cast("dict[str, Any]", given) if isinstance(given, dict) else {}  # true: any value
         end = "\n</parameter>\n"
         rule = f"value{number}x{slot}"
         kind, options = value.get("type"), value.get("enum")

@@ -63,7 +63,8 @@ def check(body: CompletionRequest) -> None:
         what = "the best of several answers is known at their end, and cannot be streamed"
         raise errors.INVALID_FIELD(param="best_of", what=what, fix="leave out stream or best_of")
     if body.prompt_logprobs is not None and body.stream:
-        what, fix = "prompt_logprobs is of whole answers", "leave out stream, or use echo, logprobs"
+        what = "prompt_logprobs are not available when stream is true"
+        fix = "leave out stream, or send echo and logprobs"
         raise errors.INVALID_FIELD(param="prompt_logprobs", what=what, fix=fix)
 
 

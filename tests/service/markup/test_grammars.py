@@ -311,5 +311,24 @@ def test_definitions_that_every_parameter_repeats_are_bounded() -> None:
     assert caught.value.param == "tools"
 
 
+def test_properties_whose_schema_is_no_object() -> None:
+    """true allows any value, false none."""
+    fields = {"any": True, "none": False, "odd": None}
+    function = {"name": "f", "parameters": {"type": "object", "properties": fields}}
+    tool: Any = {"type": "function", "function": function}
+    calls = Calls([tool], required=True, parallel=False)
+    made = constraint_of(
+        MARKUPS["xml"], no_control, in_reasoning=False, may_reason=False, calls=calls, response=None
+    )
+
+    def call(name: str, value: str) -> str:
+        parameter = f"<parameter={name}>\n{value}\n</parameter>"
+        return f"<tool_call>\n<function=f>\n{parameter}\n</function>\n</tool_call>"
+
+    assert allows(made, call("any", '{"a": [1]}'))
+    assert allows(made, call("odd", "3"))
+    assert not allows(made, call("none", "3"))
+
+
 def test_nothing_is_constrained_without_need() -> None:
     assert grammar("hermes", tools=False, may=True) is None

@@ -588,6 +588,7 @@ async def test_what_is_ignored_is_counted_and_refused_where_asked() -> None:
         ({"input": "x", "conversation": "c", "previous_response_id": "r"}, "previous_response_id"),
         ({"previous_response_id": "resp_1"}, "input"),
         ({}, "input"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input"),
         ({"input": "x", "reasoning": {"effort": "lots"}}, "reasoning.effort"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": "x", "tool_choice": {"type": "mcp"}}, "tool_choice"),
