@@ -32,6 +32,7 @@ from service.protocols.requests import NOTHING, HttpJob, Prompt
 from service.protocols.schema import Common, CompletionRequest, openai_fields, tokens_asked
 
 LISTED = "prompt_logprobs"  # list of a choice
+LISTED_MAX = 1 << 20  # log-probabilities in these lists of one answer: 75 bytes of JSON each
 TOKENS_DEFAULT = 16  # what every client of this older API expects
 
 
@@ -80,6 +81,14 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
     context = limits.context_tokens
     tokens = prompts.encoded(body.prompt, body.suffix, text, limits)
     listed_best = -1 if body.prompt_logprobs is None else body.prompt_logprobs
+    listed = (1 + listed_best) * sum(map(len, tokens)) * (body.best_of or body.n or 1)
+    if listed > LISTED_MAX:
+        raise errors.INVALID_FIELD(
+            param=LISTED,
+            what=f"the lists have {listed:,} log-probabilities",
+            why=f"an answer has at most {LISTED_MAX:,}",
+            fix="lower prompt_logprobs, or send fewer prompts at once",
+        )
     least = 0 if body.echo or listed_best >= 0 else 1
     tokens_max = tokens_asked(body.max_tokens, body.n_predict, least=least)
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits

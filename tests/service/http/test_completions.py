@@ -18,6 +18,7 @@ from batchengine.core import (
 )
 from service.http.app import HEADER_IGNORED
 from service.protocols import requests
+from service.protocols.openai import completions
 from service.protocols.openai.completions import CompletionFormatter, Repeated
 from tests.support.fake_engine import FakeEngine, FakeText, chat, serving
 
@@ -152,6 +153,12 @@ async def test_log_probabilities_of_too_many_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(requests, "SCORES_MAX", 3 * 200 * 21 - 1)
     status, body, _, _ = await post(TEXT, {**asked, "prompt": prompts})
     assert (status, body["error"]["param"]) == (400, "logprobs")
+    monkeypatch.setattr(completions, "LISTED_MAX", 200 * 4 * 2 - 1)
+    listed = {"prompt": prompts[0], "n": 2, "prompt_logprobs": 3}
+    status, body, _, _ = await post(TEXT, listed)
+    assert (status, body["error"]["param"]) == (400, "prompt_logprobs")
+    status, _, _, _ = await post(TEXT, listed | {"prompt_logprobs": 2})
+    assert status == 200
     monkeypatch.setattr(requests, "SCORES_MAX", 1)
     status, _, _, _ = await post(TEXT, {**asked, "prompt": prompts[0]})
     assert status == 200  # what one prompt may be is bounded by the context
