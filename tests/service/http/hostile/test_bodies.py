@@ -284,7 +284,7 @@ async def test_no_body_holds_the_event_loop(pocket_path: Path) -> None:
                 async def hold_ms(request: bytes = request, name: str = name) -> float:
                     done = asyncio.Event()
                     probe = asyncio.create_task(longest_hold_ms(done))
-                    answer = await served.raw(request, timeout_s=30)
+                    answer = await served.raw(request, timeout_s=120)
                     done.set()
                     assert answer.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 200 ")), (name, answer)
                     return await probe
