@@ -165,13 +165,17 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
     """Arguments of the template beside the messages; a template may ignore them."""
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
-        if name != "enable_thinking" or not isinstance(value, bool):
-            raise errors.INVALID_FIELD(
-                param=f"chat_template_kwargs.{name[:64]}",
-                what=f"the template argument {name[:64]!r} cannot be set",
-                why="only enable_thinking can, to true or false",
-                fix="leave it out",
-            )
+        if name == "enable_thinking" and isinstance(value, bool):
+            continue
+        what, fix = f"the template argument {name[:64]!r} cannot be set", "leave it out"
+        if name == "enable_thinking":
+            what, fix = "enable_thinking has a wrong value", "send true or false"
+        raise errors.INVALID_FIELD(
+            param=f"chat_template_kwargs.{name[:64]}",
+            what=what,
+            why="only enable_thinking can be set, to true or false",
+            fix=fix,
+        )
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":

@@ -315,6 +315,14 @@ async def test_a_bad_request_does_not_affect_others() -> None:
         assert reply["choices"][0]["message"]["content"] == "x" * 50
 
 
+async def test_a_wrong_value_of_a_template_argument_is_not_called_unknown() -> None:
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": "yes"}}
+    async with serving() as served:
+        _, answer, _ = await post(served, CHAT, body)
+    assert answer["error"]["what"] == "enable_thinking has a wrong value"
+    assert answer["error"]["fix"] == "send true or false"
+
+
 async def test_content_type_and_encoding_are_checked() -> None:
     body = json.dumps(chat()).encode()
     cases: list[tuple[dict[str, str], int]] = [
