@@ -208,7 +208,7 @@ TOOL_CALL = Argument(
 )  # fmt: skip
 NEW_ID = Argument(
     "new_id", "session_id", "--as", "Session id of the copy; without it one is made.",
-    "id for the copy", "leave --as out, and one is made", session_ids.ID_CHARS_MAX,
+    "name for the copy", "leave --as out, and one is made", session_ids.ID_CHARS_MAX,
 )  # fmt: skip
 ONE = "/v1/sessions/{session}"
 

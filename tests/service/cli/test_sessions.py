@@ -228,7 +228,7 @@ def test_commands_are_checked_field_by_field(
             ("promote", {"session": 7}, "int"),
             ("promote", {"session": ""}, "empty name instead of a session"),
             ("explain", {"id": "x" * 4097}, "4,097 characters, the longest may have 4,096"),
-            ("fork", {"session": "tale", "new_id": ""}, "leave --as out"),
+            ("fork", {"session": "tale", "new_id": ""}, "a name for the copy. Fix: leave --as out"),
             ("promote", {"session": "tale", "to": ""}, "leave --to out"),
             ("park", {"session": "tale", "tool_call_id": "a\nb"}, "printable"),
             ("park", {"session": "tale", "tool_call_id": "c" * 257}, "at most 256"),
