@@ -354,17 +354,25 @@ class Lane:
         self._born_steps = self.steps
         self._died = loop.create_future()
         self._is_blameless = self._is_closing = False
-        protocol = FrameProtocol(wire.LANE_LINK, self._on_frame, self._on_lost)
+        child = self._child
+        protocol = FrameProtocol(
+            wire.LANE_LINK, self._on_frame, lambda error: self._on_lost(child, error)
+        )
         self._protocol = protocol
         await loop.create_connection(lambda: protocol, sock=ours)
 
-    def _on_lost(self, error: Exception | None) -> None:
-        """The socket ended: the worker exits, which its pidfd reports, or it sent a bad frame."""
+    def _on_lost(self, child: ChildProcess, error: Exception | None) -> None:
+        """The socket of a worker ended: it exits, which its pidfd reports, or it sent a bad frame.
+
+        One that has ended may have a successor by now, which goes on.
+        """
+        if not child.is_running:
+            return
         if isinstance(error, WireError):
             self.kill(f"sent a bad frame ({error})")
-        elif self._child is not None:
+        else:
             loop, why = asyncio.get_running_loop(), "closed its link but lived on"
-            loop.call_later(LINGER_S, self._child.kill, why)
+            loop.call_later(LINGER_S, child.kill, why)
 
     def _on_end(self, reason: str, status: int) -> None:
         child, died = self._child, self._died

@@ -20,6 +20,7 @@ import uvloop
 
 import kernels
 from batchengine.core import GREEDY, PAGE_TOKENS, BatchEngineError
+from batchengine.lanes import worker_process
 from batchengine.lanes.process_guard import LANE_NICE
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.lanes.worker_process import Lane, LaneDied
@@ -236,6 +237,25 @@ async def test_a_worker_death_raises_one_exception_with_its_reason(
             await lane.run(*frame_of([]), deadline_s=1)
     assert lane.incarnation == 2
     assert lane.backoff_s() > 0.0
+
+
+async def test_the_lost_link_of_a_worker_does_not_end_its_successor(
+    pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop may report it after the next worker was started."""
+    monkeypatch.setattr(worker_process, "LINGER_S", 0.0)
+    lane = Lane("cpu")
+    await lane.start(load_message(pocket_path, cache_dir))
+    link = lane._protocol
+    assert link is not None
+    os.kill(lane.pid, signal.SIGKILL)
+    await lane.died()
+    await lane.start(load_message(pocket_path, cache_dir))
+    link.connection_lost(None)
+    await asyncio.sleep(0.01)
+    assert isinstance(await lane._ask(wire.Ping(), b"", 60.0), wire.Pong)
+    assert lane.incarnation == 2
+    await lane.close()
 
 
 async def test_a_deadline_ends_a_worker_that_does_not_answer(
