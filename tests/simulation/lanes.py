@@ -150,8 +150,12 @@ class SimProcess:
         self._last_at = 0.0  # when the last of them arrives
         self._requests = deque[wire.LaneFrame]()  # not yet begun
         self._is_busy = False
-        self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, lane._on_lost)
+        self.protocol = FrameProtocol(wire.LANE_LINK, lane._on_frame, self._on_lost)
         self.protocol.connection_made(self)  # type: ignore[arg-type]
+
+    def _on_lost(self, error: Exception | None) -> None:
+        assert self.lane._child is not None
+        self.lane._on_lost(self.lane._child, error)
 
     # ------------------------------------------------------------------------ as a transport
 
