@@ -19,6 +19,7 @@ from batchengine.engine.lane import recompute
 from kv_store.ledger import writes
 from kv_store.pages.index import PageRef
 from tests.support.engines import (
+    Answer,
     Reference,
     Site,
     read,
@@ -182,18 +183,20 @@ async def test_when_lanes_differ_the_wrong_one_is_drained(
 
     async with running_engine(site, FAULTY, lanes=lanes, router__tolerance=10.0) as engine:
         loops = {loop.lane.name: loop for loop in engine.state.lanes}
-        late = [loop for name, loop in loops.items() if (name == "bad") == (first == "good")]
-        for loop in late:
-            loop.kv.sealing.publishes = False  # held back by the test
+        for loop in loops.values():
+            loop.kv.sealing.publishes = False  # until both have computed the page
         right = engine.submit(request(prompt, 300, sla="interactive"))
         wrong = engine.submit(request(prompt, 300, sla="batch"))
-        tasks = [asyncio.ensure_future(read(g)) for g in (right, wrong)]
-        await until(lambda: any(one.kv.sealing.sealed for one in loops.values() if one not in late))
-        for loop in late:
-            loop.kv.sealing.publishes = True
-            loop.wake()
+        await until(lambda: min(one.completion_tokens for one in (right, wrong)) > 0)
+        tasks: dict[bool, asyncio.Task[Answer]] = {}
+        for is_bad in sorted((False, True), reverse=first == "bad"):
+            for name, loop in loops.items():
+                loop.kv.sealing.publishes |= (name == "bad") == is_bad
+            # A turn whose answer was not read has not ended.
+            tasks[is_bad] = asyncio.ensure_future(read(wrong if is_bad else right))
+            await until(lambda: any(loop.kv.sealing.sealed for loop in loops.values()))
         await until(lambda: bool(loops["bad"].draining))
-        answers = await asyncio.gather(*tasks)
+        answers = [await tasks[False], await tasks[True]]
         assert [name for name, loop in loops.items() if loop.draining] == ["bad"]
         assert answers[0].tokens == reference.tokens(prompt, 300)
         assert answers[1].error is None

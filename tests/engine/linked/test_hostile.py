@@ -228,15 +228,19 @@ async def test_a_holder_that_sends_other_bytes_back(site: Site, reference: Refer
     async with daemons(site, "ab", 22) as (a, b):
         ids = words(6, 256 * 18 + 128)
         generation = await unread(a.engine, request(ids, 520, session="s"), 5)
-        await until(lambda: a.linked.taken.n_pages >= 8)
+        keeper = a.linked.keeper
         session = a.state.sessions["", "s"]
-        back = PageMove("b", "", session.kv.n_held - 4, 4)
-        assert await a.linked.keeper._mover.move(session, back)
-        assert session.kv.n_held == back.first
+        keeper.want(session, 10)
+        await until(lambda: session.kv.n_held >= 8 and not keeper.moves)
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keeper, "look", lambda: None)  # it begins no moves of its own
+            back = PageMove("b", "", session.kv.n_held - 4, 4)
+            assert await keeper._mover.move(session, back)
+            assert session.kv.n_held == back.first
             sends_other_bytes(patch, b)
             back = PageMove("b", "", session.kv.n_held - 4, 4)
-            assert not await a.linked.keeper._mover.move(session, back)
+            assert not await keeper._mover.move(session, back)
+        keeper.want(session, None)
         assert a.linked.taken.is_avoided("b")
         answer = await read(generation)
         assert answer.error is None

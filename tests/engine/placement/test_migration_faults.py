@@ -141,10 +141,12 @@ async def test_worker_deaths_at_every_point_change_no_token(
                 assert answer.tokens == tokens, point
             # Of each stream the step in flight, twice if both lanes died under it; and what the
             # source computed while the rows were copied: a source that lives hands few of those
-            # over, one that has died any number.
+            # over, one that has died any number. The step in flight may be the one that computes
+            # what was handed over.
             recomputed = engine.stats()["tokens_recomputed"] - before
             (reached,) = at_fault
-            assert recomputed <= 4 + max(migration.RECOMPUTE_MAX, reached - began), point
+            handed_over = max(migration.RECOMPUTE_MAX, reached - began)
+            assert recomputed <= 4 + migration.RECOMPUTE_MAX + handed_over, point
         if victim == "source":
             assert results == dict.fromkeys(POINTS, "moved")
         else:
@@ -330,7 +332,8 @@ async def test_a_migration_to_a_lane_that_hangs_fails(
         suspend(target.lane.pid)
         before = generation.completion_tokens
         assert "does not answer" in await try_to_move(engine, "s")
-        assert generation.completion_tokens > before + 20
+        await until(lambda: generation.completion_tokens > before + 20)
         os.kill(target.lane.pid, signal.SIGCONT)
+        monkeypatch.setattr(migration, "ANSWER_S", 60.0)
         assert await try_to_move(engine, "s") == "moved"
         assert (await reader).tokens == reference.tokens(prompt, 900)
