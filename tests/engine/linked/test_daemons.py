@@ -12,6 +12,8 @@ from batchengine.core import BatchEngineError
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon, daemons
 from tests.support.engines import Reference, Site, read, request, started, unread, until, words
 
+OPEN_PAGES = 8  # of one session beside those of the store: a longer one needs peers, however fast
+
 
 def holders(one: Daemon, name: str) -> list[tuple[str, int]]:
     """(peer, pages) of a session's segments."""
@@ -33,7 +35,7 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
     """A prompt that no store could hold alone is computed and answered by two daemons, beside
     shorter ones on both; when the session is dropped, nothing is left with the peer."""
     async with daemons(site, "ab", 24) as (a, b):
-        ids, other = words(1, 256 * a.pages() + 1200), words(2, 900)
+        ids, other = words(1, 256 * (a.pages() + OPEN_PAGES) + 300), words(2, 900)
         answers = await asyncio.gather(
             read(a.engine.submit(request(ids, 40, session="s"))),
             read(a.engine.submit(request(other, 40))),
@@ -114,8 +116,9 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
     ):
         a.knows(b)
         b.knows(a)
-        await until(lambda: a.is_linked(b) and a.beyond() >= 8)
-        ids, own = words(40, 256 * a.pages() + 300), words(41, 256 * (b.pages() - 1))
+        await until(lambda: a.is_linked(b) and a.beyond() >= 10)
+        ids = words(40, 256 * (a.pages() + OPEN_PAGES) + 300)
+        own = words(41, 256 * (b.pages() - 1))
         answer = await read(a.engine.submit(request(ids, 10, session="s")))
         assert answer.tokens == reference.tokens(ids, 10)
         await until(lambda: not a.linked.keeper.moves)
@@ -126,7 +129,7 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
         answer = await read(b.engine.submit(request(words(42, 256 * 60), 10)))
         assert answer.error is not None
         assert answer.error.name == "kv_too_small", "with all that both have, too"
-        await until(lambda: a.beyond() >= 8)  # there is room again
+        await until(lambda: a.beyond() >= 10)  # there is room again
         more = [*ids, 77]
         answer = await read(a.engine.submit(request(more, 10, session="s")))
         assert answer.error is None
@@ -178,7 +181,7 @@ async def test_an_owner_that_restarts(site: Site, reference: Reference) -> None:
     """Its holder releases what it had, and its next run computes that again. A session with pages
     at peers cannot be promoted to another lane."""
     async with daemon(site, "b", 24) as b:
-        ids = words(40, 256 * 21)
+        ids = words(40, 256 * (16 + OPEN_PAGES) + 256)
         for is_restarted in (False, True):
             async with daemon(site, "a", 16, n_lanes=2) as a:
                 a.knows(b)
