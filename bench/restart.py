@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,14 @@ class Turn:
     done: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-async def read(engine: EngineProcess, at_most: int = 1 << 30, **fields: Any) -> Turn:
-    """Send a request and read to its end, to the engine's end, or `at_most` tokens."""
+async def read(
+    engine: EngineProcess,
+    at_most: int = 1 << 30,
+    at_first: Callable[[], None] | None = None,
+    **fields: Any,
+) -> Turn:
+    """Send a request and read to its end, to the engine's end, or `at_most` tokens; `at_first` is
+    called when the first one has come."""
     turn, asked = Turn(), time.perf_counter()
     op = fields.pop("op", "submit")
     stream = engine.ask(op, **fields)
@@ -64,7 +71,14 @@ async def read(engine: EngineProcess, at_most: int = 1 << 30, **fields: Any) -> 
             turn.first_ms = (now - asked) * 1000
         last = now
         turn.tokens.append(message["token"])
+        if at_first is not None and len(turn.tokens) == 1:
+            at_first()
     return turn
+
+
+def kill_worker(engine: EngineProcess) -> None:
+    if not engine.kill_worker(0):
+        raise RuntimeError("no worker to kill")
 
 
 class Restart:
@@ -151,12 +165,13 @@ class Restart:
         """A turn whose worker is killed amid the answer; the stream goes on."""
         self.timeline += self.new_tokens(NEW)
         prompt = list(self.timeline)
-        stream = asyncio.ensure_future(read(engine, prompt=prompt, n=ANSWER, session="s"))
-        ttft_ms = self.figures["first_token_after_stop_ms"]
-        await asyncio.sleep(1.5 * ttft_ms / 1000)
-        if not engine.kill_worker(0):
-            raise RuntimeError("no worker to kill")
-        turn = await stream
+        turn = await read(
+            engine,
+            at_first=lambda: kill_worker(engine),
+            prompt=prompt,
+            n=ANSWER,
+            session="s",
+        )
         self.turns.append((prompt, turn.tokens))
         self.timeline += turn.tokens
         self.figures["pause_of_worker_kill_ms"] = max(turn.pause_ms, turn.first_ms)
