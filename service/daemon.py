@@ -276,6 +276,11 @@ def banner(config: Config) -> list[str]:
         f"  admin   {config.server.admin_socket}",
     ]
     found = configuration.warnings(config) + configuration.disk_warnings(config)
+    if (room := _connections_max(config)) < config.limits.streams_max:
+        found.append(
+            f"{room:,} connections at most, for want of open files (ulimit -n, LimitNOFILE):"
+            f" limits.streams_max is {config.limits.streams_max:,}"
+        )
     lines += [f"  warning {text}" for text in found]
     return lines
 

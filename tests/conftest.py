@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ MACHINES_ARE_SHARED: dict[str, Any] = {
 settings.register_profile("soak", max_examples=1000, **MACHINES_ARE_SHARED)
 settings.register_profile("suite", derandomize=True, **MACHINES_ARE_SHARED)
 settings.load_profile("suite")
+
+# What tests ask listens on loopback, to which a proxy of this machine has no way.
+for _name in ("http_proxy", "https_proxy", "all_proxy"):
+    os.environ.pop(_name, None)
+    os.environ.pop(_name.upper(), None)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

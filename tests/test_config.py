@@ -77,6 +77,11 @@ def test_directories_are_taken_from_systemd_then_root_then_xdg(machine: Machine)
     config = load(machine=Machine(is_root=False, env=xdg, **facts))
     assert config.store.dir == "/x/batchengine/kv"
     assert config.server.admin_socket == "/run/user/7/batchengine/admin.sock"
+    relative = {"XDG_STATE_HOME": "x", "XDG_CACHE_HOME": ".", "XDG_RUNTIME_DIR": "run"}
+    config = load(machine=Machine(is_root=False, env=relative, **facts))
+    assert config.store.dir == "/home/a/.local/state/batchengine/kv"
+    assert config.server.admin_socket == "/home/a/.local/state/batchengine/admin.sock"
+    assert config.cache_dir == "/home/a/.cache/batchengine"
 
 
 def test_the_machine_has_cores_inside_the_affinity_mask_only() -> None:

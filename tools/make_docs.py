@@ -29,7 +29,10 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Made by tools/make_docs.py (make docs); edit the code that it names. -->\n"
 _COMMENT = re.compile(r"^    (\w+):[^#]*?(?:  # (.*))?$")
 _SECTION = re.compile(r"^(\[.*?\][^:]*): (.*)", re.DOTALL)
-_MODULE = re.compile(r"`(?:batchengine|kv_store|service)[.\w]*`")
+_MODULE = re.compile(
+    r"\s*\((?:see\s+)?`(?:batchengine|kv_store|service)[.\w]*`\)"
+    r"|(?:;\s*|\s*)(?:see\s+)?`(?:batchengine|kv_store|service)[.\w]*`"
+)
 
 AREAS = {
     "11": "Configuration and command line",
@@ -87,7 +90,7 @@ def _sections() -> Iterator[type]:
 
 
 def _paragraphs(text: str) -> str:
-    return re.sub(r"\s*\(?see\s+`[^`]*`\)?|;\s*see\s+`[^`]*`", "", _MODULE.sub("", text)).strip()
+    return _MODULE.sub("", text).strip()
 
 
 def _keys(kind: Any, *, sections: bool = True) -> str:

@@ -75,13 +75,19 @@ def _quota_cores(cores: int) -> int:
 
 
 def directory(machine: Machine, systemd: str, system: str, xdg: str, under_home: str) -> str:
-    """A directory in the order: systemd's variable, system path for root, XDG, home."""
+    """A directory in the order: systemd's variable, system path for root, XDG, home.
+
+    A relative path of XDG does not count, as its specification says: it would be another folder
+    for each working directory.
+    """
     if machine.env.get(systemd):
         return machine.env[systemd].split(":")[0]
     if machine.is_root:
         return f"{system}/batchengine"
     known = under_home and machine.home
-    base = machine.env.get(xdg) or (f"{machine.home}/{under_home}" if known else "")
+    base = machine.env.get(xdg, "")
+    if not base.startswith("/"):
+        base = f"{machine.home}/{under_home}" if known else ""
     return f"{base}/batchengine" if base else ""
 
 

@@ -30,6 +30,7 @@ from service.cli import drain, peers, plan, sessions, status, store
 from service.cli.agents import bench, connect
 from service.cli.local import cluster, install
 from service.cli.machine import doctor
+from service.cli.machine.streams import drop_output, open_streams
 from service.cli.options import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -109,6 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """One command; returns the exit code, prints errors as one readable line."""
     debug = "--debug" in arguments
+    open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name of a session may be in no other encoding
             stream.reconfigure(errors="backslashreplace")
@@ -119,8 +121,7 @@ def run(arguments: Sequence[str]) -> int:
             print_error=False,
             result_action="return_value",
         )
-        if sys.stdout is not None:
-            sys.stdout.flush()  # a full disk is an error here, not one that the interpreter drops
+        sys.stdout.flush()  # a full disk is an error here, not one that the interpreter drops
         return result if isinstance(result, int) else 0
     except cyclopts.CycloptsError as error:
         print(f"batchengine: {_usage(error, arguments)}", file=sys.stderr)
@@ -138,13 +139,13 @@ def run(arguments: Sequence[str]) -> int:
         print(file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # `batchengine ps | head`
-        _drop_output()
+        drop_output()
         return 0
     except Exception as error:
         if debug:
             raise
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            _drop_output()
+            drop_output()
             _print_error(errors.OUTPUT_LOST(why=str(error.strerror).lower()), "--json" in arguments)
             return EXIT_FAILED
         print(
@@ -153,11 +154,6 @@ def run(arguments: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_FAILED
-
-
-def _drop_output() -> None:
-    """What is left in the buffer of stdout has no place to go to."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from batchengine.engine.lane.inflight import InFlightStep, InFlightSteps
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire.lane import Step
 from service import notify
-from service.daemon import Daemon, progresses
+from service.daemon import Daemon, banner, progresses
 from service.http.listener import bind, take
 from tests.support.fake_engine import FakeEngine
 from tests.support.stopping_worker import SLOWLY
@@ -209,3 +209,11 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     )  # fmt: skip
     assert UNIT.name not in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_a_low_limit_of_open_files_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(None, {"limits.streams_max": 100})
+    for files, connections in ((256, 64), (64, 1), (65_536, 0)):
+        monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
+        said = [line for line in banner(config) if "connections at most" in line]
+        assert [int(line.split()[1]) for line in said] == [connections] * bool(connections)

@@ -19,6 +19,7 @@ from cyclopts import Parameter
 from batchengine import errors
 from service.admin.client import Client
 from service.cli.agents.recipes import KEY_DEFAULT, Endpoint, Recipe, recipes
+from service.cli.machine.proxies import proxy_trouble
 from service.cli.options import URL_DEFAULT, Debug, Json, Url, print_json
 
 Agent = Literal["claude", "codex", "opencode", "openclaw", "pi", "litellm", "llm", "aider"]
@@ -139,6 +140,8 @@ def _say_next(recipe: Recipe, start: str, endpoint: Endpoint, trained: int, writ
             fix = f"serve another model, this one was trained for {trained:,}"
         why = f"it needs {recipe.context_min:,} tokens of context"
         facts.append(("warning", f"{why}: {fix}"))
+    if trouble := proxy_trouble(endpoint.base):
+        facts.append(("warning", ". Fix: ".join(trouble)))
     if not written:
         facts.append(("write", "the same command with --write"))
     print("\n".join(f"{name:<8}{text}" for name, text in facts))

@@ -14,7 +14,17 @@ import cyclopts
 from batchengine.core import BatchEngineError
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, instance_of, show
+from service.cli.machine.proxies import proxy_trouble
+from service.cli.options import (
+    URL_DEFAULT,
+    ConfigFile,
+    Debug,
+    Json,
+    Socket,
+    admin_path,
+    instance_of,
+    show,
+)
 from service.cli.store import DAY_S, UNUSED_DAYS
 
 FILES_WANTED = 4096
@@ -73,6 +83,8 @@ def _machine() -> Iterator[Diagnosis]:
     if 0 <= hard < FILES_WANTED:
         fix = f"LimitNOFILE=65536 in the unit, or ulimit -Hn {FILES_WANTED}"
         yield Diagnosis(WARNING, "machine", f"{hard} open files at most: few streams", fix)
+    if trouble := proxy_trouble(URL_DEFAULT):
+        yield Diagnosis(WARNING, "machine", *trouble)
 
 
 def _configuration(path: str | None, admin_socket: str) -> Iterator[Diagnosis]:

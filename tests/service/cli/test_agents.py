@@ -10,6 +10,7 @@ import pytest
 
 from service.cli import main
 from service.cli.agents.recipes import Endpoint, recipes, with_block
+from service.cli.machine.proxies import proxy_trouble
 from tests.service.cli.test_cli import daemon
 
 TO = Endpoint("http://127.0.0.1:7717", "qwen", 65_536)
@@ -79,3 +80,30 @@ def test_connect_shows_writes_and_leaves_what_it_cannot_read(
         assert all(isinstance(value, int | float) for row in rows for value in row.values())
         assert main.run(["bench", "--url", running.url, "--streams", "2"]) == 0
         assert "first token ms" in capsys.readouterr().out
+
+
+def test_proxies_of_the_environment_keep_only_clients_from_the_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with daemon(tmp_path) as running:
+        monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
+        monkeypatch.setenv("no_proxy", "intranet")
+        assert main.run(["connect", "codex", "--url", running.url]) == 0
+        said = capsys.readouterr().out
+        fix = "no_proxy=intranet,127.0.0.1,localhost,::1 NO_PROXY=intranet,127.0.0.1,localhost,::1"
+        assert "http_proxy is set, without 127.0.0.1 in no_proxy" in said
+        assert f"Fix: export {fix}" in said
+        assert "secret" not in said
+        main.run(["doctor", "--admin-socket", running.admin])
+        assert "warning  machine http_proxy is set" in capsys.readouterr().out
+        monkeypatch.setenv("no_proxy", "intranet,127.0.0.1")
+        assert main.run(["connect", "codex", "--url", running.url]) == 0
+        assert "http_proxy" not in capsys.readouterr().out
+    assert proxy_trouble("http://127.0.0.1:7717") is None
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.delenv("http_proxy")
+    assert proxy_trouble("http://127.0.0.1:7717") is None
+    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    found = proxy_trouble("http://[::1]:7717")
+    assert found is not None
+    assert found[0].startswith("ALL_PROXY is set, without ::1")

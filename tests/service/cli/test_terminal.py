@@ -8,6 +8,7 @@ import pty
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
@@ -169,3 +170,28 @@ def test_ctrl_c_ends_a_start_without_a_word_of_its_processes(tmp_path: Path) -> 
         one.until("stopped")
         assert one.end() in (0, 130)
         assert "Traceback" not in one.shown
+
+
+def test_standard_streams_may_be_closed(tmp_path: Path) -> None:
+    """No file of the program gets the number of one, and a question without a terminal is a no."""
+    report = tmp_path / "report"
+    program = (
+        "import os, sys; from pathlib import Path; from service.cli.main import run\n"
+        "code = run(sys.argv[2:])\n"
+        "found = [os.path.realpath(f'/proc/self/fd/{number}') for number in (0, 1, 2)]\n"
+        "Path(sys.argv[1]).write_text(' '.join([str(code), *found]))"
+    )
+    with daemon(tmp_path) as running:
+        connect = [
+            "connect",
+            "claude",
+            "--write",
+            "--file",
+            str(tmp_path / "x"),
+            "--url",
+            running.url,
+        ]
+        for command, code in ((connect, 1), (["chat", "--url", running.url], 0)):
+            line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program]
+            subprocess.run([*line, str(report), *command], cwd=ROOT, check=True, timeout=WAIT_S)
+            assert report.read_text().split() == [str(code), *["/dev/null"] * 3]
