@@ -86,6 +86,17 @@ CA_FN float sqrt_rn(float a) { return __fsqrt_rn(a); }
 CA_FN float fma_rn(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 CA_FN float float_rn(int64_t n) { return __ll2float_rn(n); }
 CA_FN float ceil_exact(float a) { return ceilf(a); }
+#elif defined(BATCHENGINE_SIMT)
+// As a GPU: every operation whose result is NaN gives the same one, whatever its operands are.
+CA_FN float made(float x) { return x == x ? x : float_of(0x7FFFFFFFu); }
+CA_FN float add_rn(float a, float b) { return made(a + b); }
+CA_FN float sub_rn(float a, float b) { return made(a - b); }
+CA_FN float mul_rn(float a, float b) { return made(a * b); }
+CA_FN float div_rn(float a, float b) { return made(a / b); }
+CA_FN float sqrt_rn(float a) { return made(__builtin_sqrtf(a)); }
+CA_FN float fma_rn(float a, float b, float c) { return made(std::fmaf(a, b, c)); }
+CA_FN float float_rn(int64_t n) { return static_cast<float>(n); }
+CA_FN float ceil_exact(float a) { return made(__builtin_ceilf(a)); }
 #else
 CA_FN float add_rn(float a, float b) { return a + b; }
 CA_FN float sub_rn(float a, float b) { return a - b; }
@@ -127,6 +138,9 @@ CA_FN float half_to_float(uint16_t half) {
     const uint32_t exponent = (half >> 10) & 31u;
     const uint32_t mantissa = half & 1023u;
     if (exponent == 31u) {
+#if defined(BATCHENGINE_SIMT)
+        if (mantissa) return made(float_of(NAN_BITS));
+#endif
         // A signalling NaN turns quiet, as the hardware conversion does.
         const uint32_t quiet = mantissa ? 0x400000u : 0u;
         return float_of(sign | INFINITY_BITS | quiet | (mantissa << 13));
