@@ -1,8 +1,8 @@
 """Makes the command line and the environment of every child process.
 
 A child imports its modules from where this process does, never from the working directory, and
-gets none of the variables of this process but a few that loaders and kernels read: the others may
-hold keys.
+gets none of the variables of this process but a few that loaders, kernels and drivers read: the
+others may hold keys.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/"  # the working directory of a child: no relative path finds a file of a caller
 KEPT = {"BATCHENGINE_ISA", "LD_LIBRARY_PATH", "LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS"}
+# Which GPU has which index, by whom it is shared, and where CUDA is installed.
+KEPT |= {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY"}
+KEPT |= {"CUDA_PATH", "CUDA_HOME"}
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:
