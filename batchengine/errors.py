@@ -465,6 +465,13 @@ TOO_MANY_OF_KEY = Problem("BE1735", Kind.BUSY, "rate_limit_exceeded",
     "{running:,} requests of this key are open",
     "the rest of the {limit:,} is for other keys",
     "wait for the answers, or raise auth.keys.NAME.streams_max", retry_ms=2000)
+THREADS_UNSUPPORTED = Problem("BE1736", Kind.INVALID, "unsupported_parameter",
+    "message threads are not kept here",
+    "a request that continues one holds the newest messages alone, so the model would not know the"
+    " rest",
+    "send the whole conversation without thread: what was computed of it is found again. The SDK"
+    " does so by itself in tool_runner(), and in thread() with"
+    " unsupported_request_behavior=\"continue_unthreaded\"", param="thread")
 ANSWER_TOO_LARGE = Problem("BE1750", Kind.INVALID, "answer_too_large",
     "the answer would be larger than {mib} MiB", fix="send a part of it at a time")
 LOOKS_LIKE_TLS = Problem("BE1751", Kind.INVALID, "malformed_http",

@@ -45,6 +45,7 @@ UNBUILT: dict[str, tuple[str, str]] = {
     "lora-adapters": ("it serves one model without adapters", "serve a GGUF file that is merged"),
     "docs": ("pages about the API come with the program", "GET /openapi.json has every route"),
     "api": ("Ollama's API is not built", "use OpenAI's: base URL http://HOST:PORT/v1"),
+    "v1beta": ("Gemini's API is not built", "use OpenAI's: base URL http://HOST:PORT/v1"),
     "v1": ("the base URL ends in /v1 already", "leave one /v1 out of it"),
 }
 SAME = {
@@ -59,7 +60,7 @@ def refusal(method: str, path: str, routes: Collection[str]) -> BatchEngineError
     if path.startswith("//") and f"/{path.lstrip('/')}" in routes:
         fix = "leave the / at the end of the base URL out"
         return errors.UNKNOWN_ROUTE(method=method, path=path, fix=fix)
-    word, _, rest = path.removeprefix("/v1").lstrip("/").partition("/")
+    word, _, rest = _without_version(path).lstrip("/").partition("/")
     if word == "messages" and rest.startswith("batches"):
         word = "batches"
     found = UNBUILT.get(SAME.get(word, word))
@@ -72,3 +73,7 @@ def refusal(method: str, path: str, routes: Collection[str]) -> BatchEngineError
     fix = f"did you mean {near[0]}? " if near else ""
     fix += "GET /openapi.json lists all routes; the base URL of OpenAI clients ends in /v1"
     return errors.UNKNOWN_ROUTE(method=method, path=path, fix=fix)
+
+
+def _without_version(path: str) -> str:
+    return path[3:] if path == "/v1" or path.startswith("/v1/") else path

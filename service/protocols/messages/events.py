@@ -50,6 +50,14 @@ STOP_REASONS = {
     "tool_calls": "tool_use",
 }
 
+# What the SDK's helpers look for in an error, by its code: without a thread they send all messages.
+DETAILS: dict[str, dict[str, object]] = {
+    errors.THREADS_UNSUPPORTED.code: {
+        "error_code": "thread_unsupported_request",
+        "unsupported": ["thread"],
+    },
+}
+
 PARTIAL = "partial_json"  # name of the arguments of a call that was cut
 
 Chunk = dict[str, Any]
@@ -321,4 +329,7 @@ def error_object(error: BatchEngineError, request_id: str = "") -> dict[str, obj
         "batchengine_code": error.code,
         "fix": error.fix,
     }
-    return {"type": "error", "error": body | error.details, "request_id": request_id or None}
+    body |= error.details
+    if error.code in DETAILS:
+        body["details"] = DETAILS[error.code]
+    return {"type": "error", "error": body, "request_id": request_id or None}

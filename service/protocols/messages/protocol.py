@@ -25,6 +25,12 @@ def check(body: MessagesRequest) -> None:
     if body.mcp_servers:
         what, fix = "MCP servers are not called from here", "call them from the client, as tools"
         raise errors.UNSUPPORTED_FIELD(param="mcp_servers", what=what, fix=fix)
+    if body.thread is not None:
+        raise errors.THREADS_UNSUPPORTED()
+    if body.compaction is not None:
+        what = "conversations are not summarised from here"
+        fix = "ask for a summary by a message, or let the client do it"
+        raise errors.UNSUPPORTED_FIELD(param="compaction", what=what, fix=fix)
     if body.n not in (None, 1):
         what, fix = "a message has one answer", "send several requests"
         raise errors.UNSUPPORTED_FIELD(param="n", what=what, fix=fix)

@@ -209,6 +209,9 @@ def test_blocks_of_tools_that_a_provider_ran_are_left_out_and_named() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
+        ({"thread": {"type": "create"}}, "thread"),
+        ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "thread"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"output_config": {"effort": "lots"}}, "output_config.effort"),
         ({"context_management": {"edits": [{"keep": "all"}]}}, "context_management.edits[0].type"),
@@ -373,6 +376,32 @@ async def test_the_sdk_reads_answers_and_streams() -> None:
             await client.messages.create(
                 model=MODEL_ID, max_tokens=5, messages=[{"role": "user", "content": "x" * 3000}]
             )
+
+
+async def test_the_tool_runner_of_the_sdk_sends_the_whole_conversation() -> None:
+    """Newer versions let the server keep it, unless that says that it does not."""
+
+    @anthropic.beta_async_tool
+    async def now() -> str:
+        """The time."""
+        return "noon"
+
+    engine = FakeEngine(['<tool_call>\n{"name": "now", "arguments": {}}\n', "</tool_call>"])
+    async with (
+        serving(engine) as served,
+        anthropic.AsyncAnthropic(base_url=served.base, api_key="k", max_retries=0) as client,
+    ):
+        runner = client.beta.messages.tool_runner(
+            model=MODEL_ID, max_tokens=9, tools=[now], messages=[{"role": "user", "content": "?"}]
+        )
+        async for message in runner:
+            assert message.stop_reason == "tool_use"
+            if len(engine.generations) == 2:
+                break
+    messages, tools, _ = engine.text.chats[-1]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
+    assert messages[-1]["content"] == "noon"
+    assert [tool["function"]["name"] for tool in tools or []] == ["now"]
 
 
 async def test_the_sdk_lists_models_and_gets_its_errors_on_every_path() -> None:

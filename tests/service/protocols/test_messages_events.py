@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from anthropic.lib.streaming._messages import accumulate_event
@@ -242,6 +242,14 @@ def test_overflow_is_said_in_the_words_that_clients_read() -> None:
     error = errors.PROMPT_TOO_LONG(asked="8 tokens + max 99", n_prompt_tokens=8, n_ctx=64)
     found = error_object(error)["error"]
     assert "8 tokens + max 99" in found["message"]
+
+
+def test_threads_are_refused_in_the_words_that_make_the_sdk_send_all_messages() -> None:
+    found: Any = error_object(errors.THREADS_UNSUPPORTED())["error"]
+    assert (found["type"], found["param"]) == ("invalid_request_error", "thread")
+    said = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert found["details"] == said
+    assert "details" not in cast("Any", error_object(errors.STEP_MISMATCH())["error"])
 
 
 def test_hostile_signatures_give_no_reasoning() -> None:
