@@ -116,6 +116,7 @@ class Metrics:
         self.kv_page_places = gauge("kv_page_places", "Page slots of the store", "state")
         self.kv_tier_ok = gauge("kv_tier_ok", "1 = pages can be cached")
         self.ledger_ok = gauge("ledger_ok", "1 = the token ledger can be written")
+        self.serving = gauge("serving", "1 = a request sent now is computed")
         self.lane_up = gauge("lane_up", "1 = the lane computes", "lane")
         self.lane_confined = gauge(
             "lane_confined", "1 = the lane's worker has given up what it does not need", "lane"

@@ -88,9 +88,11 @@ class Engine:
 
     @property
     def phase(self) -> str:
-        """Phase of the engine: loading, ready, leaving, degraded, draining or stopped."""
+        """Phase of the engine: loading, ready, leaving, degraded, refusing, draining or stopped."""
         if self._phase == "ready" and self.state.leaving:
             return "leaving"
+        if self._phase == "ready" and not self.state.is_serving:
+            return "refusing"
         if self._phase == "ready" and report.troubles(self.state):
             return "degraded"
         return self._phase

@@ -164,6 +164,7 @@ class Housekeeping:
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
         metrics.ledger_ok.set(not stat["ledger_failed"])
+        metrics.serving.set(self._state.is_serving and not self._state.leaving)
         for page_state in PageState:
             places = float(stat[f"pages_{page_state.value}"])
             metrics.kv_page_places.labels(page_state.value).set(places)

@@ -116,6 +116,12 @@ class EngineState:
         """(tenant, id) of every session that `find` returns."""
         return [(session.tenant, session.session_id) for session in self.known()]
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request sent now would be computed, once it has a seat: the model is the one
+        that was loaded, and a lane is up or soon will be."""
+        return not self.model_changed and not all(loop.outage.is_down for loop in self.lanes)
+
     def lane(self, name: str) -> LaneLoop | None:
         """The lane of this name."""
         return next((loop for loop in self.lanes if loop.lane.name == name), None)

@@ -50,6 +50,9 @@ PARTS_CPU_S = 0.4  # no schema behind the longest once the check has taken this
 WALKS = (32, 16, 16)  # masks: of a short answer, then of random ones
 WALK_CPU_S = 0.05  # no further walk under one grammar once this was used
 SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
+# names by which the library says that it allows no further token -> in plain words
+NO_ANSWER = "no answer follows it: a part of it consists of itself, or excludes what it needs"
+STOPS = {"NoExtension": NO_ANSWER, "NoExtensionBias": NO_ANSWER}
 _AT_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _SCHEMA = re.compile(r"%json\s+(?=\{)")
 
@@ -234,4 +237,4 @@ def _line(text: str) -> str:
     if first.endswith(":") and len(lines) > 1:
         said = next((line for line in lines if line.startswith("error: ")), lines[-1])
         first = f"{first} {said.removeprefix('error: ')}"
-    return _AT_SCHEMA.sub("", first)[:WHY_CHARS_MAX]
+    return STOPS.get(first, _AT_SCHEMA.sub("", first)[:WHY_CHARS_MAX])

@@ -116,6 +116,23 @@ def test_what_fails_behind_the_first_token_is_refused(
 
 
 @pytest.mark.parametrize(
+    "endless",
+    [
+        schema({"$ref": "#"}),
+        schema({"allOf": [{"$ref": "#"}]}),
+        schema({"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}),
+        Constraint("lark", "start: a\na: a"),
+    ],
+)
+def test_what_consists_of_itself_is_refused_in_plain_words(
+    compiler: GrammarCompiler, endless: Constraint
+) -> None:
+    with pytest.raises(BatchEngineError) as caught:
+        compiler.check(endless)
+    assert "consists of itself" in caught.value.why
+
+
+@pytest.mark.parametrize(
     ("markup", "wrong"),
     [("hermes", fields(1300)), *((one, {"$ref": "#/no"}) for one in ("hermes", "xml", "llama"))],
 )

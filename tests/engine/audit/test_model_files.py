@@ -57,13 +57,14 @@ async def test_a_replaced_model_file_ends_admission_and_no_running_turn(
         generation = await unread(engine, request(prompt, 520), 2)
         shutil.copyfile(site.model, site.folder / "new")
         (site.folder / "new").rename(own.model)
-        await until(lambda: engine.phase == "degraded")
+        await until(lambda: engine.phase == "refusing")
         assert not generation.finished
         with pytest.raises(BatchEngineError) as caught:
             engine.submit(request(prompt, 5))
         assert caught.value.name == "model_changed"
         assert caught.value.kind is Kind.UNAVAILABLE
         assert "restart" in caught.value.fix
+        await until(lambda: b"batchengine_serving 0.0" in engine.metrics.render()[0])
         assert (await read(generation)).tokens == reference.tokens(prompt, 520)
 
 
@@ -134,7 +135,7 @@ async def test_a_model_file_overwritten_in_place_ends_admission_when_read_again(
         where = at % model.stat().st_size
         byte = model.read_bytes()[where]
         overwrite(model, where, bytes([byte ^ 1]))
-        await until(lambda: engine.phase == "degraded")
+        await until(lambda: engine.phase == "refusing")
         with pytest.raises(BatchEngineError) as caught:
             engine.submit(request(prompt, 5))
         assert caught.value.name == "model_changed"

@@ -258,6 +258,7 @@ async def test_requests_for_a_lane_that_cannot_start_end_with_the_reason(
                 answer = await read(engine.submit(request(words(1, 9), 5)))
             assert answer.error is not None
             assert answer.error.name == "lane_down"
+            assert engine.phase == "refusing", "/health is 503"
 
 
 async def test_the_queue_is_bounded_while_sessions_are_reopened(site: Site) -> None:

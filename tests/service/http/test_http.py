@@ -481,7 +481,10 @@ async def test_models_health_props_and_metrics_are_reported() -> None:
         engine.phase, engine.fatal = "ready", OSError("ledger")
         async with client.get("/health") as reply:
             assert (reply.status, (await reply.json())["status"]) == (503, "failed")
-        engine.fatal = None
+        engine.phase, engine.fatal = "refusing", None
+        async with client.get("/ready") as reply:
+            assert (reply.status, await reply.json()) == (503, {"status": "refusing"})
+        engine.phase = "ready"
         served.service.accepting = False
         async with client.get("/health") as reply:
             assert (reply.status, (await reply.json())["status"]) == (503, "draining")
