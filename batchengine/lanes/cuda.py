@@ -59,15 +59,18 @@ GRAPHS_MAX = 64  # shapes of steps
 
 CUBINS_DIR = "cuda"  # in the folder of packed weights
 
-OpenGpu = Callable[[wire.CudaResources, Path], Gpu]
+OpenGpu = Callable[[wire.CudaResources, Path, Callable[[], None]], Gpu]
 
 
-def open_gpu(resources: wire.CudaResources, cache_dir: Path) -> Gpu:
-    """The GPU of a lane, with its kernels compiled or from `cache_dir`. Raises GPU_UNUSABLE."""
+def open_gpu(
+    resources: wire.CudaResources, cache_dir: Path, compiling: Callable[[], None] = lambda: None
+) -> Gpu:
+    """The GPU of a lane, with its kernels from `cache_dir`, or compiled into it, which may take
+    longer than a load may be silent: `compiling` is called meanwhile. Raises GPU_UNUSABLE."""
     try:
         return CudaGpu(
             resources.index,
-            lambda target: cubins(target, cache_dir / CUBINS_DIR),
+            lambda target: cubins(target, cache_dir / CUBINS_DIR, waiting=compiling),
             resources.multiprocessors_max,
         )
     except (GpuFault, CompileError, OSError) as error:
@@ -140,7 +143,11 @@ class CudaDevice(HostDevice):
         started = time.perf_counter()
         pool = self._pool = kernels.Pool(resources.threads, resources.cores, resources.spin_us)
         model = load_model(load, pool, report, 0.6)
-        gpu = self._open_gpu(resources, Path(load.cache_dir))
+
+        def compiling() -> None:
+            report("compile kernels", "", 0.6, time.perf_counter() - started)
+
+        gpu = self._open_gpu(resources, Path(load.cache_dir), compiling)
         context_pages = -(-load.context_tokens // PAGE_TOKENS)
         pages_max = load.entries_max * (context_pages + 1)
         limits = load.tokens_max, load.entries_max, pages_max

@@ -12,8 +12,8 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ OPTIONS: dict[str, str | bool] = {
     "ptxas_options": "-v",  # the report has registers, stack frame and spills of each kernel
 }
 _importing = threading.Lock()
+WAITING_S = 5.0
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
@@ -82,15 +83,23 @@ def _read(size: Any, read: Any, program: Any) -> bytes:
     return data
 
 
-def cubins(target: str, folder: Path, sources: Iterable[Path] | None = None) -> dict[str, bytes]:
+def cubins(
+    target: str,
+    folder: Path,
+    sources: Iterable[Path] | None = None,
+    waiting: Callable[[], None] = lambda: None,
+) -> dict[str, bytes]:
     """Cubins of the sources (default: all) by their names, from `folder` or compiled into it.
 
-    Uses all cores of this process. Raises CompileError, and OSError if the folder cannot be used.
+    Uses all cores of this process, and calls `waiting` every WAITING_S meanwhile. Raises
+    CompileError, and OSError if the folder cannot be used.
     """
     sources = units() if sources is None else sources
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         made = {path.stem: pool.submit(_cubin, path, target, folder) for path in sources}
+        while wait(made.values(), WAITING_S).not_done:
+            waiting()
         return {name: cubin.result() for name, cubin in made.items()}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -83,7 +84,12 @@ def _planned(plan: Path) -> tuple[str, int] | None:
     return None
 
 
-def open_emulated(resources: wire.CudaResources, cache_dir: Path, plan: Path | None = None) -> Gpu:
+def open_emulated(
+    resources: wire.CudaResources,
+    cache_dir: Path,
+    compiling: Callable[[], None],
+    plan: Path | None = None,
+) -> Gpu:
     """The GPU of an index: GOOD; FULL has less memory than the lane counts on; ABSENT is none;
     WRONG computes other numbers."""
     if plan is not None:

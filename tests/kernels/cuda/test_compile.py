@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -134,6 +135,20 @@ def test_cubins_are_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert cubins("sm_90", folder, [source]) != first
     cubins("sm_80", folder, [source])
     assert len(list(folder.iterdir())) == 3
+
+
+def test_a_long_compilation_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, source = threading.Event(), tmp_path / "planted.cu"
+    source.write_text(HEAD + "{ }")
+
+    def long(source: Path, target: str) -> Compiled:
+        assert told.wait(30)
+        return Compiled(b"made", "", "")
+
+    monkeypatch.setattr(module, "compile_unit", long)
+    monkeypatch.setattr(module, "WAITING_S", 0.01)
+    made = cubins("sm_90", tmp_path / "cubins", [source], told.set)
+    assert made == {"planted": b"made"}
 
 
 def test_every_included_file_is_part_of_the_key() -> None:
