@@ -170,7 +170,7 @@ class CudaGpu(Gpu):
 
         name: bytes = self._call("cuDeviceGetName", 256, device)
         return DeviceFacts(
-            name.rstrip(b"\0").decode(),
+            name.partition(b"\0")[0].decode(),
             int(self._call("cuDeviceTotalMem", device)),
             attribute("MULTIPROCESSOR_COUNT"),
             (attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),

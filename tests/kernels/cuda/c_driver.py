@@ -148,7 +148,8 @@ class CDriver:
     # -- what has structures or text
 
     def _name(self, to: int, n: int, device: int) -> int:
-        ctypes.memmove(to, self._driver.cuDeviceGetName(n, device)[1], n)
+        name = self._driver.cuDeviceGetName(n, device)[1].rstrip()
+        ctypes.memmove(to, name, len(name))  # what is behind it stays as it is
         return 0
 
     def _attribute(self, to: Any, attribute: int, device: int) -> int:
@@ -198,7 +199,7 @@ def main(folder: Path) -> None:
     pool = kernels.Pool(1)
     for most, context in ((0, "whole"), (30, "context: green, 32 multiprocessors")):
         gpu = CudaGpu(0, lambda target: {"all": target.encode()}, most)
-        assert driver.context == context
+        assert (gpu.facts.name, driver.context) == ("Emulated", context)
         for name in ("quantise", "linear q4_0"):
             cases()[name](gpu, pool, np.random.default_rng(3))
         with Arrays(gpu) as arrays:

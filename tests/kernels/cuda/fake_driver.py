@@ -83,7 +83,7 @@ class FakeDriver:
         return 13020
 
     def _cuDeviceGetName(self, n: int, device: int) -> bytes:
-        return b"Emulated".ljust(n, b"\0")
+        return b"Emulated\0".ljust(n)  # what the bindings have behind the name
 
     def _cuDeviceTotalMem(self, device: int) -> int:
         return 1 << 30
