@@ -137,17 +137,17 @@ def test_cubins_are_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(list(folder.iterdir())) == 3
 
 
-def test_a_long_compilation_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told, source = threading.Event(), tmp_path / "planted.cu"
+def test_a_long_compilation_is_not_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, source = threading.Event(), tmp_path / "planted.cu"
     source.write_text(HEAD + "{ }")
 
     def long(source: Path, target: str) -> Compiled:
-        assert told.wait(30)
+        assert called.wait(30)
         return Compiled(b"made", "", "")
 
     monkeypatch.setattr(module, "compile_unit", long)
     monkeypatch.setattr(module, "WAITING_S", 0.01)
-    made = cubins("sm_90", tmp_path / "cubins", [source], told.set)
+    made = cubins("sm_90", tmp_path / "cubins", [source], called.set)
     assert made == {"planted": b"made"}
 
 
