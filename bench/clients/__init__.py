@@ -133,7 +133,8 @@ async def try_agent(agent: Agent, scene: Scene) -> Outcome:
     work.mkdir()
     outcome = Outcome(agent.name, scene.clients.version(agent.package))
     async with scene.proxy(agent.name, agent.tool, agent.arguments) as proxy:
-        env = environment(home, agent.env | {"BATCHENGINE_API_KEY": KEY})
+        given = {name: text.format(url=proxy.url, key=KEY) for name, text in agent.env.items()}
+        env = environment(home, given | {"BATCHENGINE_API_KEY": KEY})
 
         async def ask(command: tuple[str, ...], prompt: str) -> tuple[str, list[Exchange]]:
             before = len(proxy.exchanges)
@@ -143,7 +144,9 @@ async def try_agent(agent: Agent, scene: Scene) -> Outcome:
             made = proxy.exchanges[before:]
             return fault(made, code, output), made
 
-        outcome.why, options = await connect(agent, proxy.url, env)
+        options: list[str] = []
+        if agent.connects:
+            outcome.why, options = await connect(agent, proxy.url, env)
         if not outcome.why:
             outcome.why, made = await ask(agent.first, PROMPT)
         if not outcome.why and not any(RESULT in json.dumps(e.body) for e in proxy.exchanges):
@@ -193,6 +196,12 @@ async def try_all(names: list[str], scene: Scene) -> list[Outcome]:
     return outcomes
 
 
+def in_set(names: list[str], clients: Installation) -> list[str]:
+    """Those of `names` that the set of versions has: not every agent is in each."""
+    missing = {agent.name for agent in AGENTS if agent.package not in clients.packages}
+    return [name for name in names if name not in missing]
+
+
 def main(argv: list[str]) -> int:
     every = [*LIBRARIES, *(agent.name for agent in AGENTS)]
     parser = argparse.ArgumentParser(prog="bench clients", description=__doc__)
@@ -220,7 +229,8 @@ def main(argv: list[str]) -> int:
         options = ("--model-id", MODEL, "--api-key-file", str(keys))
         with ChildDaemon(model, show, *options) as daemon:
             url = daemon.wait_ready().removesuffix("/v1")
-            outcomes = asyncio.run(try_all(args.only, Scene(url, folder, clients, args.record)))
+            scene = Scene(url, folder, clients, args.record)
+            outcomes = asyncio.run(try_all(in_set(args.only, clients), scene))
     passed = [outcome for outcome in outcomes if not outcome.why]
     result = {
         "clients": len(outcomes),

@@ -1,7 +1,8 @@
 """The agents: how each is started, and asked twice.
 
-Their configuration is what `batchengine connect` writes. The variables and options here only let
-them run without a person and without hosts beyond the endpoint.
+Their configuration is what `batchengine connect` writes, or variables, for one without a file. The
+other variables and options here only let them run without a person and without hosts beyond the
+endpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ PRINT = "printf MARKER_%d.txt 7391"  # its output is in no request before it has
 @dataclass(frozen=True)
 class Agent:
     """One agent. Commands begin with the program's name and `{prompt}` stands for the prompt.
-    `tool` runs a shell command with `arguments`. `is_named`: it sends an id of its session."""
+    `tool` runs a shell command with `arguments`.
+    `connects`: `batchengine connect` writes its configuration; else variables are it, where `{url}`
+    and `{key}` stand for the daemon's."""
 
     name: str
     package: str
@@ -26,7 +29,7 @@ class Agent:
     tool: str
     arguments: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict[str, str])
-    is_named: bool = True
+    connects: bool = True
 
 
 CLAUDE_FLAGS = ("--output-format", "json", "--dangerously-skip-permissions")
@@ -80,5 +83,33 @@ AGENTS = (
         "bash",
         {"command": PRINT},
         {"PI_OFFLINE": "1"},
+    ),
+    Agent(
+        "qwen",
+        "@qwen-code/qwen-code",
+        ("-y", "-p", "{prompt}"),
+        ("-y", "-c", "-p", "{prompt}"),
+        "run_shell_command",
+        {"command": PRINT, "is_background": False},
+        {"QWEN_TELEMETRY_ENABLED": "false"},
+    ),
+    Agent(
+        "copilot",
+        "@github/copilot",
+        ("--allow-all-tools", "-p", "{prompt}"),
+        ("--allow-all-tools", "--continue", "-p", "{prompt}"),
+        "bash",
+        {"command": PRINT, "description": "list files"},
+        {
+            "COPILOT_PROVIDER_BASE_URL": "{url}/v1",
+            "COPILOT_PROVIDER_API_KEY": "{key}",
+            "COPILOT_PROVIDER_WIRE_API": "responses",
+            "COPILOT_PROVIDER_MAX_PROMPT_TOKENS": str(CONTEXT_TOKENS * 3 // 4),
+            "COPILOT_PROVIDER_MAX_OUTPUT_TOKENS": "8192",
+            "COPILOT_MODEL": MODEL,
+            "COPILOT_OFFLINE": "true",
+            "COPILOT_AUTO_UPDATE": "false",
+        },
+        connects=False,
     ),
 )

@@ -50,6 +50,11 @@ class Installation:
     def folder(self) -> Path:
         return FOLDER if self.versions == PINNED else FOLDER / self.versions
 
+    @property
+    def packages(self) -> set[str]:
+        """npm packages of the agents."""
+        return set(SETS[self.versions]["agents"])
+
     def program(self, name: str) -> Path:
         """An agent's program."""
         return self.folder / "agents" / "node_modules" / ".bin" / name

@@ -78,7 +78,7 @@ HEADERS_EXACT = (
     "conversation_id",
     "x-session-affinity",
 )
-HEADER_LAST = "x-conversation-id"
+HEADERS_LAST = ("x-conversation-id", "x-openwebui-chat-id")
 HEADER_APPEND = "x-batchengine-append"
 HEADER_AGENT = "x-claude-code-agent-id"  # a child, whose parent has the session id beside it
 HEADERS_PARENT = (
@@ -121,8 +121,9 @@ def session_carriers(body: Common, headers: CIMultiDictProxy[str]) -> Iterable[t
         is_known = lower in HEADERS_EXACT or "parent" in lower
         if not is_known and _GENERIC.fullmatch(lower):
             yield lower, headers[name]
-    if HEADER_LAST in headers:
-        yield HEADER_LAST, headers[HEADER_LAST]
+    for name in HEADERS_LAST:
+        if name in headers:
+            yield name, headers[name]
     if body.session_id is not None:
         yield "session_id", body.session_id
     if body.prompt_cache_key is not None:

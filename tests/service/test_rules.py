@@ -41,6 +41,7 @@ def headers_of(pairs: Pairs) -> CIMultiDictProxy[str]:
 
 
 EVERYTHING: Pairs = [
+    ("X-OpenWebUI-Chat-Id", "webui"),
     ("X-Conversation-Id", "conversation"),
     ("X-Other-Session-Id", "generic"),
     ("x-session-affinity", "affinity"),

@@ -22,7 +22,9 @@ from service.cli.agents.recipes import KEY_DEFAULT, Endpoint, Recipe, recipes
 from service.cli.machine.proxies import proxy_trouble
 from service.cli.options import URL_DEFAULT, Debug, Json, Url, print_json
 
-Agent = Literal["claude", "codex", "opencode", "openclaw", "pi", "litellm", "llm", "aider"]
+Agent = Literal[
+    "claude", "codex", "opencode", "openclaw", "pi", "kilo", "qwen", "litellm", "llm", "aider"
+]
 
 
 def add(app: cyclopts.App) -> None:

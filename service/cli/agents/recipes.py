@@ -114,7 +114,7 @@ def _codex(text: str, to: Endpoint) -> str:
     return with_block(text, provider)
 
 
-def _opencode(text: str, to: Endpoint) -> str:
+def _opencode(text: str, to: Endpoint, schema: str = "https://opencode.ai/config.json") -> str:
     limit = {"context": to.context, "output": to.answer}
     options = {"baseURL": to.v1, "apiKey": to.key, "timeout": PATIENCE_S * 1000}
     provider = {
@@ -126,12 +126,28 @@ def _opencode(text: str, to: Endpoint) -> str:
     return merged_json(
         text,
         {
-            "$schema": "https://opencode.ai/config.json",
+            "$schema": schema,
             "provider": {"batchengine": provider},
             "model": f"batchengine/{to.model}",
             "small_model": f"batchengine/{to.model}",
         },
     )
+
+
+def _kilo(text: str, to: Endpoint) -> str:
+    """It was made of OpenCode, and reads the same form."""
+    return _opencode(text, to, "https://app.kilo.ai/config.json")
+
+
+def _qwen(text: str, to: Endpoint) -> str:
+    generation = {
+        "contextWindowSize": to.context,
+        "samplingParams": {"max_tokens": to.answer},
+        "timeout": PATIENCE_S * 1000,
+    }
+    auth = {"selectedType": "openai", "baseUrl": to.v1, "apiKey": to.key}
+    model = {"name": to.model, "generationConfig": generation}
+    return merged_json(text, {"security": {"auth": auth}, "model": model})
 
 
 def _openclaw(text: str, to: Endpoint) -> str:
@@ -255,6 +271,18 @@ def recipes() -> dict[str, Recipe]:
             _home("PI_CODING_AGENT_DIR", "~/.pi/agent", "models.json"),
             _pi,
             "pi --provider batchengine",
+            context_min=CONTEXT_MIN,
+        ),
+        "kilo": Recipe(
+            _home("XDG_CONFIG_HOME", "~/.config", "kilo/kilo.json"),
+            _kilo,
+            "kilo",
+            context_min=CONTEXT_MIN,
+        ),
+        "qwen": Recipe(
+            os.path.expanduser("~/.qwen/settings.json"),
+            _qwen,
+            "qwen",
             context_min=CONTEXT_MIN,
         ),
         "litellm": Recipe(

@@ -34,6 +34,17 @@ def test_every_recipe_keeps_what_stands_in_the_file_and_is_written_once() -> Non
     openclaw = json.loads(recipes()["openclaw"].merge("", TO))
     rows = openclaw["models"]["providers"]["batchengine"]["models"]
     assert [row["id"] for row in rows] == ["qwen", "qwen:background"]
+    kilo, opencode = (json.loads(recipes()[name].merge("", TO)) for name in ("kilo", "opencode"))
+    assert kilo == opencode | {"$schema": "https://app.kilo.ai/config.json"}
+    assert recipes()["kilo"].path.endswith("/kilo/kilo.json")
+    qwen = json.loads(recipes()["qwen"].merge('{"security": {"auth": {"a": 1}}}', TO))
+    assert qwen["security"]["auth"] == {
+        "a": 1,
+        "selectedType": "openai",
+        "baseUrl": "http://127.0.0.1:7717/v1",
+        "apiKey": "local",
+    }
+    assert qwen["model"]["generationConfig"]["contextWindowSize"] == 65_536
     assert with_block(with_block("a: 1\n", "b: 2"), "c: 3").count("batchengine: begin") == 1
 
 
