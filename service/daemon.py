@@ -113,6 +113,18 @@ class Daemon:
         self._stop_reason = ""
         self._signal = ""  # the first one
         self._signal_at = 0.0  # loop time
+        self._is_json = config.server.log_format == "json"
+
+    def _say(self, line: str) -> None:
+        """One line of the banner; with a log in JSON a record of it, so that a reader of both
+        outputs gets nothing else."""
+        if not self._is_json:
+            say(line)
+            return
+        words = line.split()
+        is_warning = words[0] == "warning"
+        level = logging.WARNING if is_warning else logging.INFO
+        log.log(level, "%s", " ".join(words[is_warning:]))
 
     async def serve(self, sock: socket.socket) -> int:
         """Runs the daemon on the running loop, from start to exit code."""
@@ -132,7 +144,7 @@ class Daemon:
                 await listener.open()
             await admin.open()
             for line in banner(config):
-                say(line)
+                self._say(line)
             watchdog = asyncio.create_task(self._notifier.feed_watchdog(lambda: progresses(engine)))
             if not await self._start_engine(engine):
                 return EXIT_OK
@@ -162,11 +174,11 @@ class Daemon:
                 )
                 if not start.done() and engine.progress > said:
                     said = engine.progress
-                    say(f"  ...     weights are loaded and packed, {said:.0%} done")
+                    self._say(f"  ...     weights are loaded and packed, {said:.0%} done")
             if start.done():
                 start.result()
                 return True
-            say(f"  stopped while loading ({self._stop_reason})")
+            self._say(f"  stopped while loading ({self._stop_reason})")
             start.cancel()
             await asyncio.gather(start, return_exceptions=True)
             await engine.stop(0.0)
@@ -181,30 +193,31 @@ class Daemon:
 
     def _on_stage(self, stage: Stage) -> None:
         line = stage_line(stage)
-        say(line)
+        self._say(line)
         self._notifier.stage(line.strip())
 
     def _announce(self, engine: EngineApi, port: int) -> None:
         host = self._config.server.host
         base = f"http://{f'[{host}]' if ':' in host.strip('[]') else host}:{port}/v1"
         info = engine.info
-        say(
+        self._say(
             f"  model   {info.model_id}  {info.arch} {info.quantisation}"
             f"  {info.n_params / 1e6:,.1f} M parameters  {info.n_layer} layers"
             f"  ctx {info.context_tokens:,}"
         )
         if most := self._config.answer_tokens_max:
-            say(f"  answers {most:,} tokens at most where a request names no limit")
+            self._say(f"  answers {most:,} tokens at most where a request names no limit")
         if self._config.peers.listen:
-            say(f"  peers   {self._config.peers.listen}   see `batchengine peers status`")
-        say(f"  ready   {base}   openai chat, completions, responses; anthropic messages")
-        say(f"  watch   {base.removesuffix('/v1')}/   dashboard")
-        say(f"  next    batchengine chat --url {base}")
+            self._say(f"  peers   {self._config.peers.listen}   see `batchengine peers status`")
+        self._say(f"  ready   {base}   openai chat, completions, responses; anthropic messages")
+        self._say(f"  watch   {base.removesuffix('/v1')}/   dashboard")
+        self._say(f"  next    batchengine chat --url {base}")
         for note in info.notes:
-            say(f"  warning {note}")
-            log.warning("%s", note)
+            self._say(f"  warning {note}")
+            if not self._is_json:
+                log.warning("%s", note)
         if engine.phase == "degraded":
-            say("  warning degraded: see /health")
+            self._say("  warning degraded: see /health")
         self._notifier.ready(f"serving {info.model_id} on {base}")
 
     async def _wait(self, engine: EngineApi, service: app.Service, listener: Listener) -> int:
@@ -222,14 +235,14 @@ class Daemon:
         if self._is_passed:
             listener.stop_accepting()
         drain_s = self._config.server.drain_s
-        say(f"  drain   {self._stop_reason}: {len(service.live)} requests to finish")
+        self._say(f"  drain   {self._stop_reason}: {len(service.live)} requests to finish")
         self._notifier.stopping(f"draining {len(service.live)} requests", drain_s + 30)
         await engine.stop(drain_s)
         for _ in range(50):  # the last events are on their way to the sockets
             if not service.live:
                 break
             await asyncio.sleep(0.1)
-        say("  stopped")
+        self._say("  stopped")
         return EXIT_OK
 
     def _drain(self, reason: str) -> None:
@@ -249,7 +262,7 @@ class Daemon:
             return
         if name == self._signal and now - self._signal_at < SIGNAL_TWINS_S:
             return
-        say(f"  forced  {name} again: leaving at once")
+        self._say(f"  forced  {name} again: leaving at once")
         admin.unlink()
         os._exit(EXIT_FORCED)
 

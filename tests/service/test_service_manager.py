@@ -6,6 +6,7 @@ import asyncio
 import configparser
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +30,8 @@ from batchengine.wire.lane import Step
 from service import notify
 from service.daemon import Daemon, banner, progresses
 from service.http.listener import bind, take
-from tests.support.fake_engine import FakeEngine
+from tests.support.engines import until
+from tests.support.fake_engine import FakeEngine, fake_config
 from tests.support.stopping_worker import SLOWLY
 
 UNIT = Path(__file__).resolve().parents[2] / "systemd" / "batchengine.service"
@@ -217,3 +220,26 @@ def test_a_low_limit_of_open_files_is_said_at_the_start(monkeypatch: pytest.Monk
         monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
         said = [line for line in banner(config) if "connections at most" in line]
         assert [int(line.split()[1]) for line in said] == [connections] * bool(connections)
+
+
+async def test_with_a_log_in_json_nothing_else_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = fake_config()
+    server = replace(
+        config.server, log_format="json", admin_socket=str(tmp_path / "admin.sock"), port=0
+    )
+    engine = FakeEngine()
+    engine.info.notes.append("a note")
+    daemon = Daemon(replace(config, server=server), lambda _: engine)
+    with bind("127.0.0.1", 0) as sock:
+        serving = asyncio.create_task(daemon.serve(sock))
+        async with asyncio.timeout(20):
+            await until(lambda: any("ready http" in one.getMessage() for one in caplog.records))
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serving == 0
+    assert capsys.readouterr().out == ""
+    notes = [record for record in caplog.records if "a note" in record.getMessage()]
+    assert [(one.levelname, one.getMessage()) for one in notes] == [("WARNING", "a note")]
+    assert caplog.records[-1].getMessage() == "stopped"
