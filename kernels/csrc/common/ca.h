@@ -88,7 +88,7 @@ CA_FN float float_rn(int64_t n) { return __ll2float_rn(n); }
 CA_FN float ceil_exact(float a) { return ceilf(a); }
 #elif defined(BATCHENGINE_SIMT)
 // As a GPU: every operation whose result is NaN gives the same one, whatever its operands are.
-CA_FN float made(float x) { return x == x ? x : float_of(0x7FFFFFFFu); }
+[[maybe_unused]] static inline float made(float x) { return x == x ? x : float_of(0x7FFFFFFFu); }
 CA_FN float add_rn(float a, float b) { return made(a + b); }
 CA_FN float sub_rn(float a, float b) { return made(a - b); }
 CA_FN float mul_rn(float a, float b) { return made(a * b); }
