@@ -144,8 +144,8 @@ def test_two_daemons_and_the_death_of_one(
     assert text == alone
     assert max(gaps[150:]) < 2.5 + max(gaps_alone), "the stream did not pause"
     row = peers_of(a)["peers"][0]
+    assert row["state"] in ("down", "dialling")
     assert any(word in row["why"] for word in ("refused", "closed", "reset")), row["why"]
-    assert "refused" in row["why"] or "closed" in row["why"]
     health = client.get("/health")
     assert (health["status"], health["peers_up"]) == ("ok", 0)
     psutil.wait_procs(workers, timeout=30)
