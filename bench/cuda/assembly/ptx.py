@@ -1,4 +1,5 @@
-"""What the compiler made of a kernel: float operations that differ from what its source writes."""
+"""What the compiler made of a kernel: float operations that differ from what its source writes, and
+reads of memory that the kernel writes, as if no thread wrote it."""
 
 from __future__ import annotations
 
@@ -16,6 +17,11 @@ HALF = "cvt.f32.f16"  # exact
 STACK_BYTES_MAX = 16
 ENTRY = re.compile(r"\.entry (\w+)\(")
 FLOAT = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*[\w.:]*\.(?:b?f|tf|e)\d+[\w.]*)\s", re.MULTILINE)
+GUARD = re.compile(r"^\s*@!?%p\d+\s+", re.MULTILINE)
+POINTER = re.compile(r"^\s*ld\.param\.[bu]64\s+(%rd\d+), \[(\w+)\]", re.MULTILINE)
+DERIVED = re.compile(r"^\s*(?!ld\b)[a-z][\w.]*\s+(%rd\d+), (.*);", re.MULTILINE)
+WRITTEN = re.compile(r"^\s*(?:st|red|atom)\.global[\w.:]*\s+[^\[\n]*\[(%rd\d+)", re.MULTILINE)
+READ_ONLY = re.compile(r"^\s*ld\.global\.nc[\w.:]*\s+[^\[\n]*\[(%rd\d+)", re.MULTILINE)
 STACK = re.compile(
     r"function '(\w+)' for '(\w+)'\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
 )
@@ -32,10 +38,31 @@ def float_operations(ptx: str) -> Counter[str]:
     return Counter(match[1] for match in FLOAT.finditer(ptx))
 
 
+def stale(kernel: str) -> list[str]:
+    """Parameters of a kernel through which it writes memory, and reads it by ld.global.nc, which
+    may give what was there before."""
+    text = GUARD.sub("", kernel)
+    of = {register: {name} for register, name in POINTER.findall(text)}  # parameters by register
+    derived = [(to, re.findall(r"%rd\d+", given)) for to, given in DERIVED.findall(text)]
+    while True:
+        before = sum(map(len, of.values()))
+        for to, given in derived:
+            of.setdefault(to, set()).update(*[of.get(register, ()) for register in given])
+        if sum(map(len, of.values())) == before:
+            break
+    written, read = (
+        {name for register in pattern.findall(text) for name in of.get(register, ())}
+        for pattern in (WRITTEN, READ_ONLY)
+    )
+    return sorted(written & read)
+
+
 def faults(ptx: str, report: str) -> list[str]:
-    """What no module may hold: floats that are not binary32 rounded to nearest, local memory."""
+    """What no module may hold: floats that are not binary32 rounded to nearest, local memory,
+    reads that may be stale."""
     found: list[str] = []
     for kernel, text in kernels_of(ptx).items():
+        found += [f"{kernel}: ld.global.nc of {name}, which it writes" for name in stale(text)]
         for name in float_operations(text):
             operation, *rest = name.split(".")
             if operation in ROUNDED:

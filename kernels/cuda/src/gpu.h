@@ -54,6 +54,15 @@ GPU_FN To* out_as(From* from) {
     return reinterpret_cast<To*>(from);
 }
 
+// Memory that is that of an In or of an Out, by a condition: without this, the compiler takes reads for those
+// of memory that no thread writes (ld.global.nc).
+template <class T>
+GPU_FN const T* either(const T* at) {
+    asm volatile("" : "+l"(at) : : "memory");
+    __builtin_assume(__isGlobal(at));
+    return at;
+}
+
 // 8 and 16 bytes that are read or written at once.
 struct alignas(8) Words2 {
     uint32_t word[2];

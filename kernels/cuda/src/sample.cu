@@ -291,7 +291,7 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
         if (gpu::thread() == 0) token_out[index] = -1, logprob_out[index] = 0.0f;
         return;
     }
-    const auto x = is_adjusted ? gpu::in_as<float>(own) : gpu::in_as<float>(raw);
+    const auto x = gpu::either(is_adjusted ? gpu::in_as<float>(own) : gpu::in_as<float>(raw));
     int token = static_cast<int>(static_cast<uint32_t>(first));
     if (row.temperature != 0.0f)
         token = draw_token(x, vocab, x[token], row, own_weights, bins, shared);

@@ -105,6 +105,19 @@ def test_other_arithmetic_is_found(tmp_path: Path, name: str) -> None:
     assert any(PLANTED[name][1] in fault for fault in faults(made.ptx, made.report))
 
 
+def test_reads_that_may_be_stale_are_found(tmp_path: Path) -> None:
+    source = tmp_path / "planted.cu"
+    source.write_text(
+        'extern "C" __global__ void planted(const float* __restrict__ a, float* __restrict__ x,'
+        " int i) { x[i] = a[i + 1]; __syncthreads();"
+        " const float* const y = i > 3 ? x : a; x[1] = y[i / 2]; }"
+    )
+    made = compile_unit(source, "sm_90")
+    assert faults(made.ptx, made.report) == [
+        "planted: ld.global.nc of planted_param_1, which it writes"
+    ]
+
+
 def test_flushed_subnormals_are_found(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = x[1] * x[2]; }")
