@@ -12,9 +12,11 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    disable_created_metrics,
     generate_latest,
 )
 
+disable_created_metrics()  # a series for the birth of each: no query here needs it
 PREFIX = "batchengine_"
 LABEL_VALUES_MAX = 64  # distinct ignored field names kept; clients choose these names
 OTHER = "other"
@@ -182,15 +184,18 @@ class Metrics:
         self.peer_connections_refused_total = counter(
             "peer_connections_refused_total", "Connections to the peer port that came to nothing"
         )
-        self._fields: set[str] = set()
+        self._fields: dict[str, str] = {}  # name -> the tenant that sent it first
 
-    def count_ignored_field(self, field: str) -> None:
-        """Count an ignored request field; past LABEL_VALUES_MAX names all others are "other"."""
+    def count_ignored_field(self, field: str, tenant: str) -> None:
+        """Count an ignored request field. A tenant adds as many of LABEL_VALUES_MAX names as it
+        leaves to others; its further ones are "other"."""
         if field not in self._fields:
-            if len(self._fields) >= LABEL_VALUES_MAX or len(field) > 64 or not field.isascii():
+            left = LABEL_VALUES_MAX - len(self._fields)
+            is_full = list(self._fields.values()).count(tenant) >= left
+            if is_full or len(field) > 64 or not field.isascii():
                 field = OTHER
             else:
-                self._fields.add(field)
+                self._fields[field] = tenant
         self.ignored_fields_total.labels(field).inc()
 
     def outcomes(self) -> dict[str, dict[str, int]]:

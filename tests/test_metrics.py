@@ -75,11 +75,19 @@ def test_two_daemons_in_one_process_have_separate_metrics() -> None:
 def test_clients_cannot_add_label_values() -> None:
     metrics = Metrics()
     for i in range(1000):
-        metrics.count_ignored_field(f"field_{i}")
+        metrics.count_ignored_field(f"field_{i}", "a")
     for name in ("x" * 1000, "naïve", "field_1"):
-        metrics.count_ignored_field(name)
+        metrics.count_ignored_field(name, "a")
+    metrics.count_ignored_field("of_another_key", "b")
     text = metrics.render()[0].decode()
     rows = [r for r in text.splitlines() if r.startswith("batchengine_ignored_fields_total{")]
-    assert len(rows) == LABEL_VALUES_MAX + 1
-    assert f'field="other"}} {1000 - LABEL_VALUES_MAX + 2}.0' in text
+    half = LABEL_VALUES_MAX // 2
+    assert len(rows) == half + 2
+    assert f'field="other"}} {1000 - half + 2}.0' in text
     assert 'field="field_1"} 2.0' in text
+    assert 'field="of_another_key"} 1.0' in text
+    for number in range(1000):
+        metrics.count_ignored_field(f"more_{number}", f"tenant {number}")
+    text = metrics.render()[0].decode()
+    assert text.count("batchengine_ignored_fields_total{") <= LABEL_VALUES_MAX + 1
+    assert "_created" not in text

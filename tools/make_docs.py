@@ -202,7 +202,8 @@ def metrics() -> str:
         rows.append((f"`{name}`", family.type, family.documentation))
     intro = (
         "`GET /metrics` answers in the text format of Prometheus. Times are seconds. Labels are"
-        " classes, lanes, routes, tiers and outcomes, never names that clients choose."
+        " classes, lanes, routes, tiers and outcomes, and at most 64 names that clients"
+        " choose, those of ignored fields."
     )
     return f"# Metrics\n\n{NOTE}\n{intro}\n\n" + table(("name", "type", "meaning"), sorted(rows))
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "/"  # the working directory of a child: no relative path finds a file of a caller
-KEPT = {"BATCHENGINE_ISA", "LD_LIBRARY_PATH", "LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS"}
-# Which GPU has which index, by whom it is shared, and where CUDA is installed.
-KEPT |= {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY"}
-KEPT |= {"CUDA_PATH", "CUDA_HOME"}
+# which GPU has which index, and by whom it is shared
+GPU_KEPT = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_MPS_PIPE_DIRECTORY"}
+LOADERS_KEPT = {"LD_LIBRARY_PATH", "LD_PRELOAD", "ASAN_OPTIONS", "UBSAN_OPTIONS"}
+KEPT = {"BATCHENGINE_ISA", "CUDA_PATH", "CUDA_HOME"} | GPU_KEPT | LOADERS_KEPT
 
 
 def python_command(module: str, *arguments: str) -> tuple[str, ...]:

@@ -229,7 +229,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         await _check_constraint(engine, found, request[CALLER].tenant)
         ignored = [*found.ignored, *betas.unknown(request.headers)]
         for name in ignored:
-            engine.metrics.count_ignored_field(name)
+            engine.metrics.count_ignored_field(name, request[CALLER].tenant)
         if named := [name for name in ignored if _FIELD_NAME.fullmatch(name)]:
             request[HEADERS][HEADER_IGNORED] = ", ".join(named)
         job = requests.open_job(

@@ -6,6 +6,7 @@ same file; one that fails does not keep the others from being made.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -201,6 +202,9 @@ def _unwritable(folder: str) -> str:
     place = _existing(folder)
     if not os.path.isdir(place):
         return f"{place} is not a directory"
+    with contextlib.suppress(OSError):
+        if os.statvfs(place).f_flag & os.ST_RDONLY:
+            return f"{place}: {os.strerror(errno.EROFS).lower()}"
     if not os.access(place, os.W_OK | os.X_OK):
         return f"{place}: {os.strerror(errno.EACCES).lower()}"
     return ""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kernels
 from batchengine import config
+from batchengine.core import BatchEngineError
 from batchengine.policy.capacity import cpu_processor
 from service.cli import main, plan
+from service.cli.machine.check import check_folders
 
 POCKET = Path(__file__).resolve().parents[3] / "pocket/pocket-q4_0.gguf"
 MACHINE = {
@@ -111,3 +114,12 @@ def test_what_serve_would_refuse_is_refused(
     assert main.run(["plan", str(tmp_path / "absent.gguf")]) == 2
     assert main.run(["plan", str(POCKET), "--gpu", "voodoo2"]) == 2
     assert "h200" in capsys.readouterr().err
+
+
+def test_a_read_only_file_system_is_called_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = config.load(None, {"store.dir": str(tmp_path / "kv"), "cache_dir": str(tmp_path)})
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(BatchEngineError, match=r"read-only file system.*--store"):
+        check_folders(loaded)
