@@ -40,6 +40,10 @@ NAMES = {
     "lan.conf.example": UNITS / "batchengine.service.d" / "lan.conf.example",
     "keys.conf.example": UNITS / "batchengine.service.d" / "keys.conf.example",
 }
+NO_DEVICES = (  # and those of a lane of kind cuda
+    "PrivateDevices=yes\nDevicePolicy=closed\n",
+    "PrivateDevices=no\nDevicePolicy=closed\nDeviceAllow=char-nvidia* rw\n",
+)
 COMPLETIONS: dict[Literal["bash", "zsh", "fish"], Path] = {
     "bash": Path("usr/local/share/bash-completion/completions/batchengine"),
     "zsh": Path("usr/local/share/zsh/site-functions/_batchengine"),
@@ -147,8 +151,12 @@ def shell_files(app: cyclopts.App) -> dict[Path, str]:
 
 
 def unit_text(sample: str, program: str, config: Config | None) -> str:
-    """The unit of this installation: its program, and the networks its configuration needs."""
-    lines = sample.replace(PROGRAM_IN_UNIT, program).splitlines()
+    """The unit of this installation: its program, and the networks and devices its configuration
+    needs."""
+    text = sample.replace(PROGRAM_IN_UNIT, program)
+    if config and any(lane.kind == "cuda" for lane in config.lanes):
+        text = text.replace(*NO_DEVICES)
+    lines = text.splitlines()
     allowed = [f"IPAddressAllow={network}" for network in networks(config)] if config else []
     at = lines.index("IPAddressAllow=localhost") + 1
     return "\n".join([*lines[:at], *allowed, *lines[at:]]) + "\n"

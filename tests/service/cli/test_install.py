@@ -62,6 +62,22 @@ def test_the_unit_allows_the_networks_that_the_configuration_needs() -> None:
     assert "localhost\nIPAddressAllow=any\n" in install.unit_text(sample, "/b", open_to_all)
 
 
+def test_the_unit_allows_the_devices_of_a_gpu_lane(tmp_path: Path) -> None:
+    sample = (SHARED / "systemd" / "batchengine.service").read_text()
+    path = tmp_path / "batchengine.toml"
+    path.write_text(
+        '[model]\npath = "m.gguf"\n[[lane]]\nkind = "cpu"\n'
+        '[[lane]]\nkind = "cuda"\nvram_bytes = 1_000_000_000\n'
+    )
+    settings = install.unit_text(sample, "/b", load(str(path), {})).splitlines()
+    wanted = {"PrivateDevices=no", "DevicePolicy=closed", "DeviceAllow=char-nvidia* rw"}
+    assert wanted <= set(settings)
+    assert "PrivateDevices=yes" not in settings
+    alone = install.unit_text(sample, "/b", load(None, {"model.path": "m.gguf"})).splitlines()
+    assert set(alone) & wanted == {"DevicePolicy=closed"}
+    assert "PrivateDevices=yes" in alone
+
+
 def test_a_folder_that_cannot_be_written_is_a_clear_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
