@@ -75,6 +75,9 @@ def open_gpu(
         )
     except (GpuFault, CompileError, OSError) as error:
         raise errors.GPU_UNUSABLE(index=resources.index, why=str(error)) from error
+    except MemoryError as error:
+        why = f"no memory is left on it: {error}"
+        raise errors.GPU_UNUSABLE(index=resources.index, why=why) from error
 
 
 class DeviceMemory(HostMemory):

@@ -215,3 +215,17 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_reason(tmp_path: Path) -> N
         open_gpu(wire.CudaResources(63, 1 << 30, 0, 1, (), 0), tmp_path)
     assert refusal.value.code == errors.GPU_UNUSABLE.code
     assert refusal.value.why
+
+
+def test_a_gpu_whose_memory_others_have_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullGpu:
+        def __init__(self, *_: object) -> None:
+            raise MemoryError("cuDevicePrimaryCtxRetain")
+
+    monkeypatch.setattr("batchengine.lanes.cuda.CudaGpu", FullGpu)
+    with pytest.raises(BatchEngineError, match="GPU 0 cannot be used") as refusal:
+        open_gpu(wire.CudaResources(0, 1 << 30, 0, 1, (), 0), tmp_path)
+    assert refusal.value.code == errors.GPU_UNUSABLE.code
+    assert refusal.value.why == "no memory is left on it: cuDevicePrimaryCtxRetain"
