@@ -30,6 +30,8 @@ GPU_READ_SHARE, GPU_LINEAR_SHARE, GPU_ATTENTION_SHARE = 0.7, 0.13, 0.1
 GPU_RESERVE_BYTES = 2 << 30
 COPY_GBPS = 8.0  # of pages to a GPU, through pinned memory
 GPU_STEP_MS = 1.0
+ARENA_SHARE = 8  # open pages of a lane may take an eighth of the KV budget
+OPEN_PAGES_MIN = 8
 ENTRY_MS = 0.01  # of a decode beside its products: its token is sampled
 
 
@@ -246,3 +248,9 @@ def _context(
         tpot_ms,
         1000 * batch / tpot_ms,
     )
+
+
+def open_pages(entries_max: int, budget_bytes: int, page_bytes: int) -> int:
+    """Pages that a lane has room for that are not full yet, unless its configuration says how many:
+    an open one of each session, and those that are filled by prompts and read by moves."""
+    return min(3 * entries_max + 16, max(OPEN_PAGES_MIN, budget_bytes // ARENA_SHARE // page_bytes))

@@ -173,7 +173,8 @@ class TextPool:
             if not self._closed:
                 await worker.start()
         except (BatchEngineError, ProcessLost) as error:
-            log.warning("a text process did not start: %s", error)
+            if not self._closed:
+                log.warning("a text process did not start: %s", error)
         finally:
             self._release(line, worker)
 

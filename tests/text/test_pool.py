@@ -309,3 +309,12 @@ async def test_a_process_that_grew_is_replaced(
             await text.encode_chat(chat("0123456789abcdefgh"))
         await text.encode("the")
         assert {worker.pid for worker in text._pool._all} != first
+
+
+async def test_a_stop_while_processes_start_is_no_warning(
+    pocket_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = await TextFrontend.open(pocket_path, reader="service.protocols.reading:read")
+    await asyncio.sleep(0.05)
+    await text.close()
+    assert caplog.messages == []

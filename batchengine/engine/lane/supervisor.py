@@ -20,6 +20,7 @@ from batchengine.engine.lane.seats import Seats
 from batchengine.kv import LaneKv
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.identity import Identity, files_of, identity_of
+from batchengine.policy.capacity import open_pages
 from batchengine.policy.cost import CostModel, StepCost
 from batchengine.wire import lane as wire
 from kv_store.errors import StoreError, StoreFull, StoreGone
@@ -29,8 +30,6 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.lane")
 
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
-ARENA_SHARE = 8  # open pages may take an eighth of the KV budget
-SLOTS_MIN = 8
 FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
 DOWN_MAX_S = 30.0  # earliest such failure if the worker died
 OnLoading = Callable[[wire.Loading], None]
@@ -124,9 +123,8 @@ class WorkerSupervisor:
     async def attach(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
         """Create an arena, have the lane's worker map it, and give it to `kv`."""
         store, layout = self._store, self._store.pages.layout
-        slots = config.places or min(
-            3 * config.entries_max + 16,
-            max(SLOTS_MIN, self._budget_bytes // ARENA_SHARE // layout.page_bytes),
+        slots = config.places or open_pages(
+            config.entries_max, self._budget_bytes, layout.page_bytes
         )
         number = arena_number(store.epoch, lane.incarnation)
         create = functools.partial(store.create_arena, lane.name, number, slots)

@@ -166,11 +166,33 @@ def _store(config: Config, running: Running, found: Findings) -> list[str]:
     if why := _unwritable(folder):
         raise errors.STORE_UNOPENED(folder=folder, why=why)
     try:
-        return check_directory(folder, config.store.allow_volatile)
+        notes = list(check_directory(folder, config.store.allow_volatile))
+        return notes + ([] if running else _room(config, found))
     except StoreError as error:
         raise errors.STORE_UNUSABLE(what=error.what, why=error.why, fix=error.fix) from None
     except OSError as error:
         raise errors.STORE_UNOPENED(folder=folder, why=error.strerror or str(error)) from None
+
+
+def _room(config: Config, found: Findings) -> list[str]:
+    """A warning if the open pages of the lanes do not fit the disk of the store."""
+    from batchengine.policy.capacity import open_pages
+    from kv_store.layout import PAGE_TOKENS
+
+    page_bytes = found.facts.get("kv_bytes_per_token", 0) * PAGE_TOKENS
+    free, _ = disk_bytes(config.store.dir) or (1 << 62, 0)
+    if not page_bytes:
+        return []
+    budget = config.store.budget_bytes
+    pages = sum(
+        one.places or open_pages(one.entries_max, budget, page_bytes) for one in config.lanes
+    )
+    if pages * page_bytes <= free:
+        return []
+    return [
+        f"open pages of the lanes take {pages * page_bytes:,} bytes and {config.store.dir} has"
+        f" {free:,} free, unless files of an earlier run make room"
+    ]
 
 
 def _cache(config: Config, running: Running, found: Findings) -> list[str]:

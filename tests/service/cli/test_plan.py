@@ -15,7 +15,7 @@ from batchengine import config
 from batchengine.core import BatchEngineError
 from batchengine.policy.capacity import cpu_processor
 from service.cli import main, plan
-from service.cli.machine.check import check_folders
+from service.cli.machine import check as checks
 
 POCKET = Path(__file__).resolve().parents[3] / "pocket/pocket-q4_0.gguf"
 MACHINE = {
@@ -122,4 +122,19 @@ def test_a_read_only_file_system_is_called_that(
     loaded = config.load(None, {"store.dir": str(tmp_path / "kv"), "cache_dir": str(tmp_path)})
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     with pytest.raises(BatchEngineError, match=r"read-only file system.*--store"):
-        check_folders(loaded)
+        checks.check_folders(loaded)
+
+
+def test_a_store_without_room_for_open_pages_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `serve` refuses it once the model is loaded."""
+    given: dict[str, object] = {
+        "model.path": str(POCKET), "store.dir": str(tmp_path / "kv"), "server.port": 0,
+        "store.budget_bytes": 64 << 20, "cache_dir": str(tmp_path), "store.allow_volatile": True,
+    }  # fmt: skip
+    loaded = config.load(None, given)
+    for free_bytes, is_said in ((9 << 20, False), (7 << 20, True)):
+        monkeypatch.setattr(checks, "disk_bytes", lambda _, free=free_bytes: (free, 1 << 40))
+        said = [text for text in checks.check(loaded).warnings if text.startswith("open pages")]
+        assert bool(said) == is_said
