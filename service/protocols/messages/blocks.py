@@ -15,7 +15,7 @@ from typing import Any, cast
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from service.protocols.conversation import Conversation, ToolChoice, check_names, omitted
-from service.protocols.messages import signatures
+from service.protocols.messages import client_tools, signatures
 from service.protocols.messages.body import Choice, MessagesRequest, Object
 from service.protocols.openai import formats
 
@@ -103,7 +103,7 @@ class _Tools:
         self.unread: list[str] = []
         self._deferred: dict[str, Object] = {}
         named: list[tuple[str, str]] = []  # fields and the names in them
-        for index, tool in enumerate(tools):
+        for index, tool in enumerate(map(client_tools.with_parameters, tools)):
             kind: object = tool.get("type")
             if kind not in (
                 None,

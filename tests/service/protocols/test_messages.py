@@ -404,6 +404,28 @@ async def test_the_tool_runner_of_the_sdk_sends_the_whole_conversation() -> None
     assert [tool["function"]["name"] for tool in tools or []] == ["now"]
 
 
+def test_tools_whose_type_says_what_they_take_are_the_clients() -> None:
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "text_editor_20250124", "name": "str_replace_editor"},
+        {"type": "memory_20250818", "name": "memory", "defer_loading": True},
+        {"type": "web_search_20250305", "name": "web_search"},
+        {"type": "computer_20250124", "name": "computer"},
+    ]
+    found = conversation_of(body_of(tools=tools))
+    assert found.unread == ("tools.web_search_20250305", "tools.computer_20250124")
+    functions = [tool["function"] for tool in found.tools]
+    assert [one["name"] for one in functions[:3]] == [tool["name"] for tool in tools[:3]]
+    bash, editor, early = (one["parameters"]["properties"] for one in functions[:3])
+    assert set(bash) == {"command", "restart"}
+    assert "undo_edit" not in editor["command"]["enum"]
+    assert "undo_edit" in early["command"]["enum"]
+    assert "insert_text" in editor
+    assert "insert_text" not in early
+    assert all(one["description"] for one in functions)
+
+
 async def test_the_sdk_lists_models_and_gets_its_errors_on_every_path() -> None:
     async with (
         serving() as served,
