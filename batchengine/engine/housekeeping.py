@@ -15,9 +15,10 @@ from prometheus_client import Counter
 
 from batchengine import errors
 from batchengine.core import QueuedEvent, SlaClass
+from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.rows import LinkedRows
 from batchengine.engine.placement.dispatcher import Dispatcher
-from batchengine.engine.placement.lane_view import answer_max
+from batchengine.engine.placement.lane_view import answer_max, scored_ms_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.peers import Peers
@@ -94,10 +95,10 @@ class Housekeeping:
         """Send each waiting turn its place among those of its tenant, and when it may have its
         first token."""
         for loop in self._state.lanes:
-            seated = [_work(turn) for turn in loop.running.values() if not turn.paused]
+            seated = [_work(loop, turn) for turn in loop.running.values() if not turn.paused]
             free = loop.config.entries_max - len(seated)
             turns = loop.seats.queue()
-            etas = cost.etas_ms(loop.cost.cost, seated, free, map(_work, turns))
+            etas = cost.etas_ms(loop.cost.cost, seated, free, [_work(loop, t) for t in turns])
             places: collections.Counter[str] = collections.Counter()
             for turn, wait_ms in zip(turns, etas, strict=True):
                 places[turn.session.tenant] += 1
@@ -203,6 +204,8 @@ class Housekeeping:
         await asyncio.to_thread(self._store.maintain)
 
 
-def _work(turn: Turn) -> cost.QueuedWork:
-    left = max(1, answer_max(turn.generation.request) - turn.generation.completion_tokens)
-    return cost.QueuedWork(turn.session.frontier, turn.session.to_compute, left)
+def _work(loop: LaneLoop, turn: Turn) -> cost.QueuedWork:
+    request, to_compute = turn.generation.request, turn.session.to_compute
+    left = max(1, answer_max(request) - turn.generation.completion_tokens)
+    scored_ms = scored_ms_of(loop, request, to_compute)
+    return cost.QueuedWork(turn.session.frontier, to_compute, left, scored_ms)

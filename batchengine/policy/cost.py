@@ -120,8 +120,11 @@ class CostModel:
     def scored_cost(self) -> StepCost:
         """`cost` for a session that wants the log-probabilities of its prompt. Until a step with
         some was observed, their tokens take twice the time of others."""
-        base_ms = self.cost.prefill_token_ms
-        return self.cost._replace(prefill_token_ms=base_ms + (self._scored_token_ms or base_ms))
+        return self.cost._replace(prefill_token_ms=self.cost.prefill_token_ms + self.scored_ms(1))
+
+    def scored_ms(self, n_tokens: int) -> float:
+        """What tokens of a prompt take besides `cost` if their log-probabilities are wanted."""
+        return n_tokens * (self._scored_token_ms or self.cost.prefill_token_ms)
 
     def observe_scored(self, work: StepWork, n_scored: int, step_ms: float) -> None:
         """Learn from a step in which log-probabilities of `n_scored` tokens of prompts were
@@ -199,6 +202,7 @@ class QueuedWork(NamedTuple):
     frontier: int
     to_compute: int
     tokens_left: int  # tokens it may still generate
+    scored_ms: float = 0.0  # for the log-probabilities of its prompt
 
 
 def etas_ms(
@@ -233,7 +237,7 @@ def etas_ms(
 
 
 def _prefill_ms(cost: StepCost, work: QueuedWork, shared: bool) -> float:
-    alone_ms = prefill_ms(cost, work.frontier, work.to_compute)
+    alone_ms = prefill_ms(cost, work.frontier, work.to_compute) + work.scored_ms
     return cost.fixed_ms + alone_ms * (2.0 if shared else 1.0)
 
 
@@ -273,6 +277,7 @@ class LoadRow(NamedTuple):
     to_compute: int  # 1 = decoding
     tokens_left: int  # it may still generate
     seated: bool
+    scored_ms: float = 0.0  # for the log-probabilities of its prompt
 
 
 class Prediction(msgspec.Struct, frozen=True, gc=False):
@@ -288,10 +293,10 @@ def load_of(cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRo
     seated, waiting = [0] * RANKS, [0] * RANKS
     decodes = context = left = 0
     contexts: list[int] = []  # of waiting sessions
-    for rank, frontier, to_compute, tokens_left, is_seated in rows:
+    for rank, frontier, to_compute, tokens_left, is_seated, scored_ms in rows:
         (seated if is_seated else waiting)[rank] += 1
         if to_compute > 1:
-            prefill[rank] += prefill_ms(cost, frontier, to_compute)
+            prefill[rank] += prefill_ms(cost, frontier, to_compute) + scored_ms
         elif is_seated:
             decodes += 1
         left += tokens_left
@@ -379,9 +384,11 @@ def wait_ms(load: LaneLoad, rank: int) -> float:
     return load.seat_ms[rank] + 2.0 * load.prefill_ms[rank]
 
 
-def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
+def joined(
+    load: LaneLoad, rank: int, frontier: int, n_tokens: int, scored_ms: float = 0.0
+) -> LaneLoad:
     """Return an estimate of `load` after one more session has joined, until the next `load_of`."""
-    own_ms = prefill_ms(load.cost, frontier, n_tokens)
+    own_ms = prefill_ms(load.cost, frontier, n_tokens) + scored_ms
     ahead = load.prefill_ms
     sums = tuple(ahead[r] + own_ms if r >= rank else ahead[r] for r in range(RANKS))
     return msgspec.structs.replace(load, waiting=load.waiting + 1, prefill_ms=sums)
@@ -390,7 +397,9 @@ def joined(load: LaneLoad, rank: int, frontier: int, n_tokens: int) -> LaneLoad:
 def without(load: LaneLoad, row: LoadRow) -> LaneLoad:
     """Return an estimate of `load` without one of its sessions. The seat of one that has one is
     free for it."""
-    own_ms = prefill_ms(load.cost, row.frontier, row.to_compute) if row.to_compute > 1 else 0.0
+    own_ms = 0.0
+    if row.to_compute > 1:
+        own_ms = prefill_ms(load.cost, row.frontier, row.to_compute) + row.scored_ms
     context = row.frontier + row.to_compute
     decode_ms = load.cost.decode_entry_ms + load.cost.decode_kv_ms * context
     computes = row.seated or load.seated + load.waiting <= load.seats

@@ -23,6 +23,7 @@ from batchengine.policy.cost import (
     prefill_ms,
     retry_after_ms,
     wait_ms,
+    without,
     work_of,
 )
 from batchengine.policy.scheduler import RANK, Policy
@@ -212,6 +213,22 @@ def rows(
 def test_ranks_and_quantum_are_those_of_the_scheduler() -> None:
     assert len(RANK) == RANKS
     assert Policy().quantum_urgent_ms == QUANTUM_URGENT_MS
+
+
+def test_what_log_probabilities_of_a_prompt_take_delays_what_waits_behind_it() -> None:
+    plain, scored = LoadRow(1, 0, 400, 100, True), LoadRow(1, 0, 400, 100, True, 50.0)
+    one, other = (load_of(TRUTH, 8, 512, [row]) for row in (plain, scored))
+    assert wait_ms(other, 1) == pytest.approx(wait_ms(one, 1) + 2 * 50.0)
+    assert without(other, scored).prefill_ms == pytest.approx((0.0,) * RANKS)
+    assert joined(one, 1, 0, 400, 50.0).prefill_ms[1] == pytest.approx(
+        joined(other, 1, 0, 400).prefill_ms[1]
+    )
+    job = QueuedWork(0, 400, 10)
+    etas = [etas_ms(TRUTH, [], 2, [work, job]) for work in (job, job._replace(scored_ms=50.0))]
+    assert [b - a for a, b in zip(*etas, strict=True)] == pytest.approx([50.0, 50.0])
+    model = CostModel(TRUTH)
+    more_ms = model.scored_cost.prefill_token_ms - TRUTH.prefill_token_ms
+    assert model.scored_ms(7) == pytest.approx(7 * more_ms)
 
 
 def test_an_idle_lane_is_predicted_from_its_coefficients() -> None:

@@ -25,7 +25,7 @@ from batchengine.engine.placement.decision_log import (
 )
 from batchengine.engine.placement.evacuation import Evacuation, Spawn
 from batchengine.engine.placement.explain import explain
-from batchengine.engine.placement.lane_view import LaneViews
+from batchengine.engine.placement.lane_view import LaneViews, scored_ms_of
 from batchengine.engine.placement.migration import Migrator
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
 from batchengine.engine.placement.moves import OwnMoves
@@ -71,14 +71,14 @@ class Dispatcher:
         *,
         tenant: str | None = None,
         explicit: bool = False,
-        is_local: bool = False,
+        scored: bool = False,
     ) -> router.RouteState:
         """Return all lanes with estimated loads, as full as they are for a tenant, the policy, and
-        unless `is_local` the peers for a session: with their lanes if it may move by itself, or
-        `explicit`."""
-        state = router.RouteState(self._lanes.all(tenant), self._policy)
+        unless its prompt is `scored` the peers for a session: with their lanes if it may move by
+        itself, or `explicit`."""
+        state = router.RouteState(self._lanes.all(tenant, scored=scored), self._policy)
         remote = explicit or self._state.config.router.promote_auto
-        if self.plans is None or is_local:
+        if self.plans is None or scored:
             return state
         return self.plans.with_peers(state, session, remote=remote)
 
@@ -177,7 +177,7 @@ class Dispatcher:
         if known is None and self._state.lanes and not scores:
             stored = self._state.lanes[0].kv.prefix.stored_tokens(request.prompt, session.salt)
             asked = msgspec.structs.replace(asked, stored_tokens=stored)
-        state = self.state(session, tenant=session.tenant, is_local=scores)
+        state = self.state(session, tenant=session.tenant, scored=scores)
         decision = router.route(asked, known, state)
         name = decision.begins_on or decision.lane
         loop = self._state.lane(name) or home or _any_lane(self._state, decision)
@@ -204,7 +204,8 @@ class Dispatcher:
         generation.lane_wait_ms = self.wait_ms(request, loop)
         reused = asked.stored_tokens if known is None else known.reused_tokens
         n = max(1, asked.prompt_tokens - reused)
-        self._lanes.joined(loop, session.tenant, asked.rank, asked.prompt_tokens - n, n)
+        work = asked.rank, asked.prompt_tokens - n, n, scored_ms_of(loop, request, n)
+        self._lanes.joined(loop, session.tenant, *work)
         return loop
 
     def _remark(self, session: Session, request: GenerationRequest, record: DecisionRecord) -> None:

@@ -50,6 +50,12 @@ def copy_token_ms(loop: LaneLoop) -> float:
     return loop.lane.facts.payload_bytes / PAGE_TOKENS / (COPY_GBPS * 1e6)
 
 
+def scored_ms_of(loop: LaneLoop, request: GenerationRequest, n_tokens: int) -> float:
+    """Time that tokens of a prompt take on a lane besides, if the request wants their
+    log-probabilities; 0 = it does not."""
+    return loop.cost.scored_ms(n_tokens) if request.prompt_logprobs >= 0 else 0.0
+
+
 class LaneViews:
     """Cached states of the lanes of one engine."""
 
@@ -58,16 +64,24 @@ class LaneViews:
         self._counted: dict[LaneLoop, _Counted] = {}
         self._answer_share = 1.0
 
-    def all(self, tenant: str | None = None) -> tuple[router.LaneState, ...]:
+    def all(
+        self, tenant: str | None = None, *, scored: bool = False
+    ) -> tuple[router.LaneState, ...]:
         """Return the state of every lane, in the order of the configuration.
 
-        For a tenant, a lane is also full whose queue holds that tenant's share of requests.
+        For a tenant, a lane is also full whose queue holds that tenant's share of requests. With
+        `scored` their costs are those of a prompt whose log-probabilities are wanted.
         """
         states = [self.of(loop) for loop in self._state.lanes]
         if tenant is not None and not keys.is_alone(self._state.config, tenant):
             for index, loop in enumerate(self._state.lanes):
                 if not states[index].full and self._is_full_for(loop, tenant):
                     states[index] = msgspec.structs.replace(states[index], full=True)
+        for index, loop in enumerate(self._state.lanes if scored else ()):
+            load = states[index].load
+            token_ms = load.cost.prefill_token_ms + loop.cost.scored_ms(1)
+            load = msgspec.structs.replace(load, cost=load.cost._replace(prefill_token_ms=token_ms))
+            states[index] = msgspec.structs.replace(states[index], load=load)
         return tuple(states)
 
     def _is_full_for(self, loop: LaneLoop, tenant: str) -> bool:
@@ -121,14 +135,22 @@ class LaneViews:
         self._counted[loop] = self._count(loop, mark, now_ms)
         return self._counted[loop].state
 
-    def joined(self, loop: LaneLoop, tenant: str, rank: int, frontier: int, n_tokens: int) -> None:
+    def joined(
+        self,
+        loop: LaneLoop,
+        tenant: str,
+        rank: int,
+        frontier: int,
+        n_tokens: int,
+        scored_ms: float = 0.0,
+    ) -> None:
         """Add a request that was routed to the lane to its cached load."""
         counted = self._counted.get(loop)
         if counted is not None:
-            load = cost.joined(counted.state.load, rank, frontier, n_tokens)
+            load = cost.joined(counted.state.load, rank, frontier, n_tokens, scored_ms)
             counted.state = msgspec.structs.replace(counted.state, load=load)
             if (alone := counted.alone.get(tenant)) is not None:
-                counted.alone[tenant] = cost.joined(alone, rank, frontier, n_tokens)
+                counted.alone[tenant] = cost.joined(alone, rank, frontier, n_tokens, scored_ms)
             counted.turns[tenant] += 1
             counted.waiting[tenant] += 1
 
@@ -196,12 +218,15 @@ class LaneViews:
                 left = self.tokens_out(generation.request) - generation.completion_tokens
                 frontier = session.frontier
                 to_compute = max(1, len(session.tokens) - frontier)
-                row = LoadRow(turn.rank, frontier, to_compute, max(1, left), seated)
+                scored_ms = scored_ms_of(loop, generation.request, to_compute)
+                row = LoadRow(turn.rank, frontier, to_compute, max(1, left), seated, scored_ms)
                 found.append((session.tenant, row))
         for turn in self._joining(loop):
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)
-            found.append((turn.session.tenant, LoadRow(turn.rank, 0, n_prompt, left, False)))
+            scored_ms = scored_ms_of(loop, request, n_prompt)
+            row = LoadRow(turn.rank, 0, n_prompt, left, False, scored_ms)
+            found.append((turn.session.tenant, row))
         return found
 
     def _joining(self, loop: LaneLoop) -> list[Turn]:

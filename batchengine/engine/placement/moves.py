@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.decision_log import DecisionLog
-from batchengine.engine.placement.lane_view import LaneViews
+from batchengine.engine.placement.lane_view import LaneViews, scored_ms_of
 from batchengine.engine.placement.move_report import MoveCause
 from batchengine.engine.placement.session_times import TimesOfSessions
 from batchengine.engine.state import EngineState
@@ -111,7 +111,9 @@ class OwnMoves:
         request = generation.request
         left = max(1, self._lanes.tokens_out(request) - generation.completion_tokens)
         n, frontier = len(session.tokens), session.frontier
-        row = LoadRow(turn.rank, frontier, max(1, n - frontier), left, session.key in home.running)
+        to_compute, seated = max(1, n - frontier), session.key in home.running
+        scored_ms = scored_ms_of(home, request, to_compute)
+        row = LoadRow(turn.rank, frontier, to_compute, left, seated, scored_ms)
         known = self._lanes.asked(request)
         asked = router.RouteRequest(
             turn.rank,

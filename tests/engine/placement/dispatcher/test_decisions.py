@@ -38,6 +38,21 @@ def test_a_decision_is_logged_and_counted(monkeypatch: pytest.MonkeyPatch) -> No
     json.dumps(shown, allow_nan=False)
 
 
+def test_log_probabilities_of_a_prompt_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the request's own time, and in the wait of the next one."""
+    found: list[tuple[float, float]] = []
+    for prompt_logprobs in (-1, 0):
+        h = dispatcher_scene(monkeypatch)
+        fresh = h.session("s1", tokens=100)
+        generation = h.generation(fresh, request_id="r", prompt_logprobs=prompt_logprobs)
+        assert h.dispatch.choose(fresh, generation) is h.bulk
+        times = {one.lane: one.ttft_ms for one in h.record("r").decision.candidates}
+        found.append((times["cpu"], h.dispatch.wait_ms(generation.request, h.bulk)))
+    (plain, behind_plain), (scored, behind_scored) = found
+    assert scored > 1.5 * plain
+    assert behind_scored > 1.5 * behind_plain
+
+
 def test_pages_of_the_store_are_not_predicted_to_be_computed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
