@@ -26,6 +26,7 @@ FOUND = "This tool can be called from here on:\n"
 REMOVED = "This tool cannot be called any more: "
 # blocks of tools that a provider ran: what came of them is in the text that followed
 RUN_BY_PROVIDER = re.compile(r".+_tool_(?:use|result)")
+FALLBACK = "fallback"  # a note that another model went on with the answer
 ERROR = "Error: "  # in front of the result of a call that failed
 MODES: dict[str, ToolChoice] = {
     "auto": ToolChoice(),
@@ -323,7 +324,7 @@ def _assistant(content: object, where: str, tools: _Tools) -> Object:
                 continue  # of another daemon: nothing in it can be read
             case "tool_use":
                 calls.append(_call(block, param))
-            case str() as kind if RUN_BY_PROVIDER.fullmatch(kind):
+            case str() as kind if kind == FALLBACK or RUN_BY_PROVIDER.fullmatch(kind):
                 tools.unread.append(f"messages.{kind:.64}")
             case "compaction" if isinstance(block.get("content"), str):
                 texts.append(block["content"])  # a summary of what came before

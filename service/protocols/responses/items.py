@@ -21,9 +21,13 @@ Fields = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ENCRYPTED = "be1:"  # the beginning of `encrypted_content` that this daemon wrote
-# items of tools that a provider ran, or knows: their results are in the text that followed; and
-# summaries of a conversation, which only the provider that wrote them can read
-PASSED_OVER = re.compile(r"mcp_.*|.*_(?:call|output)|compaction(?:_summary)?|context_compaction")
+# items of tools that a provider ran, or knows: their results are in the text that followed;
+# summaries of a conversation, which only the provider that wrote them can read; and notes for it
+PASSED_OVER = re.compile(
+    r"mcp_.*|.*_(?:call|output)|compaction(?:_summary)?|context_compaction|program|additional_tools"
+    r"|configuration_update"
+)
+SEALED = "encrypted_content"  # a part of a message that its provider alone can read
 KIND_CHARS_MAX = 64
 
 
@@ -81,6 +85,8 @@ class _Reader:
                 self._call(item, where)
             case "function_call_output" | "custom_tool_call_output":
                 self._output(item, where)
+            case "agent_message":
+                self._between_agents(item, where)
             case "compaction_trigger":
                 raise errors.UNSUPPORTED_FIELD(
                     param=where,
@@ -103,6 +109,17 @@ class _Reader:
             return
         answer = self._answer()
         answer["content"] = f"{answer['content']}\n{text}" if answer["content"] else text
+
+    def _between_agents(self, item: Fields, where: str) -> None:
+        """What another agent says; a part that is sealed is left out."""
+        given: object = item.get("content")
+        parts = cast("list[object]", given) if isinstance(given, list) else [given]
+        plain = [one for one in parts if not _is_sealed(one)]
+        if len(plain) < len(parts):
+            self.passed_over["agent_message"] = None
+        if plain:
+            text = _content(plain if isinstance(given, list) else given, f"{where}.content")
+            self.add({"role": "user", "content": text})
 
     def _call(self, item: Fields, where: str) -> None:
         name = qualified(_text_of(item, "name", where), item.get("namespace"))
@@ -129,6 +146,10 @@ class _Reader:
             self.add({"role": "assistant", "content": ""})
         assert self._open is not None
         return self._open
+
+
+def _is_sealed(part: object) -> bool:
+    return isinstance(part, dict) and cast("Fields", part).get("type") == SEALED
 
 
 def _content(content: object, where: str, media: dict[str, None] | None = None) -> str:

@@ -174,6 +174,7 @@ def test_blocks_of_tools_that_a_provider_ran_are_left_out_and_named() -> None:
         {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
         {"type": "mcp_tool_use", "id": "m", "name": "x", "server_name": "y", "input": {}},
         {"type": "mcp_tool_result", "tool_use_id": "m", "content": []},
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
         text("done"),
     ]
     talk = [user(text("hi")), {"role": "assistant", "content": said}, user(text("go on"))]
@@ -184,6 +185,7 @@ def test_blocks_of_tools_that_a_provider_ran_are_left_out_and_named() -> None:
         "messages.web_search_tool_result",
         "messages.mcp_tool_use",
         "messages.mcp_tool_result",
+        "messages.fallback",
     )
 
 

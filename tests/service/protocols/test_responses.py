@@ -324,6 +324,29 @@ def test_summaries_that_a_provider_wrote_are_left_out_and_named() -> None:
     assert passed == [f"input.{kind}" for kind in kinds]
 
 
+def test_notes_and_messages_between_agents_end_no_conversation_that_began_elsewhere() -> None:
+    sealed = {"type": "encrypted_content", "encrypted_content": "x"}
+    said = {"type": "agent_message", "author": "a", "recipient": "b"}
+    made, passed = items.messages(
+        [
+            {"type": "additional_tools", "role": "developer", "tools": []},
+            {"type": "program", "call_id": "c", "code": "x"},
+            {"type": "configuration_update"},
+            said | {"content": [{"type": "input_text", "text": "Look."}, sealed]},
+            said | {"content": [sealed]},
+            {"role": "user", "content": "hi"},
+        ],
+        None,
+    )
+    assert made == [{"role": "user", "content": "Look."}, {"role": "user", "content": "hi"}]
+    kinds = ("additional_tools", "program", "configuration_update", "agent_message")
+    assert passed == [f"input.{kind}" for kind in kinds]
+    with pytest.raises(BatchEngineError, match="not a text part"):
+        items.messages([said | {"content": [{"type": "input_image"}]}], None)
+    with pytest.raises(BatchEngineError, match="text or a list"):
+        items.messages([said], None)
+
+
 def test_a_request_for_a_summary_is_refused() -> None:
     """The client waits for an item that nothing here writes."""
     asked = [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]
