@@ -17,7 +17,7 @@ from batchengine.engine.turns.stream import EVENTS_MAX
 from batchengine.peers.link import PeerLink
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.peer import RunTurn
-from tests.engine.linked.daemons import daemons
+from tests.engine.linked.daemons import daemons, slow_down
 from tests.engine.test_constrained import TWO_LANES
 from tests.support.engines import (
     Reference,
@@ -139,6 +139,7 @@ async def test_a_turn_goes_to_a_peer(
 
     begin = ServedTurns.ask
     monkeypatch.setattr(ServedTurns, "ask", ask)
+    slow_down(monkeypatch, 0.02)
     async with daemons(site, "ab", 40) as (a, _):
         _, reader = await started(a.engine, one, 3)
         await a.engine.promote("", "s7", "b")

@@ -130,13 +130,13 @@ async def daemons(
         yield made
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every step take STEP_S or longer: a turn of thousands of tokens does not end before its
-    scene on any machine."""
+def slow_down(monkeypatch: pytest.MonkeyPatch, step_s: float = STEP_S) -> None:
+    """Have every step take `step_s` or longer: a turn does not end before its scene on any
+    machine."""
     answer = Lane.answer
 
     async def late(self: Lane, asked: LaneRequest) -> wire.StepDone:
-        await asyncio.sleep(STEP_S)
+        await asyncio.sleep(step_s)
         return await answer(self, asked)
 
     monkeypatch.setattr(Lane, "answer", late)
