@@ -16,7 +16,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-disable_created_metrics()  # a series for the birth of each: no query here needs it
+disable_created_metrics()  # of each series the time of its creation: no query here needs it
 PREFIX = "batchengine_"
 LABEL_VALUES_MAX = 64  # distinct ignored field names kept; clients choose these names
 OTHER = "other"

@@ -118,13 +118,17 @@ class Daemon:
     def _say(self, line: str) -> None:
         """One line of the banner; with a log in JSON a record of it, so that a reader of both
         outputs gets nothing else."""
-        if not self._is_json:
+        if self._is_json:
+            log.info("%s", " ".join(line.split()))
+        else:
             say(line)
-            return
-        words = line.split()
-        is_warning = words[0] == "warning"
-        level = logging.WARNING if is_warning else logging.INFO
-        log.log(level, "%s", " ".join(words[is_warning:]))
+
+    def _warn(self, text: str) -> None:
+        """A warning, as `_say` does."""
+        if self._is_json:
+            log.warning("%s", text)
+        else:
+            say(f"  warning {text}")
 
     async def serve(self, sock: socket.socket) -> int:
         """Runs the daemon on the running loop, from start to exit code."""
@@ -145,6 +149,8 @@ class Daemon:
             await admin.open()
             for line in banner(config):
                 self._say(line)
+            for text in start_warnings(config):
+                self._warn(text)
             watchdog = asyncio.create_task(self._notifier.feed_watchdog(lambda: progresses(engine)))
             if not await self._start_engine(engine):
                 return EXIT_OK
@@ -213,11 +219,11 @@ class Daemon:
         self._say(f"  watch   {base.removesuffix('/v1')}/   dashboard")
         self._say(f"  next    batchengine chat --url {base}")
         for note in info.notes:
-            self._say(f"  warning {note}")
+            self._warn(note)
             if not self._is_json:
                 log.warning("%s", note)
-        if engine.phase == "degraded":
-            self._say("  warning degraded: see /health")
+        if (phase := engine.phase) in ("degraded", "refusing"):
+            self._warn(f"{phase}: see /health")
         self._notifier.ready(f"serving {info.model_id} on {base}")
 
     async def _wait(self, engine: EngineApi, service: app.Service, listener: Listener) -> int:
@@ -284,18 +290,22 @@ def banner(config: Config) -> list[str]:
     ]
     disk = configuration.disk_bytes(config.store.dir)
     free = "" if disk is None else f"  ({disk[0] / GIB:,.0f} GiB free)"
-    lines += [
+    return [
+        *lines,
         f"  kv      {config.store.dir}  budget {config.store.budget_bytes / GIB:,.1f} GiB{free}",
         f"  admin   {config.server.admin_socket}",
     ]
+
+
+def start_warnings(config: Config) -> list[str]:
+    """What may surprise an operator of this configuration on this machine."""
     found = configuration.warnings(config) + configuration.disk_warnings(config)
     if (room := _connections_max(config)) < config.limits.streams_max:
         found.append(
             f"{room:,} connections at most, for want of open files (ulimit -n, LimitNOFILE):"
             f" limits.streams_max is {config.limits.streams_max:,}"
         )
-    lines += [f"  warning {text}" for text in found]
-    return lines
+    return found
 
 
 def lane_line(lane: LaneConfig) -> str:

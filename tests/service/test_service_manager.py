@@ -28,7 +28,7 @@ from batchengine.engine.lane.inflight import InFlightStep, InFlightSteps
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire.lane import Step
 from service import notify
-from service.daemon import Daemon, banner, progresses
+from service.daemon import Daemon, progresses, start_warnings
 from service.http.listener import bind, take
 from tests.support.engines import until
 from tests.support.fake_engine import FakeEngine, fake_config
@@ -218,8 +218,8 @@ def test_a_low_limit_of_open_files_is_said_at_the_start(monkeypatch: pytest.Monk
     config = load(None, {"limits.streams_max": 100})
     for files, connections in ((256, 64), (64, 1), (65_536, 0)):
         monkeypatch.setattr("resource.getrlimit", lambda _, files=files: (files, files))
-        said = [line for line in banner(config) if "connections at most" in line]
-        assert [int(line.split()[1]) for line in said] == [connections] * bool(connections)
+        said = [text for text in start_warnings(config) if "connections at most" in text]
+        assert [int(text.split()[0]) for text in said] == [connections] * bool(connections)
 
 
 async def test_with_a_log_in_json_nothing_else_is_printed(

@@ -27,7 +27,7 @@ PASSED_OVER = re.compile(
     r"mcp_.*|.*_(?:call|output)|compaction(?:_summary)?|context_compaction|program|additional_tools"
     r"|configuration_update"
 )
-SEALED = "encrypted_content"  # a part of a message that its provider alone can read
+ENCRYPTED_PART = "encrypted_content"  # a part of a message that its provider alone can read
 KIND_CHARS_MAX = 64
 
 
@@ -111,10 +111,10 @@ class _Reader:
         answer["content"] = f"{answer['content']}\n{text}" if answer["content"] else text
 
     def _between_agents(self, item: Fields, where: str) -> None:
-        """What another agent says; a part that is sealed is left out."""
+        """What another agent says; an encrypted part is left out."""
         given: object = item.get("content")
         parts = cast("list[object]", given) if isinstance(given, list) else [given]
-        plain = [one for one in parts if not _is_sealed(one)]
+        plain = [one for one in parts if not _is_encrypted(one)]
         if len(plain) < len(parts):
             self.passed_over["agent_message"] = None
         if plain:
@@ -148,8 +148,8 @@ class _Reader:
         return self._open
 
 
-def _is_sealed(part: object) -> bool:
-    return isinstance(part, dict) and cast("Fields", part).get("type") == SEALED
+def _is_encrypted(part: object) -> bool:
+    return isinstance(part, dict) and cast("Fields", part).get("type") == ENCRYPTED_PART
 
 
 def _content(content: object, where: str, media: dict[str, None] | None = None) -> str:
