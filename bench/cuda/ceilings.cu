@@ -79,6 +79,7 @@ GPU_FN void steps(int rounds, float weight_scale, float scale, gpu::Out<float> o
 
 // to = from, `count` times 16 bytes. Any grid.
 KERNEL(ceiling_copy, THREADS, gpu::In<gpu::Words4> from, gpu::Out<gpu::Words4> to, int64_t count) {
+    gpu::begin();
     for_indices(count, [&](int64_t i, int64_t stride) {
         gpu::Words4 values[AT_ONCE];
         GPU_UNROLL
@@ -92,6 +93,7 @@ KERNEL(ceiling_copy, THREADS, gpu::In<gpu::Words4> from, gpu::Out<gpu::Words4> t
 
 // Reads `count` times 16 bytes; each thread writes the exclusive or of its dwords.
 KERNEL(ceiling_read, THREADS, gpu::In<gpu::Words4> from, gpu::Out<uint32_t> out, int64_t count) {
+    gpu::begin();
     uint32_t all = 0;
     for_indices(count, [&](int64_t i, int64_t stride) {
         GPU_UNROLL
@@ -106,6 +108,7 @@ KERNEL(ceiling_read, THREADS, gpu::In<gpu::Words4> from, gpu::Out<uint32_t> out,
 
 // `rounds` times CHAINS products m16n8k32 per warp. Any grid of THREADS threads, as the next three.
 KERNEL(ceiling_products, THREADS, int rounds, gpu::Out<int32_t> out) {
+    gpu::begin();
     Operands x = operands();
     int32_t c[CHAINS][4];
     GPU_UNROLL
@@ -122,15 +125,18 @@ KERNEL(ceiling_products, THREADS, int rounds, gpu::Out<int32_t> out) {
 
 KERNEL(ceiling_steps_converted, THREADS, int rounds, float weight_scale, float scale,
        gpu::Out<float> out) {
+    gpu::begin();
     steps<false>(rounds, weight_scale, scale, out);
 }
 KERNEL(ceiling_steps_added, THREADS, int rounds, float weight_scale, float scale,
        gpu::Out<float> out) {
+    gpu::begin();
     steps<true>(rounds, weight_scale, scale, out);
 }
 
 // `rounds` times 4 * CHAINS multiply-adds per thread.
 KERNEL(ceiling_floats, THREADS, int rounds, float factor, gpu::Out<float> out) {
+    gpu::begin();
     float acc[4 * CHAINS];
     GPU_UNROLL
     for (int i = 0; i < 4 * CHAINS; i++) acc[i] = static_cast<float>(gpu::thread() + i);

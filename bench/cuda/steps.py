@@ -177,7 +177,7 @@ def model_steps(model: str) -> list[Step]:
         Step(f"{model} prefill", lambda p: p.passes(model).prefill(p.known["ceilings"]), 100.0),
         Step(
             f"{model} decode on the device",
-            lambda p: dict(p.passes(model).decode_on_device(copy_gbps(p.known))),
+            lambda p: p.passes(model).decode_on_device(copy_gbps(p.known)),
         ),
     ]
 

@@ -17,12 +17,19 @@ GPU_FN void add_neighbours(gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 
 }  // namespace
 
-KERNEL(right, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) { add_neighbours<true>(x, y); }
+KERNEL(right, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    add_neighbours<true>(x, y);
+}
 
-KERNEL(missing_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) { add_neighbours<false>(x, y); }
+KERNEL(missing_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    add_neighbours<false>(x, y);
+}
 
 // The second round overwrites what others still read.
 KERNEL(missing_second_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, N> shared;
     const int i = gpu::thread();
     int32_t sum = 0;
@@ -35,11 +42,13 @@ KERNEL(missing_second_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 KERNEL(barrier_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     if (gpu::thread() < N / 2) gpu::barrier();
     y[gpu::thread()] = x[gpu::thread()];
 }
 
 KERNEL(two_barriers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     if (gpu::thread() < N / 2)
         gpu::barrier();
     else
@@ -48,16 +57,19 @@ KERNEL(two_barriers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 KERNEL(shuffle_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     int32_t value = x[gpu::thread()];
     if (gpu::lane() < 16) value = gpu::shuffle_xor(value, 1);
     y[gpu::thread()] = value;
 }
 
 KERNEL(out_of_bounds, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     y[gpu::thread()] = x[gpu::thread() + 1];
 }
 
 KERNEL(out_of_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, N - 1> shared;
     shared[gpu::thread()] = x[gpu::thread()];
     gpu::barrier();
@@ -65,11 +77,13 @@ KERNEL(out_of_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 KERNEL(misaligned, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     const gpu::Words4 words = gpu::in_as<gpu::Words4>(x + 1)[0];
     y[gpu::thread()] = static_cast<int32_t>(words.word[0]);
 }
 
 KERNEL(unwritten_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, N> shared;
     if (gpu::thread() > 0) shared[gpu::thread()] = x[gpu::thread()];
     gpu::barrier();
@@ -77,17 +91,20 @@ KERNEL(unwritten_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 KERNEL(two_writers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     y[gpu::thread() % (N / 2)] = x[gpu::thread()];
 }
 
 // Blocks of one launch have no order.
 KERNEL(across_blocks, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     const int i = gpu::thread();
     if (gpu::block() == 0) y[i] = x[i];
     if (gpu::block() == 1) y[N + i] = y[i];
 }
 
 KERNEL(no_wait_for_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
     const int i = gpu::thread();
     if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
@@ -100,6 +117,7 @@ KERNEL(no_wait_for_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 
 // The thread that waited sees its copy; the others do not before a barrier.
 KERNEL(no_barrier_after_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
     const int i = gpu::thread();
     if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
@@ -111,6 +129,7 @@ KERNEL(no_barrier_after_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 
 // The next copy may write before others have read; that the wait comes after a barrier does not help.
 KERNEL(early_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
     const int i = gpu::thread();
     int32_t sum = 0;
@@ -128,12 +147,14 @@ KERNEL(early_copy, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 
 // Lanes of a warp are not in step, and a shuffle orders no memory.
 KERNEL(missing_warp_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, N> shared;
     const int i = gpu::thread(), next = i / gpu::WARP * gpu::WARP + (gpu::lane() + 1) % gpu::WARP;
     shared[i] = x[i];
     y[i] = shared[next];
 }
 KERNEL(shuffle_for_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, N> shared;
     const int i = gpu::thread(), next = i / gpu::WARP * gpu::WARP + (gpu::lane() + 1) % gpu::WARP;
     shared[i] = gpu::shuffle(x[i], gpu::lane());
@@ -142,6 +163,7 @@ KERNEL(shuffle_for_barrier, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 KERNEL(copied, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<gpu::Words4, N / 4> shared;
     const int i = gpu::thread();
     if (i < N / 4) gpu::copy_async(shared[i], gpu::in_as<gpu::Words4>(x) + i);
@@ -176,17 +198,21 @@ GPU_FN void multiply(gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t>
 }  // namespace
 
 KERNEL(product_ss, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    gpu::begin();
     multiply<false, false>(a, b, c);
 }
 KERNEL(product_us, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    gpu::begin();
     multiply<false, true>(a, b, c);
 }
 KERNEL(wrong_fragments, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    gpu::begin();
     multiply<true, false>(a, b, c);
 }
 
 // As product_ss, in two halves of k.
 KERNEL(product_k16, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32_t> c) {
+    gpu::begin();
     const int g = gpu::lane() / 4, t = gpu::lane() % 4;
     int32_t sum[4] = {0, 0, 0, 0};
     for (int half = 0; half < 2; half++) {
@@ -197,6 +223,7 @@ KERNEL(product_k16, 32, gpu::In<uint32_t> a, gpu::In<uint32_t> b, gpu::Out<int32
 }
 
 KERNEL(counts, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, 4> shared;
     if (gpu::thread() < 4) shared[gpu::thread()] = 0;
     gpu::barrier();
@@ -206,8 +233,47 @@ KERNEL(counts, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 KERNEL(count_and_write, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
     if (gpu::thread() == 3)
         y[0] = x[0];
     else
         gpu::atomic_add(y[0], 1);
+}
+
+KERNEL(no_dependency_wait, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    if (gpu::block() == 0) return;
+    gpu::begin();
+    y[gpu::thread()] = x[gpu::thread()];
+}
+
+KERNEL(read_before_wait, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    const int32_t value = x[gpu::thread()];
+    gpu::begin();
+    y[gpu::thread()] = value;
+}
+
+// One thread waits, and a barrier tells the others: only the one that waited sees what was written.
+KERNEL(wait_of_one, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    if (gpu::thread() == 0) gpu::begin();
+    gpu::barrier();
+    y[gpu::thread()] = x[gpu::thread()];
+}
+
+KERNEL(prefetch_outside, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::prefetch(x, (N + 4) * 4);
+    gpu::begin();
+    y[gpu::thread()] = x[gpu::thread()];
+}
+
+KERNEL(prefetch_misaligned, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::prefetch(x + 1, 16);
+    gpu::begin();
+    y[gpu::thread()] = x[gpu::thread()];
+}
+
+KERNEL(prefetched, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::launch_dependents();
+    gpu::prefetch(x, N * 4);
+    gpu::dependency_wait();
+    y[gpu::thread()] = x[gpu::thread()];
 }

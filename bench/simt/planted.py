@@ -32,6 +32,11 @@ PLANTED = {
     "missing_warp_barrier": "nothing has written|races",
     "shuffle_for_barrier": "races|nothing has written",
     "count_and_write": "races",
+    "no_dependency_wait": "ends without a dependency_wait",
+    "read_before_wait": "before its dependency_wait",
+    "wait_of_one": "before its dependency_wait",
+    "prefetch_outside": "outside: 272 bytes at offset 0 of 256",
+    "prefetch_misaligned": "not whole 16",
 }
 
 

@@ -128,6 +128,7 @@ struct Thread {
     int line = 0;              // of the word it waits in
     uint64_t generation = 0;   // of its warp's exchange when it began to wait
     uint32_t barriers = 0;
+    bool has_waited = false;  // for the launches before
     std::deque<std::vector<std::function<void()>>> copies;  // committed groups
     std::vector<std::function<void()>> open;                // the group that is not committed
 };
@@ -166,6 +167,7 @@ void begin() {
         Thread& self = block->threads[block->current];
         if (!self.open.empty() || !self.copies.empty())
             fail("ends before its copies have");
+        if (!self.has_waited) fail("ends without a dependency_wait");
         if (block->at_barrier) fail("ends while others wait at a barrier");
     } catch (const Fault& fault) {
         block->has_failed = true;
@@ -263,6 +265,23 @@ void note(Cell& cell, Access access) {
     mark = {self, here.barriers, here.warp_barriers, scope};
 }
 
+// Whether this is memory of a block.
+bool is_shared(const Allocation* at) { return at && at->launch == 0 && !at->cells.empty(); }
+
+// The allocation of an access, which lies in it: that of a pointer, or what is there where the grid is moved.
+const Allocation* allocation_of(const Allocation* at, const void* p, int64_t bytes) {
+    const auto address = reinterpret_cast<uint64_t>(p);
+    const bool is_moved = first_block[0] || first_block[1] || first_block[2];
+    if (is_moved && !is_shared(at)) at = find(address);  // the pointer began elsewhere
+    if (!at) fail("reads or writes memory that is not allocated");
+    const auto base = reinterpret_cast<uint64_t>(at->base);
+    if (address < base || address + static_cast<uint64_t>(bytes) > base + at->bytes)
+        fail("reads or writes outside: " + std::to_string(bytes) + " bytes at offset " +
+             std::to_string(static_cast<int64_t>(address - base)) + " of " +
+             std::to_string(at->bytes));
+    return at;
+}
+
 }  // namespace
 
 void fail(const std::string& what) {
@@ -272,30 +291,31 @@ void fail(const std::string& what) {
 }
 
 void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, Access access) {
-    const auto address = reinterpret_cast<uint64_t>(p);
-    const auto is_of_block = [&] { return at && at->launch == 0 && !at->cells.empty(); };
-    const bool is_moved = first_block[0] || first_block[1] || first_block[2];
-    if (is_moved && !is_of_block()) at = find(address);  // the pointer began elsewhere
-    if (!at) fail("reads or writes memory that is not allocated");
-    const auto base = reinterpret_cast<uint64_t>(at->base);
-    if (address < base || address + bytes > base + at->bytes)
-        fail("reads or writes outside: " + std::to_string(bytes) + " bytes at offset " +
-             std::to_string(static_cast<int64_t>(address - base)) + " of " +
-             std::to_string(at->bytes));
-    if (address % alignment) fail("a misaligned address");
-    auto& memory = *const_cast<Allocation*>(at);
-    const bool is_shared = is_of_block();
-    if (!is_shared && memory.launch != here.launch) {
+    auto& memory = *const_cast<Allocation*>(allocation_of(at, p, static_cast<int64_t>(bytes)));
+    if (reinterpret_cast<uint64_t>(p) % alignment) fail("a misaligned address");
+    const bool is_of_block = is_shared(&memory);
+    if (!is_of_block && !block->threads[block->current].has_waited)
+        fail("reads or writes global memory before its dependency_wait");
+    if (!is_of_block && memory.launch != here.launch) {
         memory.cells.assign(memory.bytes, Cell());
         memory.launch = here.launch;
     }
-    for (size_t i = address - base; i < address - base + bytes; i++) {
+    const auto first = static_cast<size_t>(static_cast<const uint8_t*>(p) - memory.base);
+    for (size_t i = first; i < first + bytes; i++) {
         if (memory.cells[i].is_awaited) fail("a copy to this memory is under way");
-        if (is_shared && access != Access::write && is_untouched(memory.cells[i]))
+        if (is_of_block && access != Access::write && is_untouched(memory.cells[i]))
             fail("reads shared memory that nothing has written");
         note(memory.cells[i], access);
     }
 }
+
+void check_prefetch(const Allocation* at, const void* p, int64_t bytes) {
+    if (bytes < 0 || bytes % 16 || reinterpret_cast<uint64_t>(p) % 16)
+        fail("a prefetch of " + std::to_string(bytes) + " bytes that are not whole 16");
+    allocation_of(at, p, bytes);
+}
+
+void dependency_wait() { block->threads[block->current].has_waited = true; }
 
 // A copy may write from its beginning to the wait for it.
 void begin_copy(const Allocation* at, const void* p, size_t bytes) {

@@ -73,6 +73,10 @@ struct Allocation {
 const Allocation* find(uint64_t address);
 
 void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, Access access);
+void check_prefetch(const Allocation* at, const void* p, int64_t bytes);
+
+// The launches before this one have ended, as far as this thread knows.
+void dependency_wait();
 
 // Collective words. `kind` and `line` must be those of every thread.
 void barrier(int line);
@@ -252,7 +256,7 @@ uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
     return word;
 }
 template <class T>
-void prefetch(const T*) {}
+void prefetch(const T*, int64_t) {}
 template <class T, class From>
 void copy_async(T& to, const From* from) {
     simt::copy_later([&to, from] { std::memcpy(&to, from, 16); });
@@ -335,7 +339,9 @@ uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
     return word;
 }
 template <class T>
-void prefetch(simt::Pointer<T>) {}
+void prefetch(simt::Pointer<T> from, int64_t bytes) {
+    simt::check_prefetch(from.allocation(), from.get(), bytes);
+}
 template <class T, class From>
 void copy_async(simt::Element<T> to, simt::Pointer<From> from) {
     simt::touch(from.allocation(), from.get(), 16, 16, simt::Access::read);
@@ -357,6 +363,10 @@ GPU_FN int block() { return simt::here.block[0]; }
 GPU_FN int block_y() { return simt::here.block[1]; }
 GPU_FN int block_z() { return simt::here.block[2]; }
 GPU_FN int blocks() { return simt::here.blocks[0]; }
+
+GPU_FN void launch_dependents() {}
+GPU_FN void dependency_wait() { simt::dependency_wait(); }
+GPU_FN void begin() { dependency_wait(); }
 
 GPU_FN void barrier(int line = __builtin_LINE()) { simt::barrier(line); }
 GPU_FN void warp_barrier(int line = __builtin_LINE()) { simt::warp_barrier(line); }

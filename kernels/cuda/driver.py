@@ -20,6 +20,8 @@ STAGING_BYTES = 64 << 20  # pinned, for each stream: what is copied before the f
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
 ALIGNMENT = 256
 CAPABILITY_MIN = 8, 0  # products of 32 bytes and copies in the background
+# From these on a grid may begin while the launch before it ends, within a graph, too.
+EARLY_CAPABILITY_MIN, EARLY_DRIVER_MIN = (9, 0), 12030
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,11 @@ class Stream:
         self._staging = np.ctypeslib.as_array(memory)
         self._used = 0
         self._fetched: list[tuple[int, NDArray[np.uint8]]] = []  # offset in the staging, and to
+        self.follows_launch = False  # whether the last call was a launch of a kernel
 
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
         """Copy a contiguous array to the device; it may be changed afterwards."""
+        self.follows_launch = False
         for start, part in _chunks(array):
             at = self._room(part.size)
             self._staging[at : at + part.size] = part
@@ -88,11 +92,12 @@ class CudaGraph(Graph):
     call: Callable[..., Any]
     captured: Any
     instance: Any
-    stream: Any
+    stream: Stream
 
     def replay(self) -> None:
         """Begin its launches."""
-        self.call("cuGraphLaunch", self.instance, self.stream)
+        self.stream.follows_launch = False
+        self.call("cuGraphLaunch", self.instance, self.stream.handle)
 
     def close(self) -> None:
         """Give back what the driver holds for it."""
@@ -101,7 +106,11 @@ class CudaGraph(Graph):
 
 
 class CudaGpu(Gpu):
-    """One device, for the thread that made it. Every failure but of memory is a GpuFault."""
+    """One device, for the thread that made it. Every failure but of memory is a GpuFault.
+
+    begins_early: a launch behind a launch may begin while that one ends (programmatic dependent
+    launch); kernels wait for it before they touch what it writes (`dependency_wait` of gpu.h).
+    """
 
     def __init__(
         self,
@@ -129,6 +138,11 @@ class CudaGpu(Gpu):
             self._take_part(device, multiprocessors_max)
         self._stream, self._aside = Stream(self._call), Stream(self._call)
         self._event = self._call("cuEventCreate", 2)  # without a time
+        version = int(self._call("cuDriverGetVersion"))
+        self.begins_early = (
+            self.facts.capability >= EARLY_CAPABILITY_MIN and version >= EARLY_DRIVER_MIN
+        )
+        self._launch_config, self._early_config = self._config(), self._config(is_early=True)
         cubins = cubins_for(self.facts.target)
         self._modules = [self._load(name, cubin) for name, cubin in cubins.items()]
         self._kernels: dict[str, Kernel] = {}
@@ -160,6 +174,19 @@ class CudaGpu(Gpu):
         self._context = self._call("cuCtxFromGreenCtx", green)
         self._call("cuCtxSetCurrent", self._context)
         self.facts = replace(self.facts, multiprocessors=int(part.sm.smCount))
+
+    def _config(self, *, is_early: bool = False) -> Any:
+        """What launches have in common. is_early: see `begins_early`."""
+        config = self._driver.CUlaunchConfig()
+        config.blockDimY = config.blockDimZ = 1
+        config.hStream = self._stream.handle
+        if is_early:
+            ids, attribute = self._driver.CUlaunchAttributeID, self._driver.CUlaunchAttribute()
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value = self._driver.CUlaunchAttributeValue()
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
 
     def _facts_of(self, device: Any) -> DeviceFacts:
         names = self._driver.CUdevice_attribute
@@ -211,12 +238,14 @@ class CudaGpu(Gpu):
 
     def join(self) -> None:
         """What is called from now on comes after every `copy_aside` so far."""
+        self._stream.follows_launch = False
         self._call("cuEventRecord", self._event, self._aside.handle)
         self._call("cuStreamWaitEvent", self._stream.handle, self._event, 0)
 
     def fetch(self, address: int, array: NDArray[np.generic]) -> None:
         """Fill a contiguous array, through pinned memory unless it lies in an array of `pin`."""
         self._check_copy()
+        self._stream.follows_launch = False
         at, n_bytes = array.ctypes.data, array.nbytes
         if any(first <= at and at + n_bytes <= end for first, end in self._pinned):
             self._call("cuMemcpyDtoHAsync", at, address, n_bytes, self._stream.handle)
@@ -250,9 +279,12 @@ class CudaGpu(Gpu):
         # The driver reads as many bytes of each word as the parameter has.
         words = words_of(arguments)
         pointers = words.ctypes.data + 8 * np.arange(len(words), dtype=np.uint64)
-        shape = (*blocks, threads, 1, 1, 0)
-        stream = self._stream.handle
-        self._call("cuLaunchKernel", found.function, *shape, stream, pointers.ctypes.data, 0)
+        is_early = self.begins_early and self._stream.follows_launch
+        config = self._early_config if is_early else self._launch_config
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks
+        config.blockDimX = threads
+        self._call("cuLaunchKernelEx", config, found.function, pointers.ctypes.data, 0)
+        self._stream.follows_launch = True
 
     def _find(self, kernel: str) -> Kernel:
         for module in self._modules:
@@ -275,12 +307,14 @@ class CudaGpu(Gpu):
             self._may_copy = True
 
     def _graph_of(self, run: Callable[[], None]) -> CudaGraph:
-        stream = self._stream.handle
-        self._call("cuStreamBeginCapture", stream, self._driver.CUstreamCaptureMode(0))
+        stream = self._stream
+        stream.follows_launch = False
+        self._call("cuStreamBeginCapture", stream.handle, self._driver.CUstreamCaptureMode(0))
         try:
             run()
         finally:
-            captured = self._call("cuStreamEndCapture", stream)
+            stream.follows_launch = False
+            captured = self._call("cuStreamEndCapture", stream.handle)
         return CudaGraph(
             self._call, captured, self._call("cuGraphInstantiate", captured, 0), stream
         )

@@ -108,7 +108,8 @@ def test_speeds_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernel
 def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
     passes = Passes(driven(monkeypatch, units()), pool, PRESETS["tiny"], TINY)
     assert passes.is_identical()
-    assert passes.decode_on_device(1.0)["step_ms"] == 1.2
+    row = passes.decode_on_device(1.0)["2"]
+    assert (row["ms"], row["ms_in_turn"]) == (1.2, 1.2)
 
 
 @needs_compiler

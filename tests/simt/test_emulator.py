@@ -27,6 +27,7 @@ def test_a_planted_fault_is_found_in_every_order(gpu: Emulator, kernel: str, see
 def test_right_kernels_compute(gpu: Emulator, seed: int) -> None:
     assert outcome(gpu, "right", seed)[:N] == (X + np.roll(X, -1)).tolist()
     assert outcome(gpu, "copied", seed)[:N] == X.tolist()
+    assert outcome(gpu, "prefetched", seed)[:N] == X.tolist()
     assert outcome(gpu, "counts", seed)[:4] == [N // 4] * 4
     assert outcome(gpu, "right", seed) == outcome(gpu, "right", 0)
 

@@ -1,5 +1,6 @@
-"""What the compiler made of a kernel: float operations that differ from what its source writes, and
-reads of memory that the kernel writes, as if no thread wrote it."""
+"""What the compiler made of a kernel: float operations that differ from what its source writes,
+reads of memory that the kernel writes, as if no thread wrote it, and accesses that stand before its
+wait for the launches before."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ POINTER = re.compile(r"^\s*ld\.param\.[bu]64\s+(%rd\d+), \[(\w+)\]", re.MULTILIN
 DERIVED = re.compile(r"^\s*(?!ld\b)[a-z][\w.]*\s+(%rd\d+), (.*);", re.MULTILINE)
 WRITTEN = re.compile(r"^\s*(?:st|red|atom)\.global[\w.:]*\s+[^\[\n]*\[(%rd\d+)", re.MULTILINE)
 READ_ONLY = re.compile(r"^\s*ld\.global\.nc[\w.:]*\s+[^\[\n]*\[(%rd\d+)", re.MULTILINE)
+WAIT = "griddepcontrol.wait"
+WAIT_TARGET_MIN = 90  # below it launches do not begin early
+TARGET = re.compile(r"^\.target sm_(\d+)", re.MULTILINE)
+ACCESS = re.compile(
+    r"^\s*((?:ld|st|atom|red|cp)\.(?!param|async\.bulk\.prefetch)[\w.:]+)", re.MULTILINE
+)
 STACK = re.compile(
     r"function '(\w+)' for '(\w+)'\n.*?(\d+) bytes stack frame, (\d+) bytes spill stores", re.DOTALL
 )
@@ -57,12 +64,22 @@ def stale(kernel: str) -> list[str]:
     return sorted(written & read)
 
 
+def early(kernel: str) -> list[str]:
+    """Accesses to memory that stand before the wait of a kernel for the launches before, or that it
+    does not wait."""
+    before, wait, _ = GUARD.sub("", kernel).partition(WAIT)
+    return [f"{name} before its wait" for name in ACCESS.findall(before)] if wait else ["no wait"]
+
+
 def faults(ptx: str, report: str) -> list[str]:
     """What no module may hold: floats that are not binary32 rounded to nearest, local memory,
-    reads that may be stale."""
+    reads that may be stale or too early."""
     found: list[str] = []
+    targets = [int(target) for target in TARGET.findall(ptx)]
     for kernel, text in kernels_of(ptx).items():
         found += [f"{kernel}: ld.global.nc of {name}, which it writes" for name in stale(text)]
+        if max(targets) >= WAIT_TARGET_MIN:
+            found += [f"{kernel}: {fault}" for fault in early(text)]
         for name in float_operations(text):
             operation, *rest = name.split(".")
             if operation in ROUNDED:

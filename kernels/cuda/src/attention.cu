@@ -38,7 +38,7 @@ constexpr int TOKENS = gpu::PAGE_TOKENS;
 constexpr int STRIDE = TOKENS + 4;  // dwords of a row in shared memory; spreads rows over the banks
 constexpr int LOW = TOKENS / 4;     // dword of the low digits of the weights
 
-constexpr int WARPS = 8, THREADS = WARPS * gpu::WARP, LINE = 128;
+constexpr int WARPS = 8, THREADS = WARPS * gpu::WARP;
 constexpr int AHEAD = 4;  // products whose loads are under way at once
 constexpr int FOLDED = 8;  // accumulators that a fold loads at once, while it adds as many
 
@@ -183,12 +183,6 @@ GPU_FN void soften_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row
     }
 }
 
-// Asks for a head of a page.
-GPU_FN void prefetch_head(gpu::In<uint8_t> head, const gpu::HeadLayout& at) {
-    GPU_NO_UNROLL
-    for (int i = gpu::thread() * LINE; i < at.bytes(); i += THREADS * LINE) gpu::prefetch(head + i);
-}
-
 // Accumulators of `tiles` times 16 rows, a KV head and `n_pages` pages: a super-page, or one of it.
 template <int tiles, int n_pages>
 GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
@@ -209,7 +203,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         return gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
                gpu::head_offset(at, layer, n_kv_head, kv_head);
     };
-    prefetch_head(head_of(first_page), at);
+    gpu::prefetch(head_of(first_page), at.bytes());
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, parts = head_dim / 8;
     Queries<tiles> queries = {gpu::in_as<uint32_t>(q), q_scale, {}};
     GPU_UNROLL
@@ -232,7 +226,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         const int seen = visible_of(tile, group, tile.rows - 1, page_start);
         if (seen == 0) break;
         if (p + 1 < n_pages && visible_of(tile, group, tile.rows - 1, page_start + TOKENS) > 0)
-            prefetch_head(head_of(page + 1), at);
+            gpu::prefetch(head_of(page + 1), at.bytes());
         const gpu::In<uint8_t> head = head_of(page);
         score_page<tiles>(head, at, queries, seen, scores);
         gpu::barrier();
@@ -416,6 +410,7 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
     KERNEL(name, THREADS, gpu::In<int8_t> q, gpu::In<float> q_scale, gpu::In<gpu::AttendTile> tile,   \
            gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head, int head_dim,               \
            gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {                                 \
+        gpu::begin();                                                                                 \
         attend_rows<tiles, n_pages>(q, q_scale, tile[gpu::block()], pages, layer, n_head, n_kv_head,  \
                                     head_dim, m, l, o);                                               \
     }
@@ -432,6 +427,7 @@ KERNEL(fold_attention, gpu::HEAD_DIM_MAX, gpu::In<gpu::AttendTile> tiles, gpu::I
        gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, int each,
        gpu::Out<float> out, int stride, gpu::Out<uint32_t> q, gpu::Out<float> scale,
        gpu::Out<int32_t> sums) {
+    gpu::begin();
     __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> values;
     const gpu::AttendTile tile = tiles[gpu::block()];
     const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
@@ -465,6 +461,7 @@ KERNEL(fold_attention, gpu::HEAD_DIM_MAX, gpu::In<gpu::AttendTile> tiles, gpu::I
 KERNEL(gather_partials, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<gpu::PartialsTile> places,
        gpu::In<float> m_in, gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head,
        int head_dim, int each, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {
+    gpu::begin();
     const gpu::AttendTile tile = tiles[gpu::block()];
     const gpu::PartialsTile place = places[gpu::block()];
     const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;

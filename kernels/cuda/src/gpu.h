@@ -169,10 +169,45 @@ GPU_MMA_K16(mma_k16_us, "u8.s8")
 #undef GPU_MMA_K32
 #undef GPU_MMA_K16
 
-// Asks for the bytes at an address, so that a read some time later waits for a cache only.
+// Asks for `bytes` from an address on, both multiples of 16, so that reads some time later wait for a cache
+// only. All threads of a block call it and share the work.
 template <class T>
-GPU_FN void prefetch(const T* from) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+GPU_FN void prefetch(const T* from, int64_t bytes) {
+    const auto first = reinterpret_cast<const char*>(from);
+#if __CUDA_ARCH__ >= 900
+    constexpr int PART = 4096;
+    if (lane()) return;  // the instruction is one of a warp
+    GPU_NO_UNROLL
+    for (int64_t i = warp() * PART; i < bytes; i += warps() * PART) {
+        const auto n = static_cast<uint32_t>(bytes - i < PART ? bytes - i : PART);
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first + i), "r"(n));
+    }
+#else
+    constexpr int LINE = 64;  // what devices fetch at least, by default
+    GPU_NO_UNROLL
+    for (int64_t i = thread() * LINE; i < bytes; i += threads() * LINE)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(first + i));
+#endif
+}
+
+// Programmatic dependent launch, where the device has it and the launch asks for it: a grid begins while the
+// one before it ends. After launch_dependents() of all blocks the next grid may begin. dependency_wait()
+// returns when all launches before have ended, and what they wrote is seen. Before it, a thread touches no
+// global memory and may `prefetch` what no launch writes. Every thread of every kernel calls both.
+GPU_FN void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+GPU_FN void dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// Both, for a kernel that has nothing to do before.
+GPU_FN void begin() {
+    launch_dependents();
+    dependency_wait();
 }
 
 // Copies 16 bytes to shared memory in the background. They are there after copies_wait<n>(), which waits

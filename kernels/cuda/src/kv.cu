@@ -123,6 +123,7 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
        gpu::In<float> q_norm, gpu::In<float> k_norm, float eps, gpu::In<float> rope, int n_rot,
        int is_neox, float factor, gpu::Out<int8_t> q, gpu::Out<float> q_scale,
        gpu::Out<uint8_t> rows) {
+    gpu::begin();
     __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> x;
     __shared__ gpu::Shared<float, THREADS> lanes;
     __shared__ gpu::Shared<uint32_t, 2> largest;

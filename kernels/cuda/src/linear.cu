@@ -6,7 +6,8 @@
 // tile of rows to a block and a segment to each warp, for decoding, where weights are read once and the
 // memory bounds; `many` gives 64 rows and 64 tokens to a block, for prefill. Both load weights well
 // before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are neighbours
-// in the grid, so that one of them reads weights from memory and the others from the cache.
+// in the grid, so that one of them reads weights from memory and the others from the cache. That one asks
+// for its weights while the launch before still computes the activations.
 #include "activations.h"
 #include "blocks.h"
 
@@ -98,6 +99,16 @@ GPU_FN void step(float (&acc)[4], const gpu::Part& a, const uint32_t (&b)[2], co
     }
 }
 
+// Asks for weights that the blocks of the first tokens read, then waits for the activations.
+GPU_FN void begin_with(gpu::In<uint8_t> weights, int64_t bytes, gpu::In<uint8_t> gate = {}) {
+    gpu::launch_dependents();
+    if (gpu::block() == 0) {
+        if (gate) gpu::prefetch(gate, bytes);
+        gpu::prefetch(weights, bytes);
+    }
+    gpu::dependency_wait();
+}
+
 // How many blocks of weights `few` loads before it uses the first of them, and again meanwhile.
 GPU_FN constexpr int ahead_of(Kind kind) {
     return kind == Kind::q4_0 || kind == Kind::iq4_nl || kind == Kind::q4_1 ? 8 : 4;
@@ -114,7 +125,8 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
     const int64_t spans = gpu::spans_of(cols);
     const int all = gate.matrix ? 2 * segments : segments;
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * FEW_TOKENS;
-    const int64_t tile_at = gpu::block_y() * gpu::tile_bytes(kind, cols);
+    const int64_t bytes = gpu::tile_bytes(kind, cols), tile_at = gpu::block_y() * bytes;
+    begin_with(matrix + tile_at, bytes, gate.matrix ? gate.matrix + tile_at : gate.matrix);
     // Tokens past the last compute what is not stored, from the last one's activations.
     const auto held = [&](int token) { return token < to.tokens ? token : to.tokens - 1; };
     const auto words = gpu::in_as<gpu::Words4>(q + held(token0 + g) * spans * gpu::SPAN_WORDS);
@@ -206,8 +218,10 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE;
     const int tile_index = gpu::block_y() * MANY_WARPS + gpu::warp();
     const bool has_tile = tile_index < tiles;
-    const gpu::In<uint8_t> tile =
-        matrix + (has_tile ? tile_index : tiles - 1) * gpu::tile_bytes(kind, cols);
+    const int64_t bytes = gpu::tile_bytes(kind, cols);
+    const gpu::In<uint8_t> tile = matrix + (has_tile ? tile_index : tiles - 1) * bytes;
+    const int first_tile = gpu::block_y() * MANY_WARPS, left = tiles - first_tile;
+    begin_with(matrix + first_tile * bytes, (left < MANY_WARPS ? left : MANY_WARPS) * bytes);
     // Copies the activations of a span, in the background.
     const auto fetch = [&](int span) {
         for (int i = gpu::thread(); span < spans && i < MANY_TOKENS * COPIES; i += gpu::threads()) {
@@ -292,8 +306,10 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
                    gpu::In<float> scale, const Target& to) {
     const int row = gpu::thread() % gpu::TILE;
     const int token = gpu::block() * FEW_TOKENS + gpu::thread() / gpu::TILE;
+    const int64_t bytes = gpu::tile_bytes(kind, cols);
+    const gpu::In<uint8_t> tile = matrix + gpu::block_y() * bytes;
+    begin_with(tile, bytes);
     if (token >= to.tokens) return;
-    const gpu::In<uint8_t> tile = matrix + gpu::block_y() * gpu::tile_bytes(kind, cols);
     float y = 0.0f;
     for (int first = 0; first < cols; first += ca::SEGMENT) {
         const int end = first + ca::SEGMENT < cols ? first + ca::SEGMENT : cols;

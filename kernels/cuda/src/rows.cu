@@ -33,6 +33,7 @@ GPU_FN bool all_of_block(bool x, gpu::Shared<int32_t, 1>& shared) {
 // out row i = row tokens[i] of a packed matrix of `cols`, by rule 2 ("Embedding"). Grid: tokens.
 KERNEL(embed, 256, gpu::In<uint8_t> matrix, int kind, int cols, gpu::In<int32_t> tokens,
        gpu::Out<float> out, int stride) {
+    gpu::begin();
     const int token = tokens[gpu::block()], row = token % gpu::TILE;
     const auto of = static_cast<gpu::Kind>(kind);
     const gpu::In<uint8_t> tile =
@@ -48,6 +49,9 @@ KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float>
        int values_stride) {
     __shared__ gpu::Shared<float, NORM_VALUES> part;
     __shared__ gpu::Shared<float, 64> lanes;
+    gpu::launch_dependents();
+    gpu::prefetch(w, width / 4 * 16);
+    gpu::dependency_wait();
     const int64_t token = gpu::block();
     const gpu::In<float> row = x + token * stride;
     float lane = 0.0f;
@@ -87,6 +91,7 @@ KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float>
 // Each row quantised. Grid: tokens, blocks that share the spans of a row.
 KERNEL(quantise, NORM_THREADS, gpu::In<float> x, int stride, int width, gpu::Out<uint32_t> q,
        gpu::Out<float> scale, gpu::Out<int32_t> sums) {
+    gpu::begin();
     const int64_t token = gpu::block();
     const gpu::In<float> row = x + token * stride;
     const int span = gpu::block_y() * gpu::warps() + gpu::warp();
@@ -97,6 +102,7 @@ KERNEL(quantise, NORM_THREADS, gpu::In<float> x, int stride, int width, gpu::Out
 // out row i = x row indices[i]. Grid: rows.
 KERNEL(take_rows, 256, gpu::In<float> x, int stride, gpu::In<int32_t> indices, int width,
        gpu::Out<float> out, int out_stride) {
+    gpu::begin();
     const int64_t from = indices[gpu::block()], to = gpu::block();
     for (int k = gpu::thread(); k < width; k += gpu::threads())
         out[to * out_stride + k] = x[from * stride + k];
@@ -104,6 +110,7 @@ KERNEL(take_rows, 256, gpu::In<float> x, int stride, gpu::In<int32_t> indices, i
 
 // bad[i] becomes 1 if row i holds a NaN or an infinity, else 0. Grid: rows.
 KERNEL(nonfinite_rows, 256, gpu::In<float> x, int stride, int width, gpu::Out<uint8_t> bad) {
+    gpu::begin();
     __shared__ gpu::Shared<int32_t, 1> found;
     const int64_t row = gpu::block();
     bool finite = true;

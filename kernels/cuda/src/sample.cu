@@ -271,6 +271,7 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
        gpu::In<uint32_t> masks, gpu::Out<float> adjusted, gpu::Out<int32_t> weights, gpu::Out<int32_t> token_out,
        gpu::Out<float> logprob_out, gpu::Out<int32_t> top_tokens, gpu::Out<float> top_logprobs,
        int top_stride) {
+    gpu::begin();
     __shared__ Bins bins;
     __shared__ PerWarp shared;
     __shared__ gpu::Shared<uint64_t, TOP_MAX> best;

@@ -76,7 +76,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuModuleLoadData": (TO_HANDLE, HANDLE),
     "cuModuleGetFunction": (TO_HANDLE, HANDLE, TEXT),
     "cuFuncGetParamInfo": (HANDLE, SIZE, TO_SIZE, TO_SIZE),
-    "cuLaunchKernel": (HANDLE, *[WORD] * 7, HANDLE, HANDLE, HANDLE),
     "cuGraphInstantiateWithFlags": (TO_HANDLE, HANDLE, ctypes.c_ulonglong),
     "cuGraphLaunch": (HANDLE, HANDLE),
     "cuGraphExecDestroy": (HANDLE,),
@@ -90,6 +89,25 @@ ATTRIBUTES = {16: "MULTIPROCESSOR_COUNT"} | {
 FOREVER: list[Any] = []  # what the library calls
 RESOURCE_BYTES = 144  # of a CUdevResource
 SM_TYPE, SM_COUNT_AT = 1, 96  # its type is the first word; smCount
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute; its value is a union of 64 bytes, here its first word."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", c_int * 15))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("sharedMemBytes", c_uint),
+        ("hStream", c_void_p),
+        ("attrs", POINTER(LaunchAttribute)),
+        ("numAttrs", c_uint),
+    )
 
 
 class CDriver:
@@ -111,6 +129,7 @@ class CDriver:
         split = TO_HANDLE, POINTER(c_uint), HANDLE, HANDLE, WORD, WORD
         self._add("cuDevSmResourceSplitByCount", (HANDLE, *split[1:]), self._split)
         self._add("cuDevResourceGenerateDesc", (TO_HANDLE, HANDLE, WORD), self._describe)
+        self._add("cuLaunchKernelEx", (POINTER(LaunchConfig), HANDLE, HANDLE, HANDLE), self._launch)
 
     def _add(self, name: str, kinds: tuple[Any, ...], call: Any) -> None:
         function = ctypes.CFUNCTYPE(c_int, *kinds)(call)
@@ -125,8 +144,6 @@ class CDriver:
             for kind, x in zip(kinds, given, strict=True)
             if kind not in OUTS
         ]
-        if name == "cuLaunchKernel":
-            ins[0] = self._object(ins[0])
         try:
             status, *values = getattr(self._driver, ALIASES.get(name, name))(*ins)
         except BaseException as error:
@@ -187,9 +204,32 @@ class CDriver:
         to[0] = self._handle(described)
         return 0
 
+    def _launch(self, config: Any, kernel: int, parameters: int, extra: int | None) -> int:
+        """As `_called`, from a structure."""
+        given = config.contents
+        attributes = [given.attrs[i] for i in range(given.numAttrs)]
+        fields = {
+            **{f"gridDim{axis}": n for axis, n in zip("XYZ", given.grid, strict=True)},
+            **{f"blockDim{axis}": n for axis, n in zip("XYZ", given.block, strict=True)},
+            "hStream": given.hStream or 0,
+            "attrs": [
+                SimpleNamespace(
+                    id=one.id,
+                    value=SimpleNamespace(programmaticStreamSerializationAllowed=one.value),
+                )
+                for one in attributes
+            ],
+        }
+        assert given.sharedMemBytes == 0
+        config = SimpleNamespace(**fields)
+        (status,) = self._driver.cuLaunchKernelEx(
+            config, self._object(kernel), parameters, extra or 0
+        )
+        return int(status.value)
+
 
 OUTS = (TO_HANDLE, TO_INT, TO_SIZE, TO_ADDRESS, TO_FLOAT)
-RAW = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemHostRegister", "cuLaunchKernel")
+RAW = ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemHostRegister")
 
 
 def main(folder: Path) -> None:
@@ -215,6 +255,10 @@ def main(folder: Path) -> None:
             gpu.copy_out(y.address, pinned)
             graph.close()
             assert pinned.tolist() == values.tolist()
+            driver.launches.clear()
+            run()
+            run()
+            assert [is_early for _, is_early in driver.launches] == [False, True]
             assert gpu.seconds(run, 3) == 0.002  # the driver says 6 ms
             gpu.copy_aside(x.address, -values)
             gpu.join()

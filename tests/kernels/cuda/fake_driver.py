@@ -27,6 +27,7 @@ SHAPE = {
 
 
 PARTED_BY = 8  # multiprocessors of an H100
+EARLY = 6  # the attribute of a launch that may begin before the one before it has ended
 
 
 class Status(enum.Enum):
@@ -52,6 +53,10 @@ class FakeDriver:
     CUstreamCaptureMode = int
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
     CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
+    CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
+    CUlaunchAttributeID = SimpleNamespace(
+        CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=EARLY
+    )
 
     def __init__(self, gpu: Emulator) -> None:
         self.gpu = gpu
@@ -63,6 +68,8 @@ class FakeDriver:
         self.ended: dict[int, int] = {}  # pieces of work of a stream
         self.events: dict[int, tuple[int, int]] = {}  # stream, and its pieces before the event
         self.capturing: list[Callable[[], None]] = []
+        self.version = 13020
+        self.launches: list[tuple[str, bool]] = []  # kernels; whether they may begin early
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
         if not name.startswith("cu"):
@@ -80,7 +87,7 @@ class FakeDriver:
         return call
 
     def _cuDriverGetVersion(self) -> int:
-        return 13020
+        return self.version
 
     def _cuDeviceGetName(self, n: int, device: int) -> bytes:
         return b"Emulated\0".ljust(n)  # what the bindings have behind the name
@@ -184,15 +191,24 @@ class FakeDriver:
         known = re.findall(r"(\d+) parameters", str(fault.value))
         return (8 * index, 8) if index < int(known[0]) else Status.CUDA_ERROR_NOT_FOUND
 
-    def _cuLaunchKernel(self, kernel: str, *given: int) -> tuple[()]:
-        x, y, z, threads, _, _, shared, stream, parameters, _ = given
-        assert shared == 0
+    def _cuLaunchKernelEx(
+        self, config: SimpleNamespace, kernel: str, parameters: int, extra: int
+    ) -> tuple[()]:
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        attributes = [
+            (given.id, given.value.programmaticStreamSerializationAllowed)
+            for given in getattr(config, "attrs", [])
+        ]
+        assert attributes in ([], [(EARLY, 1)])
+        assert (config.blockDimY, config.blockDimZ, extra) == (1, 1, 0)
+        self.launches.append((kernel, bool(attributes)))
         n = next(n for n in range(99) if isinstance(self._cuFuncGetParamInfo(kernel, n), Status))
         words = [
             int(memory(int(at), 8).view(np.uint64)[0])
             for at in memory(parameters, 8 * n).view(np.uint64)
         ]
-        self.queues[stream].append(lambda: self.gpu.launch(kernel, (x, y, z), threads, words))
+        threads = config.blockDimX
+        self.queues[config.hStream].append(lambda: self.gpu.launch(kernel, grid, threads, words))
         return ()
 
     def _cuStreamBeginCapture(self, stream: int, mode: int) -> tuple[()]:

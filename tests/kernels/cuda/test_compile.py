@@ -112,16 +112,36 @@ def test_reads_that_may_be_stale_are_found(tmp_path: Path) -> None:
         " int i) { x[i] = a[i + 1]; __syncthreads();"
         " const float* const y = i > 3 ? x : a; x[1] = y[i / 2]; }"
     )
-    made = compile_unit(source, "sm_90")
+    made = compile_unit(source, "sm_80")
     assert faults(made.ptx, made.report) == [
         "planted: ld.global.nc of planted_param_1, which it writes"
     ]
 
 
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("x[0] = 1;", None),
+        ("float y = x[1]; {} x[0] = y;", ["ld.global.f32"]),
+        ("x[1] = x[0] > 1; {} x[0] = 3;", ["ld.global.f32", "st.global.f32"]),
+        ("if (i > 3) atomicAdd((int*)x, 1); {}", ["atom.global.add.u32"]),
+        ("{} x[0] = x[1];", []),
+    ],
+)
+def test_accesses_before_the_wait_are_found(
+    tmp_path: Path, body: str, found: list[str] | None
+) -> None:
+    source, wait = tmp_path / "planted.cu", 'asm volatile("griddepcontrol.wait;" ::: "memory");'
+    source.write_text(HEAD + "{" + body.replace("{}", wait) + "}")
+    made = compile_unit(source, "sm_90")
+    wanted = ["no wait"] if found is None else [f"{name} before its wait" for name in found]
+    assert faults(made.ptx, made.report) == [f"planted: {fault}" for fault in wanted]
+
+
 def test_flushed_subnormals_are_found(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = x[1] * x[2]; }")
-    made = compile_unit(source, "sm_90", ftz=True)
+    made = compile_unit(source, "sm_80", ftz=True)
     assert faults(made.ptx, made.report) == ["planted: mul.rn.ftz.f32"]
 
 

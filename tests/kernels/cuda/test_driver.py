@@ -205,6 +205,47 @@ def test_a_graph_repeats_launches_and_no_copies(driver: FakeDriver) -> None:
     assert driver.calls.count("cuGraphExecDestroy") == 1
 
 
+def test_a_launch_begins_early_behind_a_launch_only(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    with Arrays(gpu) as arrays:
+        x, at = arrays.put(np.ones(4, np.float32)), arrays.zeros(np.int32, 1)
+        y = arrays.zeros(np.float32, 4)
+        arguments = [x.address, 4, at.address, 4, y.address, 4]
+
+        def run(times: int = 2) -> list[bool]:
+            driver.launches.clear()
+            for _ in range(times):
+                gpu.launch("take_rows", (1, 1, 1), 32, arguments)
+            return [is_early for _, is_early in driver.launches]
+
+        host, pinned = np.zeros(4, np.float32), np.zeros(4, np.float32)
+        gpu.pin(pinned)
+        graph = gpu.capture(run)
+        assert [is_early for _, is_early in driver.launches] == [False, True]
+        for between in (
+            lambda: gpu.copy_in(x.address, host),
+            lambda: gpu.fetch(y.address, host),
+            lambda: gpu.fetch(y.address, pinned),
+            gpu.join,
+            graph.replay,
+        ):
+            run()
+            between()
+            assert run(3) == [False, True, True]
+        gpu.begins_early = False
+        assert run(3) == [False, False, False]
+
+
+@pytest.mark.parametrize(("major", "version"), [(8, 13020), (9, 12020)])
+def test_devices_and_drivers_that_cannot_begin_early(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, major: int, version: int
+) -> None:
+    assert opened(driver).begins_early
+    monkeypatch.setitem(SHAPE, "COMPUTE_CAPABILITY_MAJOR", major)
+    driver.version = version
+    assert not opened(driver).begins_early
+
+
 def test_the_cpu_path_does_not_import_cuda() -> None:
     code = "import sys, service.cli.main, batchengine.lanes.worker; print(*sys.modules)"
     loaded = subprocess.run(
