@@ -155,7 +155,7 @@ def linear_case(
 ) -> None:
     """A product of a random matrix of `kind`: stored, added and gated, by every kernel for it.
 
-    shape: rows, columns, tokens, else random ones.
+    shape: rows, columns, tokens, else random ones; a block has all segments of a row then.
     """
     rows, tokens = int(rng.integers(1, 90)), int(rng.integers(1, 80))
     cols = 256 * int(rng.integers(1, 10)) if kind.endswith("_k") else 32 * int(rng.integers(1, 70))
@@ -175,9 +175,14 @@ def linear_case(
     gate_product = kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [gate], [vector], tokens, gate_product)
     tiles, eights = -(-rows // 16), -(-tokens // 8)
-    few = ((eights, tiles, 1), 32 * int(rng.integers(4, 9)))
-    many = ((-(-tokens // 64), -(-tiles // 4), 1), 128)
-    shapes = {f"linear_few_{kind}": few, f"linear_many_{kind}": many}
+    segments = -(-cols // 1024)
+    each = segments if shape else int(rng.integers(1, segments + 1))  # segments of a block
+    groups = -(-tiles // 4), -(-segments // each)
+    shapes = {
+        f"linear_few_{kind}": ((eights, tiles, 1), 32 * int(rng.integers(4, 9))),
+        f"linear_some_{kind}": ((-(-tokens // 32), *groups), 128),
+        f"linear_many_{kind}": ((-(-tokens // 64), *groups), 128),
+    }
     if kind in FLOATS:
         shapes = {f"linear_{kind}": ((eights, tiles, 1), 128)}
     with Arrays(gpu) as arrays:
@@ -192,19 +197,24 @@ def linear_case(
         held = gate_product.view(tokens)  # before the other product is gated with it
         once = [arrays.put(gate_buffer).address, b]
         plans: list[tuple[str, int, F32, kernels.Rows, list[int]]] = []
+        partials = arrays.empty(np.float32, segments, tokens, rows).address if groups[1] > 1 else 0
         for kernel in shapes:
-            none = [0, 0] if "_few_" in kernel else []
-            plans += [(kernel, STORE, before, stored, none), (kernel, ADD, before, added, none)]
-            plans.append((kernel, GATE, held, gated, none))
-            if none:  # with both products of a gate
+            rest = [0, 0] if "_few_" in kernel else [partials, each] if kind not in FLOATS else []
+            plans += [(kernel, STORE, before, stored, rest), (kernel, ADD, before, added, rest)]
+            plans.append((kernel, GATE, held, gated, rest))
+            if "_few_" in kernel:  # with both products of a gate
                 plans.append((kernel, GATE, before, gated, once))
-        for kernel, then, given, want, gates in plans:
+        for kernel, then, given, want, rest in plans:
             out = arrays.put(given)
-            arguments = [weights.address, rows, cols, *source, tokens, b, then, out.address, rows]
-            gpu.launch(kernel, *shapes[kernel], [*arguments, *gates])
+            after = [b, then, out.address, rows]
+            arguments = [weights.address, rows, cols, *source, tokens, *after]
+            gpu.launch(kernel, *shapes[kernel], [*arguments, *rest])
+            if rest[:1] == [partials] != [0]:
+                grid = tokens, -(-rows // 64), 1
+                gpu.launch("add_segments", grid, 64, [partials, segments, rows, tokens, *after])
             finite = np.isfinite(want.view(tokens))
             got = out.read()
-            what = f"{kernel}, {rows} x {cols}, {tokens} tokens, then {then}, gate {gates}"
+            what = f"{kernel}, {rows} x {cols}, {tokens} tokens, then {then}, {rest}"
             compare(np.isfinite(got), finite, what)
             compare(got[finite], want.view(tokens)[finite], what)
 

@@ -32,7 +32,15 @@ FLOATS = ("f16", "bf16", "f32")
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
 TILE = 16  # rows of a tile of packed weights
-FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens, else for 64
+FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens
+SOME_TOKENS, MANY_TOKENS = (
+    32,
+    64,
+)  # and up to SOME_TOKENS four tiles for so many, else for MANY_TOKENS
+MANY_TILES, MANY_THREADS = 4, 128
+MANY_AT_ONCE = (
+    3  # of these blocks a multiprocessor computes at once; with fewer, segments are parted
+)
 FEW_WARPS_MIN, FEW_WARPS_MAX, SEGMENT = 4, 8, 1024
 THREADS, WARP = 256, 32
 NORM_THREADS_MAX = 512
@@ -70,6 +78,7 @@ class CudaOps:
         self._staged: list[tuple[I32, int]] = []  # with their addresses
         self._given = [Scratch(gpu) for _ in range(5)]  # parameters of `sample`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
+        self._partials = Scratch(gpu)  # sums of segments
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)
@@ -229,22 +238,48 @@ class CudaOps:
 
         gate: addresses of the gate's matrix and bias, for the kernels for few tokens.
         """
-        tiles = -(-rows // TILE)
-        grid, threads = (-(-tokens // 8), tiles, 1), few_threads(matrix.cols, 1 + (gate[0] > 0))
+        tiles, weights = -(-rows // TILE), [self._address(matrix), rows, matrix.cols]
         after = [self._address(bias), then, out.address + 4 * column, out.width]
+        quantised = [*weights, x.q, x.scale, x.sums, tokens, *after]
+        grid = -(-tokens // 8), tiles, 1
         if matrix.kind in FLOATS:
-            kernel, threads = f"linear_{matrix.kind}", 128
-            source = [x.values, x.width, x.scale]
+            arguments = [*weights, x.values, x.width, x.scale, tokens, *after]
+            self._gpu.launch(f"linear_{matrix.kind}", grid, 128, arguments)
+        elif tokens <= FEW_TOKENS:
+            threads = few_threads(matrix.cols, 1 + (gate[0] > 0))
+            self._gpu.launch(f"linear_few_{matrix.kind}", grid, threads, [*quantised, *gate])
         else:
-            kernel, source = f"linear_few_{matrix.kind}", [x.q, x.scale, x.sums]
-            if tokens > FEW_TOKENS:
-                kernel, threads = f"linear_many_{matrix.kind}", 128
-                grid = -(-tokens // 64), -(-tiles // 4), 1
-            else:
-                after += gate
-        weights = [self._address(matrix), rows, matrix.cols]
-        arguments = [*weights, *source, tokens, *after]
-        self._gpu.launch(kernel, grid, threads, arguments)
+            self._product_of_many(matrix.kind, rows, matrix.cols, tokens, quantised, after)
+
+    def _product_of_many(
+        self,
+        kind: str,
+        rows: int,
+        cols: int,
+        tokens: int,
+        arguments: list[int],
+        after: list[int],
+    ) -> None:
+        """The product of quantised rows for more than FEW_TOKENS tokens. `after`: those of
+        `arguments` that say what follows it."""
+        name, group = ("some", SOME_TOKENS) if tokens <= SOME_TOKENS else ("many", MANY_TOKENS)
+        blocks = -(-tokens // group), -(-rows // (TILE * MANY_TILES))
+        segments = -(-cols // SEGMENT)
+        parts = MANY_AT_ONCE * self._gpu.facts.multiprocessors // (blocks[0] * blocks[1])
+        each = -(-segments // max(1, parts))
+        parts = -(-segments // each)
+        partials = self._partials.reserve(4 * segments * tokens * rows) if parts > 1 else 0
+        self._gpu.launch(
+            f"linear_{name}_{kind}",
+            (*blocks, parts),
+            MANY_THREADS,
+            [*arguments, partials, each],
+        )
+        if parts > 1:
+            grid = tokens, -(-rows // THREADS), 1
+            self._gpu.launch(
+                "add_segments", grid, THREADS, [partials, segments, rows, tokens, *after]
+            )
 
     # -- attention
 

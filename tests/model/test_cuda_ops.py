@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -160,6 +161,60 @@ def test_a_gated_product_has_the_bits_of_the_cpu(
         ops.linear_gated(activations, gate, up, vectors[0], vectors[1], tokens, out)
         kernels.linear_gated(pool, wanted, gate, up, vectors[0], vectors[1], tokens, want)
         assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "multiprocessors", "grid"),
+    [
+        (16, 70, 132, None),
+        (17, 70, 132, (1, 2, 3)),
+        (32, 70, 2, (1, 2, 3)),
+        (33, 70, 2, (1, 2, 3)),
+        (65, 40, 1, (2, 1, 1)),
+        (65, 40, 2, (2, 1, 3)),
+        (33, 150, 2, (1, 3, 2)),
+    ],
+)
+def test_segments_are_parted_where_blocks_are_few(
+    gpu: Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens: int,
+    rows: int,
+    multiprocessors: int,
+    grid: tuple[int, int, int] | None,
+) -> None:
+    pool, rng, cols = kernels.Pool(1), np.random.default_rng(9), 2112
+    monkeypatch.setattr(gpu, "facts", replace(gpu.facts, multiprocessors=multiprocessors))
+    ops = CudaOps(gpu, pool)
+    matrix, bias = (
+        packed_with_bytes(pool, "q4_0", rows, cols, rng)[0],
+        kernels.Vector(rng.standard_normal(rows).astype(np.float32)),
+    )
+    ops.upload(matrix)
+    ops.upload(bias)
+    values = rng.standard_normal((tokens, cols)).astype(np.float32)
+    x, on_cpu = ops.make_rows(tokens, cols), rows_of(values)
+    gpu.copy_in(x.address, values)
+    activations, wanted = (
+        ops.make_activations(tokens, cols, False),
+        kernels.Activations(tokens, cols),
+    )
+    ops.quantise(x, tokens, activations)
+    kernels.quantise(pool, on_cpu, tokens, wanted)
+    out, want = ops.make_rows(tokens, rows), kernels.Rows(tokens, rows)
+    want.view(tokens)[:] = before = rng.standard_normal((tokens, rows)).astype(np.float32)
+    gpu.copy_in(out.address, before)
+    run = partial(ops.linear_add, activations, matrix, bias, tokens, out)
+    run()
+    kernels.linear_add(pool, wanted, matrix, bias, tokens, want)
+    assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+    names = [(launch.kernel, launch.blocks) for launch in gpu.capture(run).captured]
+    if grid is None:
+        assert [name for name, _ in names] == ["linear_few_q4_0"]
+    else:
+        size = "some" if tokens <= 32 else "many"
+        added = [("add_segments", (tokens, 1, 1))] if grid[2] > 1 else []
+        assert names == [(f"linear_{size}_q4_0", grid), *added]
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -2,12 +2,13 @@
 //
 // Every output is one chain per segment of 1024 k, and segments are added in order, so neither the split
 // of work nor the number of tokens changes a bit. Products of blocks are exact integers on the tensor
-// cores: A is 16 rows of weights as signed bytes, B is 8 tokens. Two kernels per kind: `few` gives a
-// tile of rows to a block and a segment to each warp, for decoding, where weights are read once and the
-// memory bounds; `many` gives 64 rows and 64 tokens to a block, for prefill. Both load weights well
-// before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are neighbours
-// in the grid, so that one of them reads weights from memory and the others from the cache. That one asks
-// for its weights while the launch before still computes the activations.
+// cores: A is 16 rows of weights as signed bytes, B is 8 tokens. Kernels per kind: `few` gives a tile of
+// rows to a block and a segment to each warp, for decoding, where weights are read once and the memory
+// bounds; `many` gives 64 rows and 32 or 64 tokens to a block. Where these are fewer blocks than a device
+// computes at once, each has a part of the segments, and `add_segments` adds their sums. All load weights
+// well before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are
+// neighbours in the grid, so that one of them reads weights from memory and the others from the cache.
+// That one asks for its weights while the launch before still computes the activations.
 #include "activations.h"
 #include "blocks.h"
 
@@ -18,7 +19,8 @@ using gpu::Kind;
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_TOKENS = 8;
 constexpr int MANY_WARPS = 4;
-constexpr int MANY_TOKENS = 64;
+constexpr int ADD_THREADS = 256;
+constexpr int SOME_TOKENS = 32, MANY_TOKENS = 64;
 constexpr int STAGES = 3;  // spans of k whose activations a block of `many` holds or copies
 constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spreads rows over the banks
 
@@ -99,13 +101,11 @@ GPU_FN void step(float (&acc)[4], const gpu::Part& a, const uint32_t (&b)[2], co
     }
 }
 
-// Asks for weights that the blocks of the first tokens read, then waits for the activations.
-GPU_FN void begin_with(gpu::In<uint8_t> weights, int64_t bytes, gpu::In<uint8_t> gate = {}) {
+// Before the activations are there, the blocks of the first tokens ask for their weights.
+template <class Ask>
+GPU_FN void begin_with(Ask ask) {
     gpu::launch_dependents();
-    if (gpu::block() == 0) {
-        if (gate) gpu::prefetch(gate, bytes);
-        gpu::prefetch(weights, bytes);
-    }
+    if (gpu::block() == 0) ask();
     gpu::dependency_wait();
 }
 
@@ -126,7 +126,10 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
     const int all = gate.matrix ? 2 * segments : segments;
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * FEW_TOKENS;
     const int64_t bytes = gpu::tile_bytes(kind, cols), tile_at = gpu::block_y() * bytes;
-    begin_with(matrix + tile_at, bytes, gate.matrix ? gate.matrix + tile_at : gate.matrix);
+    begin_with([&] {
+        if (gate.matrix) gpu::prefetch(gate.matrix + tile_at, bytes);
+        gpu::prefetch(matrix + tile_at, bytes);
+    });
     // Tokens past the last compute what is not stored, from the last one's activations.
     const auto held = [&](int token) { return token < to.tokens ? token : to.tokens - 1; };
     const auto words = gpu::in_as<gpu::Words4>(q + held(token0 + g) * spans * gpu::SPAN_WORDS);
@@ -203,31 +206,46 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
         put(to, token0 + token, gpu::block_y() * gpu::TILE + row, y, gate, gate_y);
 }
 
-// Grid: groups of 64 tokens, groups of 64 rows (a tile of 16 for each warp).
-template <Kind kind>
+// Sums of segments, which are added later: [segment][token][row]. Each block has `each` segments.
+struct Segments {
+    gpu::Out<float> partials;  // or null: a block has all of them, and adds them
+    int each;
+};
+
+// Grid: groups of `tokens` tokens, groups of 64 rows (a tile of 16 for each warp), groups of segments.
+template <Kind kind, int tokens>
 GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
-                 gpu::In<int32_t> sums, const Target& to) {
-    constexpr int PARTS = MANY_TOKENS / 8, COPIES = gpu::SPAN_WORDS / 4;  // of 16 bytes, per token
+                 gpu::In<int32_t> sums, const Target& to, const Segments& segments) {
+    constexpr int PARTS = tokens / 8, COPIES = gpu::SPAN_WORDS / 4;  // of 16 bytes, per token
+    constexpr int SEGMENT_SPANS = gpu::SEGMENT_BLOCKS / gpu::SPAN;
     constexpr bool has_sums = gpu::has_minimum(kind);
-    __shared__ gpu::Shared<gpu::Words4, STAGES * MANY_TOKENS * STAGE_ROW> values;
-    __shared__ gpu::Shared<gpu::Words4, STAGES * MANY_TOKENS> scales;
-    __shared__ gpu::Shared<gpu::Words4, has_sums ? STAGES * MANY_TOKENS : 1> all_sums;
+    __shared__ gpu::Shared<gpu::Words4, STAGES * tokens * STAGE_ROW> values;
+    __shared__ gpu::Shared<gpu::Words4, STAGES * tokens> scales;
+    __shared__ gpu::Shared<gpu::Words4, has_sums ? STAGES * tokens : 1> all_sums;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
-    const int spans = static_cast<int>(gpu::spans_of(cols));
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * MANY_TOKENS;
-    const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE;
-    const int tile_index = gpu::block_y() * MANY_WARPS + gpu::warp();
+    const int all_spans = static_cast<int>(gpu::spans_of(cols));
+    const int first_span = gpu::block_z() * segments.each * SEGMENT_SPANS;
+    const int behind = first_span + segments.each * SEGMENT_SPANS;
+    const int spans = behind < all_spans ? behind : all_spans;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * tokens;
+    const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE, first_tile = gpu::block_y() * MANY_WARPS;
+    const int tile_index = first_tile + gpu::warp();
     const bool has_tile = tile_index < tiles;
     const int64_t bytes = gpu::tile_bytes(kind, cols);
     const gpu::In<uint8_t> tile = matrix + (has_tile ? tile_index : tiles - 1) * bytes;
-    const int first_tile = gpu::block_y() * MANY_WARPS, left = tiles - first_tile;
-    begin_with(matrix + first_tile * bytes, (left < MANY_WARPS ? left : MANY_WARPS) * bytes);
+    begin_with([&] {
+        const int64_t from = gpu::tile_bytes(kind, first_span * gpu::SPAN * ca::BLOCK);
+        const int64_t end =
+            spans < all_spans ? gpu::tile_bytes(kind, spans * gpu::SPAN * ca::BLOCK) : bytes;
+        for (int i = first_tile; i < first_tile + MANY_WARPS && i < tiles; i++)
+            gpu::prefetch(matrix + (i * bytes + from), end - from);
+    });
     // Copies the activations of a span, in the background.
     const auto fetch = [&](int span) {
-        for (int i = gpu::thread(); span < spans && i < MANY_TOKENS * COPIES; i += gpu::threads()) {
-            const int token = i / COPIES, part = i % COPIES, row = span % STAGES * MANY_TOKENS + token;
-            const int64_t from =
-                int64_t{token0 + token < to.tokens ? token0 + token : to.tokens - 1} * spans + span;
+        for (int i = gpu::thread(); span < spans && i < tokens * COPIES; i += gpu::threads()) {
+            const int token = i / COPIES, part = i % COPIES, row = span % STAGES * tokens + token;
+            const int64_t held = token0 + token < to.tokens ? token0 + token : to.tokens - 1;
+            const int64_t from = held * all_spans + span;
             gpu::copy_async(values[row * STAGE_ROW + part],
                             gpu::in_as<gpu::Words4>(q) + (from * COPIES + part));
             if (part == 0) gpu::copy_async(scales[row], gpu::in_as<gpu::Words4>(scale) + from);
@@ -247,9 +265,17 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     for (int p = 0; p < PARTS; p++)
         GPU_UNROLL
         for (int i = 0; i < 4; i++) acc[p][i] = y[p][i] = 0.0f;
-    for (int span = 0; span < STAGES - 1; span++) fetch(span);
-    load(0);
-    for (int span = 0; span < spans; span++) {
+    // Calls `put_one` with each output of this lane, and where it lies in `acc`.
+    const auto for_outputs = [&](auto put_one) {
+        GPU_UNROLL
+        for (int p = 0; p < PARTS; p++)
+            GPU_UNROLL
+            for (int i = 0; i < 4; i++)
+                put_one(token0 + p * 8 + 2 * t + i % 2, tile_index * gpu::TILE + 2 * g + i / 2, p, i);
+    };
+    for (int i = 0; i < STAGES - 1; i++) fetch(first_span + i);
+    load(first_span * gpu::SPAN);
+    for (int span = first_span; span < spans; span++) {
         gpu::copies_wait<STAGES - 2>();
         gpu::barrier();  // the copies of all are there, and the span before was read
         fetch(span + STAGES - 1);
@@ -260,7 +286,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
             const bool has_second = b + 1 < blocks;
             const gpu::Part a[2] = {gpu::unpack<kind>(next[0], t), gpu::unpack<kind>(next[1], t)};
             load(b + 2);
-            const int row = span % STAGES * MANY_TOKENS;
+            const int row = span % STAGES * tokens;
             const int right_at = (row + g) * STAGE_ROW + 2 * t + two;
             const int scale_at = (row + 2 * t) * 4 + 2 * two;
             GPU_UNROLL
@@ -282,22 +308,25 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
         }
         // A span ends a segment, or the row does.
         const int end = (span + 1) * gpu::SPAN;
-        if (end % gpu::SEGMENT_BLOCKS == 0 || end >= blocks)
+        if (end % gpu::SEGMENT_BLOCKS && end < blocks) continue;
+        if (segments.partials) {
+            const int64_t segment = span / SEGMENT_SPANS * int64_t{to.tokens};
+            for_outputs([&](int token, int row, int p, int i) {
+                if (row < to.rows && token < to.tokens)
+                    segments.partials[(segment + token) * to.rows + row] = acc[p][i];
+            });
+        }
+        GPU_UNROLL
+        for (int p = 0; p < PARTS; p++)
             GPU_UNROLL
-            for (int p = 0; p < PARTS; p++)
-                GPU_UNROLL
-                for (int i = 0; i < 4; i++) {
-                    y[p][i] = end <= gpu::SEGMENT_BLOCKS ? acc[p][i] : ca::add_rn(y[p][i], acc[p][i]);
-                    acc[p][i] = 0.0f;
-                }
+            for (int i = 0; i < 4; i++) {
+                y[p][i] = end <= gpu::SEGMENT_BLOCKS ? acc[p][i] : ca::add_rn(y[p][i], acc[p][i]);
+                acc[p][i] = 0.0f;
+            }
     }
     gpu::copies_wait<0>();
-    if (!has_tile) return;
-    GPU_UNROLL
-    for (int p = 0; p < PARTS; p++)
-        GPU_UNROLL
-        for (int i = 0; i < 4; i++)
-            put(to, token0 + p * 8 + 2 * t + i % 2, tile_index * gpu::TILE + 2 * g + i / 2, y[p][i]);
+    if (has_tile && !segments.partials)
+        for_outputs([&](int token, int row, int p, int i) { put(to, token, row, y[p][i]); });
 }
 
 // Float weights: a thread per row and token, the row's floats as they are.
@@ -308,7 +337,7 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
     const int token = gpu::block() * FEW_TOKENS + gpu::thread() / gpu::TILE;
     const int64_t bytes = gpu::tile_bytes(kind, cols);
     const gpu::In<uint8_t> tile = matrix + gpu::block_y() * bytes;
-    begin_with(tile, bytes);
+    begin_with([&] { gpu::prefetch(tile, bytes); });
     if (token >= to.tokens) return;
     float y = 0.0f;
     for (int first = 0; first < cols; first += ca::SEGMENT) {
@@ -327,8 +356,18 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
 }  // namespace
 
 // matrix: `rows` of `cols`; q, scale, sums: activations of `tokens`; bias: or null; then: see
-// Then; gate, gate_bias: see Gate. few: grid (groups of 8 tokens, tiles), at least 128 threads. many: grid
-// (groups of 64 tokens, groups of 4 tiles), 128 threads.
+// Then; gate, gate_bias: see Gate; partials, each: see Segments. few: grid (groups of 8 tokens, tiles), at
+// least 128 threads. some and many: grid (groups of 32 or 64 tokens, groups of 4 tiles, groups of
+// segments), 128 threads.
+#define MANY(name, group, kind)                                                                    \
+    KERNEL(linear_##name##_##kind, MANY_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows,       \
+           int cols, gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, \
+           gpu::In<float> bias, int then, gpu::Out<float> out, int stride,                         \
+           gpu::Out<float> partials, int each) {                                                   \
+        many<Kind::kind, group>(matrix, cols, q, scale, sums,                                      \
+                                {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
+                                {partials, each});                                                 \
+    }
 #define QUANTISED(kind)                                                                            \
     KERNEL(linear_few_##kind, FEW_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols,   \
            gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
@@ -338,12 +377,8 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
                         {bias, out, stride, rows, tokens, static_cast<Then>(then)},                \
                         {gate, gate_bias});                                                        \
     }                                                                                              \
-    KERNEL(linear_many_##kind, MANY_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols, \
-           gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
-           gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {                       \
-        many<Kind::kind>(matrix, cols, q, scale, sums,                                             \
-                         {bias, out, stride, rows, tokens, static_cast<Then>(then)});              \
-    }
+    MANY(some, SOME_TOKENS, kind)                                                                  \
+    MANY(many, MANY_TOKENS, kind)
 QUANTISED(q4_0)
 QUANTISED(q4_1)
 QUANTISED(q5_0)
@@ -365,3 +400,19 @@ QUANTISED(q6_k)
 FLOATS(f16)
 FLOATS(bf16)
 FLOATS(f32)
+
+// Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
+// the rows).
+KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int rows, int tokens,
+       gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {
+    gpu::begin();
+    const int token = gpu::block(), row = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (row >= rows) return;
+    const auto at = [&](int segment) {
+        return partials[(int64_t{segment} * tokens + token) * rows + row];
+    };
+    float y = at(0);
+    GPU_UNROLL_4
+    for (int segment = 1; segment < segments; segment++) y = ca::add_rn(y, at(segment));
+    put({bias, out, stride, rows, tokens, static_cast<Then>(then)}, token, row, y);
+}

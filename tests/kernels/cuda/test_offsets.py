@@ -23,6 +23,8 @@ ROWS_FAR = 60_000  # blocks of rows of a matrix: a grid has up to 65,535
 LAYERS_FAR, POSITIONS_FAR, RESULTS_FAR = 100_000, 1 << 26, 1 << 28
 QUERY_DWORDS = 1 << 31  # a step has fewer: 524,288 tokens of 64 heads of 256
 INTS = 1 << 28
+# Of a kernel of products: tiles and tokens of a block.
+GROUPS = {"few": (1, 8), "some": (4, 32), "many": (4, 64), "": (1, 8)}
 Arguments = list[Any]
 
 
@@ -95,19 +97,20 @@ def activations(at: int, tokens: int, width: int) -> dict[int, int]:
 
 
 def linear(move: Move, a: Arguments) -> tuple[int, int, int]:
-    name = move.kernel.removeprefix("linear_")
-    is_many, is_float = name.startswith("many_"), "_" not in name or name.startswith("bf16")
-    kind = name.removeprefix("many_").removeprefix("few_")
-    rows = 16 * (4 if is_many else 1) * ROWS_FAR
-    tokens = (64 if is_many else 8) * FAR
+    group, _, kind = move.kernel.removeprefix("linear_").partition("_")
+    if group not in GROUPS:
+        group, kind = "", group
+    tiles, of_block = GROUPS[group]
+    rows, tokens = 16 * tiles * ROWS_FAR, of_block * FAR
     cols, stride = a[2], a[10]
     packed = kernels.packed_bytes(kind, 16, cols) * (rows // 16)
-    moves = {0: packed, 7: 4 * rows, 9: 4 * (tokens * stride + rows), 11: packed, 12: 4 * rows}
-    if is_float:
-        moves |= {3: 4 * tokens * a[4], 5: tokens * -(-cols // 128) * 16}
+    back(a, {0: packed, 7: 4 * rows, 9: 4 * (tokens * stride + rows)})
+    if group == "few":
+        back(a, {11: packed, 12: 4 * rows})
+    if group:
+        back(a, activations(3, tokens, cols))
     else:
-        moves |= activations(3, tokens, cols)
-    back(a, {at: n for at, n in moves.items() if at < len(a)})
+        back(a, {3: 4 * tokens * a[4], 5: tokens * -(-cols // 128) * 16})
     a[1] += rows
     a[6] += tokens
     return FAR, ROWS_FAR, 0
