@@ -11,7 +11,7 @@
 #     --platform manylinux_2_31_x86_64 -d build/gpu-wheels msgspec gguf llguidance==1.9.1
 # PYTHON: the interpreter (default: that of .venv, else python3). LLAMA_SOURCE: a source tree of
 # llama.cpp, which is compiled for CUDA and measured too; of it CMakeLists.txt, cmake, common, include,
-# src, vendor, tools/llama-bench and ggml are needed, of ggml/src the files, ggml-cpu and ggml-cuda.
+# src, vendor, tools/batched-bench and ggml are needed, of ggml/src the files, ggml-cpu and ggml-cuda.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 [ $# -ge 1 ] || { sed -n '2,15p' "$root/bench/gpu.sh"; exit 2; }

@@ -10,7 +10,8 @@ measured with other kernels. FOLDER/result.json has all of them. No step begins 
 `identical` (golden hashes, random cases, whole models and sessions that move), `cases`,
 `decode_b1_of_copy` and `prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens),
 `promote_vs_prefill_8k` (time of a prefill over that of a move, of the 0.6B shape) and
-`coexec_goodput` (of GPU and CPU over that of the GPU alone; `_of_part`: with a part of the GPU).
+`coexec_goodput` (of GPU and CPU over that of the GPU alone; `_of_part`: with a part of the GPU),
+`decode_b64_vs_llama` (tokens a second of 64 entries over llama.cpp's, of the 0.6B shape).
 """
 
 from __future__ import annotations
@@ -200,6 +201,7 @@ def summary(
         "promote_vs_prefill_8k": None,
         "coexec_goodput": None,
         "coexec_goodput_of_part": None,
+        "decode_b64_vs_llama": None,
     }
     if differs:
         reasons["identical"] = ", ".join(differs)
@@ -227,6 +229,16 @@ def summary(
                 found[figure] = round(both / alone, 3)
             else:
                 reasons[figure] = "the GPU alone keeps its promises at no rate"
+    own = f"{steps.LLAMA_MODEL} decode"
+    if not lacking("decode_b64_vs_llama", own, steps.LLAMA_STEP):
+        theirs, batch = results[steps.LLAMA_STEP], steps.LLAMA_BATCH
+        speeds = [row["speed_tg"] for row in theirs.get("rows", []) if row["pl"] == batch]
+        measured = results[own].get(str(batch), {})
+        if speeds and "tokens_per_s" in measured:
+            found["decode_b64_vs_llama"] = round(measured["tokens_per_s"] / speeds[0], 3)
+        else:
+            why = measured.get("not_measured", f"{own}: no row {batch}")
+            reasons["decode_b64_vs_llama"] = str(theirs.get("absent", why))
     return found | {"reasons": reasons}
 
 

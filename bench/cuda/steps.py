@@ -44,8 +44,10 @@ LLAMA_SOURCE, LLAMA_BUILD_S = "LLAMA_SOURCE", 300
 LLAMA_PROJECT = """cmake_minimum_required(VERSION 3.20)
 project(measured C CXX)
 add_subdirectory("${LLAMA}" llama.cpp)
-add_subdirectory("${LLAMA}/tools/llama-bench" llama-bench)
+add_subdirectory("${LLAMA}/tools/batched-bench" batched-bench)
 """  # without tests, examples, servers and their sources
+LLAMA_TOOL, LLAMA_STEP, LLAMA_MODEL, LLAMA_BATCH = "llama-batched-bench", "llama.cpp", "0.6b", 64
+LLAMA_CONTEXT = 1024  # as that of REAL; a prompt of 8,192 tokens is measured at batch 1
 CUDA_PACKAGES, CUBLAS = "cu13", ("cublas", "cublasLt")  # of NVIDIA's Python packages
 
 Result = dict[str, Any]
@@ -222,16 +224,23 @@ def compare_with_llama(place: Place) -> Result:
     configure += ["-DCMAKE_CUDA_ARCHITECTURES=native", *cublas_options(build / "include")]
     subprocess.run(configure, check=True, stdout=sys.stderr)
     make = ["timeout", "--signal=KILL", str(LLAMA_BUILD_S), "cmake", "--build", str(build)]
-    if subprocess.run([*make, "--target", "llama-bench"], stdout=sys.stderr).returncode:
+    if subprocess.run([*make, "--target", LLAMA_TOOL], stdout=sys.stderr).returncode:
         raise RuntimeError(f"llama.cpp does not build in {LLAMA_BUILD_S} s; a next run goes on")
     with scratch(make_site(place.emulated, place.tiny)) as (_, model):
-        run = [str(build / "llama-bench/llama-bench"), "-m", str(model), "-ngl", "99", "-o", "json"]
-        run += ["-p", "512,8192", "-n", "64"]
-        printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    rows = [
-        {key: row[key] for key in ("n_prompt", "n_gen", "avg_ts")} for row in json.loads(printed)
-    ]
-    return {"model": "0.6b", "rows": rows}
+        rows = run_llama(build / "batched-bench" / LLAMA_TOOL, model, LLAMA_BATCH, LLAMA_CONTEXT)
+    return {"model": LLAMA_MODEL, "rows": rows}
+
+
+def run_llama(program: Path, model: Path, batch: int, context: int) -> list[Result]:
+    """What llama.cpp computes a second: prompts (`speed_pp`) of `context` tokens and eight times as
+    many, then tokens behind them (`speed_tg`), by prompts at once (`pl`)."""
+    steps = 32
+    run = [str(program), "-m", str(model), "-ngl", "99", "--output-format", "jsonl"]
+    run += ["-c", str(batch * (context + steps)), "-npp", f"{context},{8 * context}"]
+    run += ["-ntg", str(steps), "-npl", ",".join(str(n) for n in (1, 16, 64) if n <= batch)]
+    printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return [{key: row[key] for key in ("pp", "tg", "pl", "speed_pp", "speed_tg")} for row in rows]
 
 
 def copy_gbps(known: Mapping[str, Result]) -> float:
@@ -273,5 +282,5 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),
         Part("ceilings of a part", [Step("ceilings of a part", measure_part)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in PARTED),
-        Part("llama.cpp", [Step("llama.cpp", compare_with_llama, 400.0)]),
+        Part(LLAMA_STEP, [Step(LLAMA_STEP, compare_with_llama, 400.0)]),
     ]

@@ -39,6 +39,7 @@ FIGURES = {
     "promote_vs_prefill_8k",
     "coexec_goodput",
     "coexec_goodput_of_part",
+    "decode_b64_vs_llama",
 }
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -170,6 +171,9 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     results["co-execution gpu and cpu"] = {"goodput": 6.0}
     results["co-execution part of the gpu"] = {"goodput": 2.0}
     results["co-execution part of the gpu and cpu"] = {"goodput": 2.5}
+    results["0.6b decode"] = {"64": {"tokens_per_s": 300.0}}
+    rows = [{"pl": 1, "speed_tg": 50.0}, {"pl": 64, "speed_tg": 100.0}]
+    results["llama.cpp"] = {"rows": rows}
     results[f"{MAIN_MODEL} decode"] = {"1": {"of_copy": 0.5}}
     results[f"{MAIN_MODEL} prefill"] = {"8192": {"not_measured": "about 99 s are expected"}}
     found = summary(results, every, {}, tiny=False)
@@ -181,14 +185,28 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
         "promote_vs_prefill_8k": 7.0,
         "coexec_goodput": 1.5,
         "coexec_goodput_of_part": 1.25,
+        "decode_b64_vs_llama": 3.0,
         "reasons": {"prefill_of_ceiling": "about 99 s are expected"},
     }
     results["cases 500"]["differences"] = ["case 501"]
     results["co-execution gpu"]["goodput"] = 0.0
+    results["llama.cpp"] = {"absent": "no source"}
     found = summary(results, every, {}, tiny=False)
+    assert found["reasons"].pop("decode_b64_vs_llama") == "no source"
     assert found["identical"] is False
     assert found["coexec_goodput"] is None
     assert set(found["reasons"]) == {"identical", "prefill_of_ceiling", "coexec_goodput"}
+
+
+def test_rows_of_llama_are_read(tmp_path: Path) -> None:
+    program = tmp_path / "llama-batched-bench"
+    row = {"pp": 8, "tg": 32, "pl": 64, "speed_pp": 2.5, "speed_tg": 4.5, "n_kv": 40}
+    program.write_text(
+        f"#!/bin/sh\necho main: n_kv_max = 40\necho '{json.dumps(row)}'\necho $* >&2\n"
+    )
+    program.chmod(0o755)
+    rows = steps.run_llama(program, tmp_path / "model.gguf", 64, 8)
+    assert rows == [{"pp": 8, "tg": 32, "pl": 64, "speed_pp": 2.5, "speed_tg": 4.5}]
 
 
 @needs_compiler
