@@ -7,13 +7,14 @@ CPU lane. No row is on the GPU only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -21,19 +22,21 @@ import numpy as np
 import kernels
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS
-from batchengine.lanes.device import LaneMemory, Report
+from batchengine.lanes.device import LaneMemory, Report, StartedStep
 from batchengine.lanes.host_device import (
     HostDevice,
     HostOutput,
+    addresses_of,
     choose,
     facts_of,
     load_model,
     logits_max,
+    recorded,
     sampled,
     scored,
     without,
 )
-from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.host_memory import BatchRows, HostMemory
 from batchengine.lanes.page_cache import BoolArray, PageCache
 from batchengine.lanes.step_input import I32Array, StepInput, StepOutput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
@@ -53,6 +56,7 @@ log = logging.getLogger("batchengine.worker")
 TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens take
 SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
 
+NO_DIGESTS = np.zeros(0, np.uint64)
 ASIDE_BYTES = 64 << 20  # of expected pages, copied beside one step
 IDLE_BYTES = 1 << 30  # of expected pages, copied by a frame without a step
 GRAPHS_MAX = 64  # shapes of steps
@@ -130,6 +134,8 @@ def check_gpus(indices: Sequence[int]) -> None:
 class CudaDevice(HostDevice):
     """A whole model on a GPU. The CPU hashes the rows that come back."""
 
+    overlaps = True
+
     def __init__(self, open_gpu: OpenGpu = open_gpu) -> None:
         super().__init__()
         self._open_gpu = open_gpu
@@ -188,6 +194,16 @@ class CudaDevice(HostDevice):
         self.memory = DeviceMemory(attach, layout, self._cache)
         return self.memory
 
+    def start(self, batch: StepInput) -> StartedStep:
+        """Start a step on the GPU, if it fits there at once."""
+        if self.memory is None or self._cache is None:
+            raise RuntimeError("start before attach")
+        if len(batch.codes) <= self._cache.pages_max:
+            addresses, rows = addresses_of(self.memory, batch), self.memory.rows_of(batch)
+            with contextlib.suppress(MemoryError):
+                return GpuStep(self, batch, addresses, rows, self.launch(batch, addresses))
+        return super().start(batch)
+
     def run(self, batch: StepInput) -> StepOutput:
         """Compute a step, in parts if the pages of all its entries do not fit in the memory."""
         if self._cache is None:
@@ -217,28 +233,51 @@ class CudaDevice(HostDevice):
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Run one forward pass on the GPU, and copy its rows to the pages of the host."""
-        steps, cache, pool, on_host = self._steps, self._cache, self._pool, self._on_host
-        if steps is None or cache is None or pool is None or on_host is None:
-            raise RuntimeError("compute before load")
-        stepper = steps.stepper
+        launched = self.launch(batch, addresses)
+        output = self.choose(batch, launched)
+        output.row_digests = self.store(batch, addresses, seeds, launched.rows)
+        return output
+
+    def launch(self, batch: StepInput, addresses: U64Array) -> Launched:
+        """Begin one forward pass. Raises MemoryError."""
+        steps, cache = self._steps, self._cache
+        if steps is None or cache is None:
+            raise RuntimeError("launch before load")
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
         wanted = (np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1))[wanting]
         pages = cache.addresses(batch.codes, addresses, unwritten(batch.shape))
-        bad_rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
-        # The GPU is busy from here on; it is waited for in `choose`, or in `row_digests`.
+        bad_rows, rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
         cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
+        return Launched(wanting, wanted, bad_rows, rows)
+
+    def choose(self, batch: StepInput, launched: Launched) -> HostOutput:
+        """Sample once the GPU has computed a step; everything of it is on the host then. The output
+        has no digests yet. Raises MemoryError."""
+        if self._steps is None:
+            raise RuntimeError("choose before load")
+        stepper = self._steps.stepper
         choices, late = choose(stepper, batch)
-        digests = stepper.row_digests(seeds)
-        nonfinite = stepper.nonfinite(wanted, bad_rows)
-        chosen, nonfinite = sampled(batch, wanting, choices, nonfinite)
-        on_host.set(batch.tokens, batch.shape, addresses)
-        kernels.store_rows(pool, steps.rows.host, on_host)
+        if not launched.wanting:
+            self._steps.gpu.synchronize()
+        nonfinite = stepper.nonfinite(launched.wanted, launched.bad_rows)
+        chosen, nonfinite = sampled(batch, launched.wanting, choices, nonfinite)
         unmasked = [index for index in late if index not in nonfinite]
         scores, bad = scored(stepper, batch, [*nonfinite, *unmasked])
         chosen, nonfinite = without(chosen, batch, [*unmasked, *bad]), sorted([*nonfinite, *bad])
         return HostOutput(
-            tuple(chosen), tuple(nonfinite), digests, unmasked=tuple(unmasked), scores=scores
+            tuple(chosen), tuple(nonfinite), NO_DIGESTS, unmasked=tuple(unmasked), scores=scores
         )
+
+    def store(
+        self, batch: StepInput, addresses: U64Array, seeds: U64Array, rows: kernels.KvRows
+    ) -> U64Array:
+        """Copy rows that are on the host to their pages; returns their digests."""
+        pool, on_host = self._pool, self._on_host
+        if pool is None or on_host is None:
+            raise RuntimeError("store before load")
+        on_host.set(batch.tokens, batch.shape, addresses)
+        kernels.store_rows(pool, rows, on_host)
+        return kernels.step_digests(pool, rows, seeds)
 
     def close(self) -> None:
         """End the pool's threads."""
@@ -246,22 +285,74 @@ class CudaDevice(HostDevice):
             self._pool.close()
 
 
+class Launched(NamedTuple):
+    """A step that the GPU computes: which of its entries want a token, and the rows of the step
+    with their logits; the rows that are not finite, and the page rows, once it has ended."""
+
+    wanting: list[int]
+    wanted: I32Array
+    bad_rows: list[BadRows]
+    rows: kernels.KvRows
+
+
+class GpuStep:
+    """A step that a GPU has been given as a whole. After its tokens only the host has to do with
+    it, so that the GPU may compute the next step."""
+
+    def __init__(
+        self,
+        device: CudaDevice,
+        batch: StepInput,
+        addresses: U64Array,
+        rows: BatchRows,
+        launched: Launched,
+    ) -> None:
+        self._device, self._batch = device, batch
+        self._addresses, self._rows, self._launched = addresses, rows, launched
+        self._output: HostOutput | None = None
+        self._again: StepOutput | None = None  # of a step that was computed again
+
+    def tokens(self) -> dict[int, int]:
+        """Wait for the GPU; see StartedStep. A step that gets no memory is computed again."""
+        rows: tuple[wire.SampledRow, ...]
+        try:
+            self._output = self._device.choose(self._batch, self._launched)
+            rows = self._output.rows
+        except MemoryError:
+            self._again = self._device.run(self._batch)
+            rows = self._again.rows
+        return {row.session: row.token for row in rows}
+
+    def finish(self) -> StepOutput:
+        """Copy the rows to the pages of the host, and record them."""
+        if self._again is not None:
+            return self._again
+        device, output = self._device, self._output
+        if output is None or device.memory is None:
+            raise RuntimeError("finish before tokens")
+        output.row_digests = device.store(
+            self._batch, self._addresses, self._rows.seeds, self._launched.rows
+        )
+        return recorded(device.memory, self._batch, self._rows, output)
+
+
 class GpuSteps:
     """Steps of one model on one GPU; those of one token of each entry are replayed from the third
     one of a shape on."""
 
     def __init__(self, gpu: Gpu, ops: CudaOps, stepper: Stepper) -> None:
-        self.stepper = stepper
-        self.rows = cast(KvRows, stepper.rows)
+        self.gpu, self.stepper = gpu, stepper
+        self._rows = cast(KvRows, stepper.rows)
         self._ops = ops
         self._batch = cast(Batch, stepper.batch)
         self.graphs = Graphs[list[BadRows]](gpu, GRAPHS_MAX)
 
     def begin(
         self, tokens: I32Array, entries: I32Array, pages: U64Array, wanted: I32Array
-    ) -> list[BadRows]:
+    ) -> tuple[list[BadRows], kernels.KvRows]:
         """Set a step, and begin it, the logits of `wanted` and the copies of what goes back;
-        returns what Stepper.start does."""
+        returns what Stepper.start does, and the page rows, which are there after the next wait for
+        the GPU and stay until the step after the next one begins."""
         stepper = self.stepper
 
         def launch() -> list[BadRows]:
@@ -277,10 +368,10 @@ class GpuSteps:
         else:
             key = len(tokens), len(wanted), self._batch.launches
             bad_rows = self.graphs.run(key, launch)
-        self.rows.fetch(len(tokens))
+        fetched = self._rows.fetch(len(tokens))
         for rows in bad_rows:
             rows.fetch()
-        return bad_rows
+        return bad_rows, fetched
 
 
 def unwritten(shape: I32Array) -> BoolArray:

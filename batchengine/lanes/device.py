@@ -7,7 +7,7 @@ keep copies in a memory of its own.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from batchengine.lanes.ring.data_links import DataLinks
@@ -39,8 +39,25 @@ class LaneMemory(Protocol):
         """Do the chores after the computation: a digest per Digest, an answer per Verify."""
 
 
+class StartedStep(Protocol):
+    """A step that a device has been given."""
+
+    @abstractmethod
+    def tokens(self) -> Mapping[int, int]:
+        """The token that was sampled for each session, once the device has computed the step."""
+
+    @abstractmethod
+    def finish(self) -> StepOutput:
+        """Do what is left to do on the host, after `tokens`."""
+
+
 class Device(Protocol):
-    """Computes the steps of a model. It keeps no session state: a step carries everything."""
+    """Computes the steps of a model. It keeps no session state: a step carries everything.
+
+    overlaps: it computes a step that is started while the host finishes the one before.
+    """
+
+    overlaps: bool
 
     @abstractmethod
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
@@ -55,8 +72,9 @@ class Device(Protocol):
         """Attend to pages over data links, for peers and through them; after attach."""
 
     @abstractmethod
-    def run(self, batch: StepInput) -> StepOutput:
-        """Run one forward pass: write the rows of every entry, sample for those with `sampling`."""
+    def start(self, batch: StepInput) -> StartedStep:
+        """Start one forward pass: it writes the rows of every entry, and samples for those with
+        `sampling`. The step before has its tokens."""
 
     @abstractmethod
     def close(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,8 @@ import kernels
 from batchengine import errors
 from batchengine.core import Sampling
 from batchengine.gguf import GgufFile
-from batchengine.lanes.device import LaneMemory, Report
-from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.device import LaneMemory, Report, StartedStep
+from batchengine.lanes.host_memory import BatchRows, HostMemory
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.step_input import Mask, StepInput, StepOutput, U64Array
@@ -44,8 +44,29 @@ class HostOutput:
     scores: tuple[wire.ScoredRows, ...] = ()
 
 
+class HostStep:
+    """A step that is computed when its tokens are asked for."""
+
+    def __init__(self, run: Callable[[], StepOutput]) -> None:
+        self._run = run
+        self._output: StepOutput | None = None
+
+    def tokens(self) -> dict[int, int]:
+        """Compute the step; see StartedStep."""
+        self._output = self._run()
+        return {row.session: row.token for row in self._output.rows}
+
+    def finish(self) -> StepOutput:
+        """What was computed."""
+        if self._output is None:
+            raise RuntimeError("finish before tokens")
+        return self._output
+
+
 class HostDevice(ABC):
     """A `Device` whose arithmetic, `compute`, reads and writes pages at host addresses."""
+
+    overlaps = False
 
     def __init__(self) -> None:
         self.memory: HostMemory | None = None
@@ -72,23 +93,33 @@ class HostDevice(ABC):
         """Attend to pages over data links; a device that cannot is given none."""
         raise RuntimeError("this device attends to no page of a peer")
 
+    def start(self, batch: StepInput) -> StartedStep:
+        """A step to be computed by `run`."""
+        return HostStep(lambda: self.run(batch))
+
     def run(self, batch: StepInput) -> StepOutput:
         """Compute a step, then record which token each finite row holds."""
         memory = self.memory
         if memory is None:
             raise RuntimeError("run before attach")
-        addresses, rows = _addresses(memory, batch), memory.rows_of(batch)
-        output = self.compute(batch, addresses, rows.seeds)
-        unusable = output.nonfinite + output.unreachable + output.unmasked
-        memory.record_rows(batch, rows, output.row_digests, unusable)
-        return StepOutput(
-            output.rows,
-            output.nonfinite,
-            output.unreachable,
-            output.waited_us,
-            output.unmasked,
-            output.scores,
-        )
+        addresses, rows = addresses_of(memory, batch), memory.rows_of(batch)
+        return recorded(memory, batch, rows, self.compute(batch, addresses, rows.seeds))
+
+
+def recorded(
+    memory: HostMemory, batch: StepInput, rows: BatchRows, output: HostOutput
+) -> StepOutput:
+    """The output of a step whose rows are in place, once they are recorded."""
+    unusable = output.nonfinite + output.unreachable + output.unmasked
+    memory.record_rows(batch, rows, output.row_digests, unusable)
+    return StepOutput(
+        output.rows,
+        output.nonfinite,
+        output.unreachable,
+        output.waited_us,
+        output.unmasked,
+        output.scores,
+    )
 
 
 def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float) -> Model:
@@ -243,7 +274,8 @@ def _rows(session: int, choices: Sequence[kernels.Sampled]) -> wire.ScoredRows:
     )
 
 
-def _addresses(memory: HostMemory, batch: StepInput) -> U64Array:
+def addresses_of(memory: HostMemory, batch: StepInput) -> U64Array:
+    """The address of each page of a step; 0 of one that a peer holds."""
     if not batch.is_routed:
         return memory.addresses(batch.codes)
     is_here = batch.codes & np.uint64(HELD_BIT | ARENA_BIT) != np.uint64(HELD_BIT)

@@ -17,13 +17,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from batchengine import errors
 from batchengine.child import confinement
 from batchengine.core import BatchEngineError
-from batchengine.lanes.device import Device, LaneMemory
+from batchengine.lanes.device import Device, LaneMemory, StartedStep
 from batchengine.lanes.process_guard import guard_process
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
@@ -49,6 +50,14 @@ def _cuda() -> Device:
     from batchengine.lanes.cuda import CudaDevice
 
     return CudaDevice()
+
+
+class BegunStep(NamedTuple):
+    """A step whose chores before the computation are done; `imported`: their answers."""
+
+    step: wire.Step
+    imported: tuple[int, ...]
+    started: StartedStep | None  # None: it has no entries
 
 
 Devices = Mapping[type[wire.Resources], Callable[[], Device]]
@@ -78,6 +87,7 @@ class Worker:
         self._links: DataLinks | None = None
         self._ring: Ring | None = None
         self._received: deque[wire.LaneFrame | None] = deque()  # during a step, not yet answered
+        self._begun: BegunStep | None = None  # the step of the oldest frame of those
         self._sampled: dict[int, int] = {}  # session -> token, by the last step
         self._masks: dict[tuple[int, int], bytes] = {}  # by session and position
 
@@ -221,10 +231,37 @@ class Worker:
         return wire.Attached(attach.slots)
 
     def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
+        memory, started = self._memory, time.perf_counter_ns()
+        begun, self._begun = self._begun, None
+        if begun is None or begun.step is not step:
+            begun = self._begin(step, payload)
+        output = NO_OUTPUT
+        if begun.started is not None:
+            self._sampled = dict(begun.started.tokens())
+            self._begin_next()
+            output = begun.started.finish()
+        if memory is None:
+            raise errors.STEP_BEFORE_ATTACH()
+        digests, verified = memory.finish(step)
+        elapsed_us = (time.perf_counter_ns() - started) // 1000
+        return wire.StepDone(
+            output.rows,
+            output.nonfinite,
+            digests,
+            verified,
+            elapsed_us - output.waited_us,
+            begun.imported,
+            output.unreachable,
+            output.waited_us,
+            output.unmasked,
+            output.scores,
+        )
+
+    def _begin(self, step: wire.Step, payload: Payload) -> BegunStep:
+        """Check a step, do the chores before it, and start it. Raises BatchEngineError."""
         device, memory, limits = self._device, self._memory, self._limits
         if device is None or memory is None or limits is None:
             raise errors.STEP_BEFORE_ATTACH()
-        started = time.perf_counter_ns()
         batch = unpack(step, payload, limits)
         self._keep_masks(step)
         batch.masks = self._wait_masks
@@ -234,28 +271,36 @@ class Worker:
         if self._ring is not None:
             self._ring.stages.reused(step)
         imported = memory.prepare(step, batch.imported)
-        output = device.run(batch) if batch.entries else NO_OUTPUT
-        self._sampled = {row.session: row.token for row in output.rows}
-        digests, verified = memory.finish(step)
-        elapsed_us = (time.perf_counter_ns() - started) // 1000
-        return wire.StepDone(
-            output.rows,
-            output.nonfinite,
-            digests,
-            verified,
-            elapsed_us - output.waited_us,
-            imported,
-            output.unreachable,
-            output.waited_us,
-            output.unmasked,
-            output.scores,
-        )
+        return BegunStep(step, imported, device.start(batch) if batch.entries else None)
+
+    def _begin_next(self) -> None:
+        """Begin the next step if it has come and only takes what was sampled, so that the device
+        computes it while the host finishes this one."""
+        if self._device is None or not self._device.overlaps:
+            return
+        ready = select.poll()
+        ready.register(self._link.fileno(), select.POLLIN)
+        while not self._received and ready.poll(0):
+            self._receive()
+        frame = self._received[0] if self._received else None
+        if frame is None or frame.incarnation != self._incarnation:
+            return
+        if isinstance(frame.message, wire.Step) and _is_plain(frame.message):
+            with contextlib.suppress(BatchEngineError):  # it is raised again when its turn comes
+                self._begun = self._begin(frame.message, frame.payload)
 
     def _keep_masks(self, step: wire.Step) -> None:
         """Forget masks that came too late for an earlier step."""
         if self._masks:
             keys = {(e.session, e.start + e.n_tokens) for e in step.entries if e.masked}
             self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
+
+
+def _is_plain(step: wire.Step) -> bool:
+    """Whether a step has decodes of sampled tokens, and no chores before them."""
+    chores = step.reserve, step.poison, step.relabel, step.import_rows, step.touch, step.freed
+    takes = [entry.takes_sample for entry in step.entries]
+    return bool(takes) and all(takes) and not any(chores)
 
 
 def _confine() -> str:

@@ -92,10 +92,10 @@ class Passes:
         """One step, to its end. Raises ArithmeticError if a row is not finite."""
         stepper, n = self._stepper, int(entries[:, 0].sum())
         ends = np.cumsum(entries[:, 0], dtype=np.int32) - np.int32(1)
-        bad_rows = self._steps.begin(self._random_tokens(n), entries, pages, ends)
+        bad_rows, rows = self._steps.begin(self._random_tokens(n), entries, pages, ends)
         specs = [kernels.SampleSpec(temperature=0.0) for _ in ends]
         samples = self._ops.sample(cast(Any, stepper.logits_rows), specs)
-        stepper.row_digests(np.arange(n, dtype=np.uint64))
+        kernels.step_digests(self._pool, rows, np.arange(n, dtype=np.uint64))
         if stepper.nonfinite(ends, bad_rows) or any(sample.nonfinite for sample in samples):
             raise ArithmeticError("a row of the random model is not finite")
 

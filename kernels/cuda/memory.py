@@ -120,19 +120,21 @@ class Queries:
 
 
 class KvRows:
-    """The page rows of one step; `host` holds the first ones once they are fetched."""
+    """The page rows of one step. The rows of two steps are kept on the host."""
 
     def __init__(self, gpu: Gpu, tokens_max: int, shape: kernels.PageShape) -> None:
-        self.host = kernels.KvRows(tokens_max, shape)
         self.address = gpu.allocate(tokens_max * shape.row_bytes)
-        self.is_fetched = False  # after the next wait for the GPU, those of this step
         self._gpu = gpu
-        gpu.pin(self.host.view(tokens_max))
+        self._last, self._next = (kernels.KvRows(tokens_max, shape) for _ in range(2))
+        for rows in (self._last, self._next):
+            gpu.pin(rows.view(tokens_max))
 
-    def fetch(self, tokens: int) -> None:
-        """Copy rows to `host`, by the next wait for the GPU."""
-        self._gpu.fetch(self.address, self.host.view(tokens))
-        self.is_fetched = True
+    def fetch(self, tokens: int) -> kernels.KvRows:
+        """Copy rows to the host, by the next wait for the GPU; they stay there until the next
+        `fetch` but one."""
+        self._last, self._next = self._next, self._last
+        self._gpu.fetch(self.address, self._last.view(tokens))
+        return self._last
 
 
 class TileRun(NamedTuple):

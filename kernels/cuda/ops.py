@@ -350,13 +350,10 @@ class CudaOps:
     # -- what goes back to the CPU
 
     def step_digests(self, rows: KvRows, seeds: U64) -> U64:
-        """As `kernels.step_digests`, once a step; fetches the rows if they are not yet, and waits
-        for the GPU."""
-        if not rows.is_fetched:
-            rows.fetch(len(seeds))
-        rows.is_fetched = False
+        """As `kernels.step_digests`; fetches the rows and waits for the GPU."""
+        fetched = rows.fetch(len(seeds))
         self._gpu.synchronize()
-        return kernels.step_digests(self._pool, rows.host, seeds)
+        return kernels.step_digests(self._pool, fetched, seeds)
 
     def sample(self, logits: Rows, rows: Sequence[kernels.SampleSpec]) -> list[kernels.Sampled]:
         """As `kernels.sample`: all of it on the GPU. ValueError for a token of a history or a bias

@@ -102,7 +102,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
             tokens = np.concatenate(new).astype(np.int32)
             on_gpu = np.array([address for mine in pages for address, _ in mine], np.uint64)
             ends = np.cumsum(table[:, 0], dtype=np.int32) - np.int32(1)
-            bad_rows = device.steps.begin(tokens, table, on_gpu, ends)
+            bad_rows, rows_on_host = device.steps.begin(tokens, table, on_gpu, ends)
             own.synchronize()
             stepper = device.steps.stepper
             assert stepper.nonfinite(ends, bad_rows) == []
@@ -114,7 +114,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
             assert np.array_equal(stepper.row_digests(seeds), runner.stepper.row_digests(seeds))
             host = [kernels.address_of(page) for mine in pages for _, page in mine]
             device.host_batch.set(tokens, table, np.array(host, np.uint64))
-            kernels.store_rows(device.pool, device.steps.rows.host, device.host_batch)
+            kernels.store_rows(device.pool, rows_on_host, device.host_batch)
         assert len(device.steps.graphs) == 1  # of the steps of one token each
         for lane, mine in zip(lanes, pages, strict=True):
             assert mine[0][1].tobytes() == runner.page(lane, 0)
