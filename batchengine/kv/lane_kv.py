@@ -75,7 +75,8 @@ class LaneKv:
     # ------------------------------------------------------------------------------ the frame
 
     def poll(self) -> None:
-        """Apply the results of the store's threads. Called between steps."""
+        """Apply the results of the store's threads. Called while every step in flight is ahead: it
+        may cut tables."""
         self.sealing.poll()
         self.importing.poll()
 
@@ -118,12 +119,12 @@ class LaneKv:
     @property
     def _has_other_chores(self) -> bool:
         """Whether a frame must be sent for more than reading published pages back."""
-        return bool(
-            self.slots.has_labels
-            or self.sealing.digests
-            or self.touches
-            or self.importing.has_chores
-        )
+        return self.slots.has_labels or self._has_moves
+
+    @property
+    def _has_moves(self) -> bool:
+        """Whether the next frame has rows to import, tails to digest or pages to fault in."""
+        return bool(self.sealing.digests or self.touches or self.importing.has_chores)
 
     def rejoin(self, session: Session) -> bool:
         """Take the pages after a lost range, which the session has computed again up to them.
@@ -141,6 +142,12 @@ class LaneKv:
     def is_busy(self) -> bool:
         """Whether something waits for the next frame, or for room in the store."""
         return bool(self.sealing.has_results or self.sealing.queued or self.has_chores)
+
+    @property
+    def awaits_boundary(self) -> bool:
+        """Whether something waits for a moment between two steps, or for room in the store. What a
+        step ahead may do is not: label slots, and read published pages back."""
+        return self._has_moves or bool(self.sealing.queued)
 
     @property
     def is_sealing(self) -> bool:

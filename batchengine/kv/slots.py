@@ -8,6 +8,7 @@ the arena of a dead worker, or recomputed with the same bits.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from batchengine.session_kv import (
     PendingRows,
     full_pages,
     page_start,
+    pages_for,
     rows_in,
 )
 from batchengine.wire import lane as wire
@@ -85,11 +87,17 @@ class Leaving(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Changes of slots by the next frame: indices to poison, slots to reserve, new headers."""
+    """Changes of slots by one frame: indices to poison, slots to reserve, new headers."""
 
     poison: tuple[int, ...]
     reserve: tuple[wire.ReserveSlot, ...]
     relabel: tuple[wire.Relabel, ...]
+
+    def reserves(self, slot: ArenaSlot) -> bool:
+        return any((fresh.slot, fresh.gen) == (slot.slot, slot.gen) for fresh in self.reserve)
+
+    def relabels(self, slot: ArenaSlot) -> bool:
+        return any((label.slot, label.gen) == (slot.slot, slot.gen) for label in self.relabel)
 
 
 class NoHolders:
@@ -125,10 +133,8 @@ class Slots:
         self._poison: dict[int, None] = {}
         self._fresh: dict[ArenaSlot, wire.ReserveSlot] = {}
         self._relabels: dict[ArenaSlot, wire.Relabel] = {}
-        self._relabeling: frozenset[ArenaSlot] = frozenset()  # by the frame that was sent
-        self._reserving: frozenset[ArenaSlot] = frozenset()  # by the frame that was sent
+        self._sent: deque[Labels] = deque()  # by frames that are not answered yet
         self.frames = 0  # answered
-        self._is_poisoning = False  # the frame that was sent poisons slots
 
     def __repr__(self) -> str:
         return f"<Slots {self.arena!r} reclaimable={len(self.reclaimable)} seals={len(self.seals)}>"
@@ -224,6 +230,12 @@ class Slots:
         """Drop the pages from index `n_pages` on; the frontier falls back to the remaining ones."""
         self.give_back(session.cut(page_start(n_pages)))
         self.recount(session)
+
+    def trim(self, session: Session) -> None:
+        """Give back the open pages from the frontier on, which have no row that counts."""
+        n_pages = max(session.kv.first_open, pages_for(session.frontier))
+        if n_pages < len(session.kv.codes):
+            self.truncate(session, n_pages)
 
     def clear(self, session: Session) -> None:
         """Drop every page of the session, also those after a range that was lost."""
@@ -449,35 +461,32 @@ class Slots:
         return bool(self._poison or self._fresh or self._relabels)
 
     def take_labels(self) -> Labels:
-        """Take the next frame's changes of slots; after the frame call `labeled`."""
+        """Take the next frame's changes of slots; after each frame call `labeled`."""
         labels = Labels(
             tuple(self._poison), tuple(self._fresh.values()), tuple(self._relabels.values())
         )
-        self._relabeling = frozenset(self._relabels)
-        self._reserving = frozenset(self._fresh)
-        self._is_poisoning = bool(self._poison)
+        self._sent.append(labels)
         self._poison, self._fresh, self._relabels = {}, {}, {}
         return labels
 
     def labeled(self) -> None:
-        """Note that the frame with the last labels was executed."""
-        self._relabeling = self._reserving = frozenset()
-        self._is_poisoning = False
+        """Note that the oldest frame with labels was executed."""
+        self._sent.popleft()
         self.frames += 1
 
     def is_reserved(self, slot: ArenaSlot) -> bool:
         """Whether the worker has reserved a slot that a session holds."""
-        return slot not in self._fresh and slot not in self._reserving
+        return slot not in self._fresh and not any(sent.reserves(slot) for sent in self._sent)
 
     @property
     def is_poisoning(self) -> bool:
         """Whether slots that were freed are not poisoned yet."""
-        return bool(self._poison) or self._is_poisoning
+        return bool(self._poison) or any(sent.poison for sent in self._sent)
 
     def is_relabeling(self, session: Session) -> bool:
         """Whether headers of the session's slots do not have its new epoch yet."""
-        under_way = self._relabels.keys() | self._relabeling
-        return not under_way.isdisjoint(session.kv.open)
+        sent = any(labels.relabels(slot) for labels in self._sent for slot in session.kv.open)
+        return sent or not self._relabels.keys().isdisjoint(session.kv.open)
 
     # ------------------------------------------------------------------------------- the worker
 
@@ -496,8 +505,7 @@ class Slots:
         # Keys of a dead arena's slots may repeat in the new one.
         self.arena, self.seals, self.epochs = None, {}, {}
         self._poison, self._fresh, self._relabels = {}, {}, {}
-        self._relabeling = self._reserving = frozenset()
-        self._is_poisoning = False
+        self._sent.clear()
         # The slots are gone, but pins of sessions that do not run are still reclaimable.
         self.reclaimable = {
             session: 0 for session in self.reclaimable if session.kv.sealed or session.kv.later

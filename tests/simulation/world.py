@@ -27,6 +27,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import KEY as RECOMPUTE
 from batchengine.engine.placement.migration import OnPoint
 from batchengine.session import Session, State
+from batchengine.session_kv import pages_for
 from batchengine.wire import lane as wire
 from bench.processes.store_check import check_integrity
 from tests.simulation import faults
@@ -496,7 +497,11 @@ class World:
         )  # fmt: skip
         self.trace("step", lane.name, lane.incarnation, entries, chores)
         self.count("steps")
-        self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
+        if any(entry.takes_sample for entry in step.entries):
+            self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
+            self.counts["chunks ahead"] += sum([not e.takes_sample for e in step.entries])
+            self.counts["pages ahead"] += len(step.reserve)
+            self.counts["proofs ahead"] += len(step.verify)
         engine_run = self.engine_run
         if engine_run is None or engine_run.dead or lane.abandoned:
             return
@@ -635,6 +640,8 @@ class World:
         for session in engine_run.engine.state.sessions.values():
             if session.state is not State.IDLE:
                 raise AssertionError(f"{session!r} is not idle")
+            if session.kv.open and len(session.kv.codes) > pages_for(session.frontier):
+                raise AssertionError(f"{session!r} has a page without rows")
         store = engine_run.seam.opened
         assert store is not None
         check_integrity(store)

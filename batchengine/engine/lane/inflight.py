@@ -2,7 +2,8 @@
 
 A worker has one step to compute, and may have the next one already, which is *ahead*: it was
 planned before the answer to the step before it. The rows of a step ahead are those of sessions that
-the step before gives a token each; the worker takes its own samples as their inputs.
+the step before computes too: the worker takes its own samples as the inputs of decodes, the tokens
+of a prompt are known.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.turns.turn import Turn
-from batchengine.kv import Seal
+from batchengine.kv import LaneKv, Seal
 from batchengine.kv.lane_kv import Chores
 from batchengine.lanes.worker_process import Lane, LaneRequest
 from batchengine.policy import scheduler
@@ -29,6 +30,7 @@ from kv_store.arenas.arena import ArenaSlot
 
 STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
+CHUNK_AHEAD_MS_MAX = 20.0  # a turn that arrives waits for it, and a longer one hides little more
 STUCK_FACTOR = 2.0  # of the deadline, which ends a step in any case
 
 
@@ -48,8 +50,9 @@ class InFlightStep(NamedTuple):
     parts: list[StepEntry]
     fills: list[tuple[Turn, int, ArenaSlot]]
     verify: list[Seal]
-    chores: Chores | None  # None: of a step ahead, which has none
+    chores: Chores
     predicted_ms: float
+    is_ahead: bool = False  # planned before the step before it was committed
 
     @property
     def deadline_s(self) -> float:
@@ -61,46 +64,86 @@ class InFlightStep(NamedTuple):
         return any(part.turn.session is session for part in self.parts)
 
 
-def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep) -> InFlightStep | None:
-    """Build the frame of the step after `last`, which is in flight: one token for some of the
-    sessions to which `last` gives one. None if the plan is for anything else."""
-    parts = {part.turn.session.key: part for part in last.parts}
-    planned = [(parts.get(key), n) for key, n in plan.batch]
-    if plan.admit or plan.preempt or plan.shed or not planned:
+def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> InFlightStep | None:
+    """Build the frame of the step after `last`, which is in flight, for some of its sessions. None
+    if the plan is for anything else, or for prompts alone, or if slots are lacking."""
+    parts = {
+        entry.session: part
+        for part, entry in zip(last.parts, last.step.entries, strict=True)
+        if entry.start == part.turn.session.frontier  # else it will be void
+    }
+    planned = [(parts[key], n) for key, n in plan.batch if key in parts]
+    n_decodes = sum([part.wants for part, _ in planned])
+    is_plain = not (plan.admit or plan.preempt or plan.shed) and len(planned) == len(plan.batch)
+    is_short = n_decodes == len(planned) or plan.predicted_ms <= CHUNK_AHEAD_MS_MAX
+    if not (n_decodes and is_plain and is_short and all(_is_plain(*one) for one in planned)):
         return None
-    codes, history = array("Q"), array("i")
+    ends = {
+        part.turn.session: part.turn.session.frontier + part.n_tokens + n for part, n in planned
+    }
+    if not all(kv.slots.ensure(session, end) for session, end in ends.items()):
+        return None
+    codes, tokens, history = array("Q"), array("i"), array("i")
     entries: list[wire.Entry] = []
+    rows: list[StepEntry] = []
     fills: list[tuple[Turn, int, ArenaSlot]] = []
-    for part, n in planned:
-        if part is None or n != 1 or not part.wants:
-            return None
-        turn, session = part.turn, part.turn.session
-        kv, start = session.kv, session.frontier + part.n_tokens
-        is_plain = start == len(session.tokens) and not (kv.held or turn.shared_with)
-        is_plain = is_plain and not (session.suspect or turn.masks_are_slow)
-        if not is_plain or start >= kv.reach():
-            return None
-        n_pages, n_history = pages_for(start + 1), min(turn.history_tokens, start + 1)
-        codes.extend(kv.codes[:n_pages])
+    for (part, n), (session, end) in zip(planned, ends.items(), strict=True):
+        turn, start, n_pages, sample = part.turn, end - n, pages_for(end), [0] * part.wants
+        wants = end == len(session.tokens) + part.wants
+        n_history = min(turn.history_tokens, end) if wants else 0
+        codes.extend(session.kv.codes[:n_pages])
+        tokens.extend([*session.tokens[start:end], *sample])
         if n_history:
-            history.extend((*session.tokens[start + 1 - n_history :], 0))
+            history.extend([*session.tokens[end - n_history :], *sample])
         entries.append(
             wire.Entry(
-                session.key, session.epoch, start, 1, n_pages, turn.sampling, n_history,
-                takes_sample=True, masked=turn.matcher is not None, banned=turn.banned(start + 1),
+                session.key, session.epoch, start, n, n_pages, turn.sampling if wants else None,
+                n_history, takes_sample=part.wants, masked=wants and turn.matcher is not None,
+                banned=turn.banned(end) if wants else (),
             )
         )  # fmt: skip
-        fills += [(turn, page, slot) for page, slot in kv.filled(start, start + 1)]
-    for entry, (part, _) in zip(entries, planned, strict=True):
-        if part is not None:
-            part.turn.session.computed = max(part.turn.session.computed, entry.start + 1)
+        rows.append(StepEntry(turn, n, wants))
+        fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
+        session.computed = max(session.computed, end)
+    chores, verify = kv.chores()
+    step = frame(entries, fills, chores, [kv.sealing.verify_message(seal) for seal in verify])
+    payload = codes.tobytes() + tokens.tobytes() + history.tobytes() + chores.import_tokens
+    return InFlightStep(step, payload, rows, fills, verify, chores, plan.predicted_ms, True)
+
+
+def frame(
+    entries: list[wire.Entry],
+    fills: list[tuple[Turn, int, ArenaSlot]],
+    chores: Chores,
+    verify: list[wire.Verify],
+    lap_ms: int = 0,
+) -> wire.Step:
+    """The frame of a step. `fills`: open pages that it fills."""
     digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
-    payload = codes.tobytes() + bytes(4 * len(entries)) + history.tobytes()
-    rows = [StepEntry(part.turn, 1, True) for part, _ in planned if part is not None]
-    return InFlightStep(
-        wire.Step(tuple(entries), digest=digest), payload, rows, fills, [], None,
-        plan.predicted_ms,
-    )  # fmt: skip
+    return wire.Step(
+        tuple(entries),
+        chores.labels.poison,
+        chores.labels.reserve,
+        digest + chores.digest,
+        tuple(verify),
+        chores.labels.relabel,
+        chores.import_rows,
+        chores.touch,
+        lap_ms,
+        chores.freed,
+    )
+
+
+def _is_plain(part: StepEntry, n_tokens: int) -> bool:
+    """Whether the next `n_tokens` of a session need nothing but their pages: they are the sample of
+    this part, or known."""
+    turn, session = part.turn, part.turn.session
+    kv, end = session.kv, session.frontier + part.n_tokens + n_tokens
+    is_next = end == len(session.tokens) + 1 and n_tokens == 1
+    is_scored = turn.scores is not None and not turn.scores.is_complete
+    is_bound = kv.held or kv.later or kv.pending or kv.cut_off or turn.shared_with or is_scored
+    is_bound = is_bound or session.suspect or turn.masks_are_slow or turn.needs_match
+    return not is_bound and (is_next if part.wants else end <= len(session.tokens))
 
 
 def view_after(view: scheduler.LaneView, last: InFlightStep, now_ms: float) -> scheduler.LaneView:
@@ -136,6 +179,11 @@ class InFlightSteps:
 
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._steps)
+
+    @property
+    def are_ahead(self) -> bool:
+        """Whether the answers in flight are only used where tables are as they were: `is_ahead`."""
+        return all(step.is_ahead for step in self._steps)
 
     def holds(self, session: Session) -> bool:
         """Whether the session computes in one of these steps."""
@@ -175,15 +223,14 @@ class InFlightSteps:
     def _send_mask(self, session: int, position: int, bits: bytes) -> None:
         self._lane.note(wire.Mask(session, position, bits))
 
-    def send_ahead(self, view: scheduler.LaneView, now_ms: float) -> None:
+    def send_ahead(self, view: scheduler.LaneView, kv: LaneKv, now_ms: float) -> None:
         """Send the step after the only one in flight, if it can be ahead; `view`: the lane's now,
         in which that step is not committed."""
         (last,) = self._steps
-        if all(part.wants for part in last.parts):
-            plan = scheduler.plan(view_after(view, last, now_ms), now_ms)
-            if (ahead := prepare_ahead(plan, last)) is not None:
-                self.add(ahead, now_ms)
-                self.send()
+        plan = scheduler.plan(view_after(view, last, now_ms), now_ms)
+        if (ahead := prepare_ahead(plan, last, kv)) is not None:
+            self.add(ahead, now_ms)
+            self.send()
 
     async def answer(self) -> tuple[InFlightStep, wire.StepDone]:
         """Wait for the answer to the oldest step, which is in flight no more. Errors as of
@@ -198,12 +245,14 @@ class InFlightSteps:
             self._on_overhead(now_ms - self._since_ms - done.elapsed_us / 1000)
         self._since_ms = now_ms
 
-    def died(self) -> InFlightStep | None:
-        """Forget all steps, after the worker's exit. Returns the oldest."""
+    def died(self) -> tuple[InFlightStep | None, list[Seal]]:
+        """Forget all steps, after the worker's exit. Returns the oldest, and the seals of pages
+        that they read back."""
         oldest = self._steps[0] if self._steps else None
+        seals = [seal for step in self._steps for seal in step.verify]
         self._steps.clear()
         self._requests.clear()
-        return oldest
+        return oldest, seals
 
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:

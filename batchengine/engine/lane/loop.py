@@ -95,6 +95,7 @@ class LaneLoop:
             metrics=metrics,
         )
         self._wake_event = lane.signal
+        self._is_asked = False  # for a moment between two steps
         self._cancelled: list[Turn] = []
         self._changes: list[Callable[[], None]] = []
         self._in_flight = InFlightSteps(lane, self.meter.add_overhead)
@@ -151,7 +152,7 @@ class LaneLoop:
         self.sessions.pop(session.key, None)
         session.on(Event.CLOSE)
         if self.kv.has_chores:
-            self.wake()
+            self._wake_event.set()
 
     def drain(self, why: str) -> None:
         """Stop computing: turns keep their sealed pages only, and wait to be evacuated."""
@@ -189,12 +190,14 @@ class LaneLoop:
         self.wake()
 
     def wake(self) -> None:
-        """Have the loop look again for something to do."""
+        """Have the loop look again for something to do, once no step is in flight."""
+        self._is_asked = True
         self._wake_event.set()
 
     def _wake_threadsafe(self) -> None:
+        """Have a loop that waits look at its pages; one that sends steps ahead does in any case."""
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._event_loop.call_soon_threadsafe(self.wake)
+            self._event_loop.call_soon_threadsafe(self._wake_event.set)
 
     def session_cut(self, session: Session) -> None:
         """Have the turn of a session that lost or regained KV match its prompt with the store."""
@@ -339,10 +342,13 @@ class LaneLoop:
 
     def _send_ahead(self) -> None:
         """Send the step after the one in flight, unless something comes between the two."""
-        due = self.is_paused, self._transfers.is_due, self.recomputes, self.stages, self.kv.is_busy
-        has_room = len(self._in_flight) < self.config.steps_in_flight
-        if has_room and not self._wake_event.is_set() and not any(due):
-            self._in_flight.send_ahead(self.seats.view(self.cost), self.seats.now_ms())
+        if self._in_flight.are_ahead:
+            self.kv.poll()
+            self._look_at_changed()
+        due = self._is_asked, self.is_paused, self._transfers.is_due, self.recomputes, self.stages
+        has_room = self.lane.alive and len(self._in_flight) < self.config.steps_in_flight
+        if has_room and not (any(due) or self.kv.awaits_boundary):
+            self._in_flight.send_ahead(self.seats.view(self.cost), self.kv, self.seats.now_ms())
 
     async def _commit_oldest(self) -> None:
         in_flight, done = await self._in_flight.answer()
@@ -376,6 +382,7 @@ class LaneLoop:
     def _drain(self) -> None:
         """Apply what was requested since the last step, and the results of seals."""
         self._wake_event.clear()
+        self._is_asked = False
         self._freeze_due()
         changes, self._changes = self._changes, []
         for change in changes:
@@ -418,21 +425,19 @@ class LaneLoop:
     def _on_death(self, death: LaneDied) -> list[Session]:
         """Turn the dead worker's open rows into pending rows; return the sessions of its last
         step, now suspects, if that step may be the cause."""
-        in_flight = self._in_flight.died()
+        in_flight, verified = self._in_flight.died()
         self._steps.forget_samples()
         self._emit()
         self.recomputes.died()
         self.stages.died()
         self.kv.lane_died(None if in_flight is None else in_flight.chores)
-        if in_flight is not None:
-            self.kv.sealing.unverified(in_flight.verify)
+        self.kv.sealing.unverified(verified)
         self.seats.match_all_again()
         self._transfers.settle_waits()
         self._metrics.worker_restarts_total.labels(self.lane.name).inc()
         if in_flight is None or not death.blames_step:
             return []
-        if in_flight.chores is not None:
-            self.kv.drop_imports(in_flight.chores)  # these rows may be the cause
+        self.kv.drop_imports(in_flight.chores)  # these rows may be the cause
         parts = [part for part in in_flight.parts if self.seats.holds(part.turn)]
         for turn in self._suspects.blame(parts, alone=len(in_flight.parts) == 1):
             self.seats.fail(turn, errors.WORKER_KILLER(request_id=turn.generation.request_id))

@@ -10,9 +10,8 @@ from array import array
 from collections.abc import Collection, Sequence
 
 from batchengine import errors
-from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightStep, StepEntry
+from batchengine.engine.lane.inflight import InFlightStep, StepEntry, frame
 from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.suspects import Suspects
@@ -57,7 +56,7 @@ class StepWriter:
         self._suspects = suspects
         self._journal = journal
         self._metrics = metrics
-        self._sampled: dict[int, int] = {}  # session -> token, by the last committed step
+        self._next: dict[int, int] = {}  # session -> token at its frontier, by the last step
 
     # --------------------------------------------------------------------------- plan -> frame
 
@@ -120,19 +119,9 @@ class StepWriter:
         if not entries and not self._kv.has_chores:
             return None
         chores, verify = self._kv.chores()
-        digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
-        step = wire.Step(
-            tuple(entries),
-            chores.labels.poison,
-            chores.labels.reserve,
-            digest + chores.digest,
-            tuple([self._kv.sealing.verify_message(seal) for seal in verify]),
-            chores.labels.relabel,
-            chores.import_rows,
-            chores.touch,
-            int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms))),
-            chores.freed,
-        )
+        messages = [self._kv.sealing.verify_message(seal) for seal in verify]
+        lap_ms = int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms)))
+        step = frame(entries, fills, chores, messages, lap_ms)
         payload = b"".join(
             (
                 *(codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens),
@@ -216,18 +205,19 @@ class StepWriter:
         void = {
             turn
             for turn, entry in zip(turns, entries, strict=True)
-            if entry.takes_sample and not self._is_current(turn, entry)
+            if in_flight.is_ahead and not self._is_current(turn, entry)
         }
         for index in done.unmasked:
             turns[index].is_late = True
             void.add(turns[index])
         nonfinite = {turns[i] for i in done.nonfinite} - void
-        self._meter.ahead += in_flight.chores is None
+        self._meter.ahead += in_flight.is_ahead
         self._meter.void += len(void)
         without_rows = nonfinite | {turns[i] for i in done.unreachable} | void
         rows = {row.session: row for row in done.rows}
         scores = {scored.session: scored for scored in done.scores}
         computed: list[tuple[int, int]] = []
+        following: dict[int, int] = {}
         cost, scored = self._meter.cost.cost, self._meter.cost.scored_cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
         for (turn, n, wants), entry in zip(in_flight.parts, entries, strict=True):
@@ -252,14 +242,16 @@ class StepWriter:
                     self._compare(turn, session.frontier, rows[session.key])
                 else:
                     self._add_token(turn, rows[session.key], now_ms)
+                following[session.key] = rows[session.key].token
+            else:
+                following[session.key] = session.tokens[session.frontier]
         n_fills = len(in_flight.fills)
         for (turn, index, slot), digest in zip(
             in_flight.fills, done.digests[:n_fills], strict=True
         ):
             if turn not in without_rows and slot in turn.session.kv.open:
                 self._kv.sealing.filled(turn.session, index, slot, digest)
-        if in_flight.chores is not None:
-            self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
+        self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
         for seal, good in zip(in_flight.verify, done.verified, strict=True):
             session = seal.session
             self._kv.sealing.verified(seal, good)
@@ -269,8 +261,10 @@ class StepWriter:
             self._nonfinite(turn)
         for turn in without_rows - nonfinite - void:
             seats.cut_off(turn)
-        self.forget_samples()
-        self._sampled.update({row.session: row.token for row in done.rows})
+        for turn in void:
+            if self._kv.slots.owns(turn.session):
+                self._kv.slots.trim(turn.session)
+        self._next = following
         self._meter.committed(in_flight, done, computed)
         if computed:
             self._journal.note()
@@ -278,18 +272,18 @@ class StepWriter:
 
     def forget_samples(self) -> None:
         """Have a step ahead, if one is in flight, change nothing: it is computed again."""
-        self._sampled = {}
+        self._next = {}
 
     def _is_current(self, turn: Turn, entry: wire.Entry) -> bool:
-        """Whether the turn is where the entry of a step ahead assumed, and the sample that the
-        worker took is the session's token."""
+        """Whether the turn is where the entry of a step ahead assumed, and its first token, which
+        the worker may have sampled, is the session's."""
         session = turn.session
         return (
             self._seats.running.get(entry.session) is turn
             and not turn.paused
             and session.epoch == entry.epoch
             and session.frontier == entry.start < len(session.tokens)
-            and session.tokens[entry.start] == self._sampled.get(entry.session)
+            and session.tokens[entry.start] == self._next.get(entry.session)
         )
 
     def take(

@@ -78,7 +78,7 @@ class LedgerCleaning:
 
 async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> None:
     """Wait until no seal of the timeline is under way, and lanes have poisoned freed slots: by the
-    frame after the one that is being computed, if not before."""
+    frame after those in flight, if not before."""
     for loop in state.lanes:
         seals = [
             seal
@@ -88,7 +88,7 @@ async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> Non
         while not loop.kv.disputes.seals.isdisjoint(seals):  # noqa: ASYNC110  there is no event
             await asyncio.sleep(POLL_S)
         slots, frames = loop.kv.slots, loop.kv.slots.frames
-        while loop.up and slots.is_poisoning and slots.frames < frames + 2:
+        while loop.up and slots.is_poisoning and slots.frames < frames + 3:
             loop.wake()
             await asyncio.sleep(POLL_S)
 

@@ -61,7 +61,7 @@ class Cut:
         answer = asyncio.ensure_future(read(engine.submit(request(EDITED, 30, session="s"))))
         await until(lambda: self.session.state is State.WAITING)
         if when == "on the way":
-            await until(lambda: pages.slots._relabeling)
+            await until(lambda: any(labels.relabel for labels in pages.slots._sent))
         assert bool(pages.slots._relabels) == (when == "yet to be sent")
         assert pages.slots.is_relabeling(self.session)
         assert engine.state.home[self.session.key] is self.source
