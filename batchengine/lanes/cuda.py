@@ -164,11 +164,14 @@ class CudaDevice(HostDevice):
         def uploaded(share: float) -> None:
             report("upload weights", "", 0.6 + 0.3 * share, time.perf_counter() - started)
 
+        def testing() -> None:
+            report("compare with the CPU", "", 0.9, time.perf_counter() - started)
+
         try:
             ops = CudaOps(gpu, pool)
             upload_weights(ops, model.weights, uploaded)
             ops.upload_rope(model.rope, load.context_tokens)
-            _self_test(ops, gpu, model, pool)
+            _self_test(ops, gpu, model, pool, testing)
             self._steps = GpuSteps(gpu, ops, _stepper(ops, model, *limits))
         except MemoryError:
             why = f"the weights and buffers need more than its {resources.vram_bytes >> 20} MiB"
@@ -440,9 +443,12 @@ def upload_weights(
         progress(index / len(tensors))
 
 
-def _self_test(ops: CudaOps, gpu: Gpu, model: Model, pool: kernels.Pool) -> None:
+def _self_test(
+    ops: CudaOps, gpu: Gpu, model: Model, pool: kernels.Pool, testing: Callable[[], None]
+) -> None:
     """Raise GPU_DISAGREES unless the GPU gives the bits of the CPU for small steps, of which the
-    last ones are a captured one and its replay."""
+    last ones are a captured one and its replay. `testing` is called before each: a step of a large
+    model takes the CPU long."""
     page = gpu.allocate(model.shape.payload_bytes)
     gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
     on_host = mmap.mmap(-1, model.shape.payload_bytes)
@@ -451,6 +457,7 @@ def _self_test(ops: CudaOps, gpu: Gpu, model: Model, pool: kernels.Pool) -> None
     rng = np.random.default_rng(1)
     start = 0
     for n in (TEST_TOKENS, 1, 1, 1):
+        testing()
         tokens = rng.integers(0, model.spec.n_vocab, n).astype(np.int32)
         seeds, entry = np.arange(n, dtype=np.uint64), np.array([[n, start, 1]], np.int32)
         last = np.array([n - 1], np.int32)

@@ -168,6 +168,8 @@ class Worker:
             return None
         words = np.zeros(-(-vocab // 32), np.uint32)
         words[: len(bits) // 4] = np.frombuffer(bits, np.uint32)
+        if vocab % 32:
+            words[-1] &= np.uint32((1 << vocab % 32) - 1)
         return words if words.any() else None
 
     def _report(self, event: wire.LaneEvent) -> None:

@@ -118,8 +118,11 @@ def packed_with_bytes(
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
-    """`quantise` and `norm_quantise` of random rows."""
+    """`quantise` and `norm_quantise` of random rows; of one in eight cases wider ones, which
+    `norm_quantise` holds in parts."""
     tokens, width = int(rng.integers(1, 20)), int(rng.integers(32, 700))
+    if rng.random() < 0.125:
+        tokens, width = int(rng.integers(1, 3)), int(rng.integers(4000, 9000))
     values, w = some_values(rng, tokens, width), rng.standard_normal(width).astype(np.float32)
     eps, is_kept = 1e-6, bool(rng.integers(2))
     with Arrays(gpu) as arrays:
@@ -549,7 +552,8 @@ def some_logits(rng: np.random.Generator, rows: int, vocab: int) -> F32:
 
 
 def sample_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
-    """Tokens and log-probabilities of random logits with random parameters."""
+    """Tokens and log-probabilities of random logits with random parameters. In one row of ten the
+    biases of a token add up to infinity."""
     n, vocab = int(rng.integers(1, 24)), int(rng.choice([1, 2, 33, rng.integers(3, 5000)]))
     logits = some_logits(rng, n, vocab)
     table = np.zeros(n, SAMPLE_ROW)
@@ -571,6 +575,9 @@ def sample_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
     bias_tokens = rng.integers(0, vocab, int(table["n_bias"].sum()) + 1).astype(np.int32)
     bias_values = rng.choice([-np.inf, -1.5, 0.25, 100.0, 3e38], len(bias_tokens))
     bias_values = bias_values.astype(np.float32)
+    for row in table[(table["n_bias"] > 1) & (rng.random(n) < 0.2)]:
+        infinite = slice(row["first_bias"], row["first_bias"] + 2)
+        bias_tokens[infinite], bias_values[infinite] = rng.integers(vocab), 3e38
     words = -(-vocab // 32)
     masks = rng.integers(0, 1 << 32, (n, words), np.uint32)
     masks &= rng.integers(0, 1 << 32, (n, words), np.uint32)  # one bit of four

@@ -25,6 +25,7 @@ from kernels.cuda.compile import units
 from kernels.cuda.gpu import Gpu, GpuFault, KernelLaunch
 
 SEEDS = 4  # random cases of a name
+MEMCHECK, OTHER_TOOLS = "memcheck", ("synccheck", "racecheck")
 SANITIZER, TOOLKITS = "compute-sanitizer", ("/usr/local/cuda/bin", "/opt/cuda/bin")
 SANITIZED_S = 150.0
 ERRORS_EXIT = 86  # of compute-sanitizer, if it has found something
@@ -62,15 +63,18 @@ def differences(gpu: Gpu, pool: kernels.Pool, name: str, seeds: int = SEEDS) -> 
     return found
 
 
-def sanitized() -> dict[str, Any]:
-    """What compute-sanitizer says of the same. RuntimeError if it finds an access to memory that
-    is not allocated or not aligned."""
+def sanitized(tool: str) -> dict[str, Any]:
+    """What a tool of compute-sanitizer says of the same: `memcheck` of accesses to memory that is
+    not allocated or not aligned, `synccheck` of barriers that some threads do not reach, and
+    `racecheck` of shared memory. RuntimeError if it finds one."""
     program = shutil.which(SANITIZER, path=os.pathsep.join((os.environ["PATH"], *TOOLKITS)))
     if program is None:
         return {"absent": f"no {SANITIZER}"}
-    command = [program, "--tool", "memcheck", "--error-exitcode", str(ERRORS_EXIT)]
+    command = [program, "--tool", tool, "--error-exitcode", str(ERRORS_EXIT)]
     # A kernel is looked for in one module after the other, and its parameters until one lacks.
-    command += ["--report-api-errors", "no", *python_command("bench.cuda.first")]
+    if tool == MEMCHECK:
+        command += ["--report-api-errors", "no"]
+    command += python_command("bench.cuda.first")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SANITIZED_S)
     except subprocess.TimeoutExpired:

@@ -187,7 +187,7 @@ def summary(
         return bool(absent)
 
     counted = [n.name for p in every for n in p.steps if n.name.startswith("cases ")]
-    compared = [n.name for p in every if p.name == "first" for n in p.steps] + counted
+    compared = [n.name for p in every if p.name in ("first", "compiled") for n in p.steps] + counted
     models = [n.name for p in every for n in p.steps if n.name.endswith(" identical")]
     checked = ["golden", *models, "promotion"]
     differs = [n for n in compared if results.get(n, {}).get("differences")]
@@ -225,7 +225,9 @@ def summary(
         served = [name for name, _ in lanes]
         if not lacking(figure, *served):
             alone, both = (results[name]["goodput"] for name in served)
-            if alone:
+            if not results[served[0]]["is_bound_found"]:
+                reasons[figure] = f"{served[0]}: all promises are kept at the highest rate tried"
+            elif alone:
                 found[figure] = round(both / alone, 3)
             else:
                 reasons[figure] = "the GPU alone keeps its promises at no rate"

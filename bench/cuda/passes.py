@@ -1,7 +1,8 @@
 """Whole forward passes on a GPU: decoding by batch, and prefill by length.
 
-A step is what a lane does for one: tokens and pages set, the layers, logits, sampling, digests of
-the new rows on the host. Times are wall-clock times until all of it is done.
+A step is what a lane does for one: tokens and pages set, the layers, logits, sampling, the new rows
+stored and hashed on the host. Times are wall-clock times until all of it is done. A lane gives the
+GPU the next decode before it stores and hashes: `on the device` has such a step's time.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Passes:
         self._rng = np.random.default_rng(3)
         self._page = random_page(model.shape, self._rng)
         self._pages: list[int] = []
+        self._on_host = kernels.Batch(self._tokens_max, entries_max, pages_max)
+        self._host_pages: list[NDArray[np.uint8]] = []
 
     # -- steps
 
@@ -96,8 +99,20 @@ class Passes:
         specs = [kernels.SampleSpec(temperature=0.0) for _ in ends]
         samples = self._ops.sample(cast(Any, stepper.logits_rows), specs)
         kernels.step_digests(self._pool, rows, np.arange(n, dtype=np.uint64))
+        self._on_host.set(np.zeros(n, np.int32), entries, self._addresses_on_host(entries))
+        kernels.store_rows(self._pool, rows, self._on_host)
         if stepper.nonfinite(ends, bad_rows) or any(sample.nonfinite for sample in samples):
             raise ArithmeticError("a row of the random model is not finite")
+
+    def _addresses_on_host(self, entries: NDArray[np.int32]) -> NDArray[np.uint64]:
+        """A page on the host for each page of a step; those of prompts and of decodes are other
+        ones."""
+        n_pages = int(entries[:, 2].sum())
+        while len(self._host_pages) < n_pages:
+            self._host_pages.append(aligned(self._model.shape.payload_bytes))
+        return np.array(
+            [kernels.address_of(page) for page in self._host_pages[:n_pages]], np.uint64
+        )
 
     # -- figures
 
@@ -123,6 +138,38 @@ class Passes:
             start += len(part)
         return bool(same)
 
+    def replays_agree(self) -> bool:
+        """Whether the largest step that fits gives the same logits and rows however its launches
+        are begun: each behind the end of the one before, early, captured, and replayed."""
+        start = self._sizes.context
+        needed = start // kernels.PAGE_TOKENS + 1
+        for batch in sorted(self._sizes.batches, reverse=True):
+            try:
+                pages = self._reserve(batch * needed)
+                break
+            except MemoryError:
+                continue
+        else:
+            raise MemoryError("no step fits")
+        tokens, wanted = self._random_tokens(batch), np.arange(batch, dtype=np.int32)
+        entries = np.array([[1, start, needed]] * batch, np.int32)
+
+        def outcome() -> bytes:
+            _, rows = self._steps.begin(tokens, entries, pages, wanted)
+            self._gpu.synchronize()
+            logits = self._ops.read_rows(cast(Any, self._stepper.logits_rows), batch)
+            return logits.tobytes() + rows.view(batch).tobytes()
+
+        self._steps.graphs.clear()
+        if isinstance(self._gpu, CudaGpu) and self._gpu.begins_early:
+            self._gpu.begins_early = False
+            in_turn = outcome()
+            self._gpu.begins_early = True
+            self._steps.graphs.clear()
+        else:
+            in_turn = outcome()
+        return all(outcome() == in_turn for _ in range(4))
+
     def decode(self, copy_gbps: float) -> dict[str, Row]:
         """Medians of steps with a token of each entry, by entries. of_copy: the bytes that a step
         must read, at the rate of a copy, over its time."""
@@ -145,7 +192,10 @@ class Passes:
                 "tokens_per_s": round(batch / step_s, 1),
                 "gbps": round(n_bytes / step_s / 1e9, 1),
                 "of_copy": round(n_bytes / step_s / 1e9 / copy_gbps, 4),
+                "graphs": len(self._steps.graphs),
             }
+            if not len(self._steps.graphs):
+                raise RuntimeError(f"no step of {batch} entries was captured: see the log")
         return found
 
     def _step_bytes(self, batch: int) -> float:

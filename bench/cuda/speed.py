@@ -26,7 +26,7 @@ Ceilings = Mapping[str, float]
 
 TOKENS, TINY_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048), (1, 20)
 LINEAR, TINY_LINEAR = (14336, 4096), (64, 256)  # rows, columns
-COLD_BYTES = 256 << 20  # of matrices that take turns, so that none stays in a cache
+COLD_BYTES = 512 << 20  # of matrices, or pages, that take turns, so that none stays in a cache
 N_HEAD, N_KV, HEAD_DIM = 32, 8, 128
 # Queries of an entry, context, entries.
 DECODES, TINY_DECODES = ((1, 1024, 64), (1, 4096, 16), (1, 32768, 4)), ((1, 20, 1),)
@@ -101,21 +101,30 @@ class Speeds:
         ops.upload_rope(rope, context)
         width = (N_HEAD + 2 * N_KV) * HEAD_DIM
         qkv, out = ops.make_rows(tokens, width), ops.make_rows(tokens, N_HEAD * HEAD_DIM)
-        batch = ops.make_batch(tokens, entries, entries * n_pages)
+        n_bytes = float(shape.payload_bytes * context // kernels.PAGE_TOKENS * entries)
+        turns = [
+            ops.make_batch(tokens, entries, entries * n_pages)
+            for _ in range(1 if self._tiny or queries > 1 else -(-COLD_BYTES // int(n_bytes)))
+        ]
         held = ops.make_queries(tokens, N_HEAD, HEAD_DIM)
         rows = ops.make_kv_rows(tokens, shape)
         values = self._rng.standard_normal((tokens, width)).astype(np.float32)
         self._gpu.copy_in(qkv.address, values)
         page = random_page(shape, self._rng)
+        table = np.array([[queries, context - queries, n_pages]] * entries, np.int32)
         with Arrays(self._gpu) as arrays:
-            addresses = [arrays.put(page).address for _ in range(entries * n_pages)]
-            table = np.array([[queries, context - queries, n_pages]] * entries, np.int32)
-            batch.set(np.zeros(tokens, np.int32), table, np.array(addresses, np.uint64))
-            scale = HEAD_DIM**-0.5
-            ops.place_kv(qkv, batch, shape, 0, N_HEAD, None, None, EPS, rope, scale, held, rows)
-            took_s = seconds(self._gpu, lambda: ops.attend(held, batch, shape, 0, out), 5)
+            for batch in turns:
+                pages = [arrays.put(page).address for _ in range(entries * n_pages)]
+                batch.set(np.zeros(tokens, np.int32), table, np.array(pages, np.uint64))
+                scale = HEAD_DIM**-0.5
+                ops.place_kv(qkv, batch, shape, 0, N_HEAD, None, None, EPS, rope, scale, held, rows)
+
+            def run() -> None:
+                for batch in turns:
+                    ops.attend(held, batch, shape, 0, out)
+
+            took_s = seconds(self._gpu, run, 5) / len(turns)
         pairs = sum(context - queries + i + 1 for i in range(queries)) * entries
-        n_bytes = float(shape.payload_bytes * context // kernels.PAGE_TOKENS * entries)
         operations = 3.0 * 2 * pairs * HEAD_DIM * N_HEAD
         ceilings = self._ceilings
         gbps, gops = ceilings["copy_gbps"], ceilings["products_gops"]

@@ -21,6 +21,7 @@ from typing import Any
 
 import kernels
 from bench.cuda import ceilings, first
+from bench.cuda.assembly.ptx import faults
 from bench.cuda.cases import cases
 from bench.cuda.comparison import compare_cases
 from bench.cuda.gpus import BUILD, open_gpu
@@ -29,7 +30,7 @@ from bench.cuda.serving import goodput, promotion
 from bench.cuda.serving.engines import PART_MULTIPROCESSORS, make_site, scratch
 from bench.cuda.speed import Speeds
 from bench.models.synthetic import PRESETS
-from kernels.cuda.compile import units
+from kernels.cuda.compile import compile_unit, units
 from kernels.cuda.gpu import Gpu
 
 CASES, CHUNK = 10_000, 500  # random cases, and those of a step
@@ -117,6 +118,14 @@ def build(place: Place) -> Result:
     return {"device": device, "seconds": round(time.perf_counter() - started, 2)}
 
 
+def check_compiled(place: Place, source: Path) -> Result:
+    """What the compiler of this machine made of a source, as the tests check it elsewhere."""
+    if place.emulated:
+        return {"absent": "the emulator has no compiler of a GPU"}
+    made = compile_unit(source, place.gpu.facts.target)
+    return {"differences": faults(made.ptx, made.report)}
+
+
 def run_first(place: Place, name: str) -> Result:
     """A few cases of one name, each launch on its own."""
     seeds = 1 if place.tiny else first.SEEDS
@@ -129,9 +138,9 @@ def run_first_model(place: Place) -> Result:
     return {"differences": [] if passes.is_identical() else ["logits or rows"]}
 
 
-def sanitize(place: Place) -> Result:
+def sanitize(place: Place, tool: str) -> Result:
     """The same cases under a tool that looks at every access."""
-    return {"absent": "the emulator does it"} if place.emulated else first.sanitized()
+    return {"absent": "the emulator does it"} if place.emulated else first.sanitized(tool)
 
 
 def golden(place: Place) -> Result:
@@ -175,6 +184,9 @@ def model_steps(model: str) -> list[Step]:
     """Decoding and prefill of one model."""
     return [
         Step(f"{model} identical", lambda p: {"identical": p.passes(model).is_identical()}),
+        Step(
+            f"{model} replays identical", lambda p: {"identical": p.passes(model).replays_agree()}
+        ),
         Step(f"{model} decode", lambda p: p.passes(model).decode(copy_gbps(p.known))),
         Step(f"{model} prefill", lambda p: p.passes(model).prefill(p.known["ceilings"]), 100.0),
         Step(
@@ -265,10 +277,20 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
     models = MODELS if not quick else (MAIN_MODEL,)
     each = [Step(f"first {name}", partial(run_first, name=name), 30.0) for name in cases()]
     each.append(Step("first model", run_first_model))
-    each.append(Step("first sanitizer", sanitize, first.SANITIZED_S + 10.0))
+    longest_s = first.SANITIZED_S + 10.0
+    each.append(Step("first memcheck", partial(sanitize, tool=first.MEMCHECK), longest_s))
     return [
         Part("build", [Step("build", build, 120.0)], needs=(), is_gate=True),
         Part("first", each, is_gate=True),
+        Part(
+            "compiled",
+            [
+                Step(f"compiled {unit.stem}", partial(check_compiled, source=unit), 90.0)
+                for unit in units()
+            ],
+            jobs=jobs,
+            is_gate=True,
+        ),
         Part("golden", [Step("golden", golden)], needs=()),
         Part(
             "cases",
@@ -282,5 +304,9 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),
         Part("ceilings of a part", [Step("ceilings of a part", measure_part)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in PARTED),
+        *(
+            Part(tool, [Step(tool, partial(sanitize, tool=tool), longest_s)])
+            for tool in first.OTHER_TOOLS
+        ),
         Part(LLAMA_STEP, [Step(LLAMA_STEP, compare_with_llama, 400.0)]),
     ]

@@ -216,10 +216,6 @@ template <class T>
 T* out_at(uint64_t address) {
     return reinterpret_cast<T*>(address);
 }
-template <class T>
-const T* either(const T* at) {
-    return at;
-}
 template <class To, class From>
 const To* in_as(const From* from) {
     return reinterpret_cast<const To*>(from);
@@ -275,10 +271,6 @@ In<T> in_at(uint64_t address) {
 template <class T>
 Out<T> out_at(uint64_t address) {
     return Out<T>(address);
-}
-template <class T>
-simt::Pointer<const T> either(simt::Pointer<const T> at) {
-    return at;
 }
 template <class To, class From>
 In<To> in_as(simt::Pointer<From> from) {

@@ -312,12 +312,21 @@ class CudaGpu(Gpu):
         self._call("cuStreamBeginCapture", stream.handle, self._driver.CUstreamCaptureMode(0))
         try:
             run()
-        finally:
-            stream.follows_launch = False
-            captured = self._call("cuStreamEndCapture", stream.handle)
-        return CudaGraph(
-            self._call, captured, self._call("cuGraphInstantiate", captured, 0), stream
-        )
+        except BaseException:
+            self._call("cuGraphDestroy", self._captured())
+            raise
+        captured = self._captured()
+        try:
+            instance = self._call("cuGraphInstantiate", captured, 0)
+        except BaseException:
+            self._call("cuGraphDestroy", captured)
+            raise
+        return CudaGraph(self._call, captured, instance, stream)
+
+    def _captured(self) -> Any:
+        """The graph of what was captured; what follows is captured no more."""
+        self._stream.follows_launch = False
+        return self._call("cuStreamEndCapture", self._stream.handle)
 
     def seconds(self, run: Callable[[], None], repeats: int) -> float:
         """Seconds that the launches of `run` take on the device, the mean of `repeats` replays.

@@ -109,6 +109,7 @@ def test_speeds_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernel
 def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
     passes = Passes(driven(monkeypatch, units()), pool, PRESETS["tiny"], TINY)
     assert passes.is_identical()
+    assert passes.replays_agree()
     row = passes.decode_on_device(1.0)["2"]
     assert (row["ms"], row["ms_in_turn"]) == (1.2, 1.2)
 
@@ -162,15 +163,13 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     assert set(found["reasons"]) == FIGURES
     for part in every:
         for step in part.steps:
-            if step.name.startswith(("first ", "cases ")):
+            if step.name.startswith(("first ", "cases ", "compiled ")):
                 results[step.name] = {"cases": 500, "differences": []}
             if step.name == "golden" or step.name.endswith("identical"):
                 results[step.name] = {"identical": True}
     results["promotion"] = {"identical": True, "promote_vs_prefill": 7.0}
-    results["co-execution gpu"] = {"goodput": 4.0}
-    results["co-execution gpu and cpu"] = {"goodput": 6.0}
-    results["co-execution part of the gpu"] = {"goodput": 2.0}
-    results["co-execution part of the gpu and cpu"] = {"goodput": 2.5}
+    for lanes, goodput in zip((*steps.SERVED, *steps.PARTED), (4.0, 6.0, 2.0, 2.5), strict=True):
+        results[lanes[0]] = {"goodput": goodput, "is_bound_found": True}
     results["0.6b decode"] = {"64": {"tokens_per_s": 300.0}}
     rows = [{"pl": 1, "speed_tg": 50.0}, {"pl": 64, "speed_tg": 100.0}]
     results["llama.cpp"] = {"rows": rows}
@@ -193,6 +192,10 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     results["llama.cpp"] = {"absent": "no source"}
     found = summary(results, every, {}, tiny=False)
     assert found["reasons"].pop("decode_b64_vs_llama") == "no source"
+    results["co-execution part of the gpu"]["is_bound_found"] = False
+    saturated = summary(results, every, {}, tiny=False)
+    assert saturated["coexec_goodput_of_part"] is None
+    assert "at the highest rate" in saturated["reasons"]["coexec_goodput_of_part"]
     assert found["identical"] is False
     assert found["coexec_goodput"] is None
     assert set(found["reasons"]) == {"identical", "prefill_of_ceiling", "coexec_goodput"}
@@ -231,7 +234,7 @@ def test_what_a_sanitizer_finds_is_kept(
 ) -> None:
     monkeypatch.setattr(first, "TOOLKITS", ())
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert first.sanitized() == {"absent": "no compute-sanitizer"}
+    assert first.sanitized("memcheck") == {"absent": "no compute-sanitizer"}
     program = tmp_path / first.SANITIZER
     program.write_text(
         "#!/bin/sh\n"
@@ -241,9 +244,9 @@ def test_what_a_sanitizer_finds_is_kept(
     program.chmod(0o755)
     if status == first.ERRORS_EXIT:
         with pytest.raises(RuntimeError, match=said):
-            first.sanitized()
+            first.sanitized("memcheck")
     else:
-        assert first.sanitized() == {"said" if status == 0 else "absent": said}
+        assert first.sanitized("memcheck") == {"said" if status == 0 else "absent": said}
 
 
 @pytest.mark.parametrize("fault", ["raised", "differs", "late"])

@@ -320,6 +320,21 @@ def contents(rows: list[kernels.Sampled]) -> list[tuple[Any, ...]]:
     return [(row.token, row.nonfinite, row.logprob, row.top) for row in rows]
 
 
+def test_an_infinite_logit_means_no_token_though_a_mask_excludes_it(gpu: Emulator) -> None:
+    pool, vocab = kernels.Pool(1), 40
+    mask = np.array([1 << 3, 0], np.uint32)
+    biases = [(10, 3e38), (10, 3e38)], [(10, 3e38), (3, 1.0)], [(10, -3e38), (10, -3e38)]
+    specs = [kernels.SampleSpec(temperature=0.0, bias=list(bias), mask=mask) for bias in biases]
+    ops, n = CudaOps(gpu, pool), len(specs)
+    logits, rows = ops.make_rows(n, vocab), kernels.Rows(n, vocab)
+    values = np.random.default_rng(1).standard_normal((n, vocab)).astype(np.float32)
+    gpu.copy_in(logits.address, values)
+    rows.view(n)[:] = values
+    got = ops.sample(logits, specs)
+    assert contents(got) == contents(kernels.sample(pool, rows, specs))
+    assert [sample.nonfinite for sample in got] == [True, False, False]
+
+
 @pytest.mark.parametrize("vocab", [7, 900])
 def test_sampling_gives_the_tokens_of_the_cpu(gpu: Emulator, vocab: int) -> None:
     pool, rng = kernels.Pool(1), np.random.default_rng(vocab)

@@ -1,6 +1,6 @@
 """What the compiler made of a kernel: float operations that differ from what its source writes,
-reads of memory that the kernel writes, as if no thread wrote it, and accesses that stand before its
-wait for the launches before."""
+reads of memory as if no thread wrote it, and accesses that stand before its wait for the launches
+before."""
 
 from __future__ import annotations
 
@@ -16,13 +16,10 @@ EXACT = ("mov", "ld", "st", "selp", "setp", "set", "abs", "neg", "min", "max", "
 HALF = "cvt.f32.f16"  # exact
 # Of a kernel's registers the assembler puts a few into local memory where one more warp fits then.
 STACK_BYTES_MAX = 16
+STALE = "ld.global.nc"  # may give what was there before the launch before
 ENTRY = re.compile(r"\.entry (\w+)\(")
 FLOAT = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*[\w.:]*\.(?:b?f|tf|e)\d+[\w.]*)\s", re.MULTILINE)
 GUARD = re.compile(r"^\s*@!?%p\d+\s+", re.MULTILINE)
-POINTER = re.compile(r"^\s*ld\.param\.[bu]64\s+(%rd\d+), \[(\w+)\]", re.MULTILINE)
-DERIVED = re.compile(r"^\s*(?!ld\b)[a-z][\w.]*\s+(%rd\d+), (.*);", re.MULTILINE)
-WRITTEN = re.compile(r"^\s*(?:st|red|atom)\.global[\w.:]*\s+[^\[\n]*\[(%rd\d+)", re.MULTILINE)
-READ_ONLY = re.compile(r"^\s*ld\.global\.nc[\w.:]*\s+[^\[\n]*\[(%rd\d+)", re.MULTILINE)
 WAIT = "griddepcontrol.wait"
 WAIT_TARGET_MIN = 90  # below it launches do not begin early
 TARGET = re.compile(r"^\.target sm_(\d+)", re.MULTILINE)
@@ -45,25 +42,6 @@ def float_operations(ptx: str) -> Counter[str]:
     return Counter(match[1] for match in FLOAT.finditer(ptx))
 
 
-def stale(kernel: str) -> list[str]:
-    """Parameters of a kernel through which it writes memory, and reads it by ld.global.nc, which
-    may give what was there before."""
-    text = GUARD.sub("", kernel)
-    of = {register: {name} for register, name in POINTER.findall(text)}  # parameters by register
-    derived = [(to, re.findall(r"%rd\d+", given)) for to, given in DERIVED.findall(text)]
-    while True:
-        before = sum(map(len, of.values()))
-        for to, given in derived:
-            of.setdefault(to, set()).update(*[of.get(register, ()) for register in given])
-        if sum(map(len, of.values())) == before:
-            break
-    written, read = (
-        {name for register in pattern.findall(text) for name in of.get(register, ())}
-        for pattern in (WRITTEN, READ_ONLY)
-    )
-    return sorted(written & read)
-
-
 def early(kernel: str) -> list[str]:
     """Accesses to memory that stand before the wait of a kernel for the launches before, or that it
     does not wait."""
@@ -77,7 +55,7 @@ def faults(ptx: str, report: str) -> list[str]:
     found: list[str] = []
     targets = [int(target) for target in TARGET.findall(ptx)]
     for kernel, text in kernels_of(ptx).items():
-        found += [f"{kernel}: ld.global.nc of {name}, which it writes" for name in stale(text)]
+        found += [f"{kernel}: {STALE}"] * (STALE in text)
         if max(targets) >= WAIT_TARGET_MIN:
             found += [f"{kernel}: {fault}" for fault in early(text)]
         for name in float_operations(text):

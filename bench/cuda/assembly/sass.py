@@ -26,6 +26,7 @@ OPAQUE = """
 #define __fdiv_rn(a, b) __uint_as_float(BITS(a) ^ BITS(b) >> 1)
 #define __fsqrt_rn(a) __uint_as_float(BITS(a) >> 1)
 """
+WAIT, ACCESSES = "ACQBULK", ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED")
 SECTION = re.compile(r"^\.text\.(\w+):", re.MULTILINE)
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", re.MULTILINE)
 # FADD.FTZ, FFMA2.RZ, MUFU.SQRT. A division of integers has MUFU.RCP.
@@ -60,6 +61,19 @@ def listings(cubin: bytes) -> dict[str, list[str]]:
     parts = SECTION.split(text.decode())
     bodies = zip(parts[1::2], parts[2::2], strict=True)
     return {name: INSTRUCTION.findall(body) for name, body in bodies}
+
+
+def early(listing: Iterable[str]) -> list[str]:
+    """Accesses to global memory that stand before the wait of a kernel for the launches before, or
+    that it does not wait."""
+    before: list[str] = []
+    for name in listing:
+        operation = name.split(".")[0]
+        if operation == WAIT:
+            return before
+        if operation in ACCESSES:
+            before.append(name)
+    return ["no wait"]
 
 
 def loads_at_once(listing: Iterable[str]) -> int:

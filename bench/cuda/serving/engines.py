@@ -32,6 +32,7 @@ START_S, POLL_S = 120.0, 0.002
 # fast as so many multiprocessors of an H100 (`ceilings of a part` measures them).
 PART_MULTIPROCESSORS = 16
 GPU_THREADS = 2  # of the worker of the GPU, for what the CPU does there
+ALONE_THREADS = 8  # the same, without a lane of the CPU
 SPARE_CORES = 2 + GPU_THREADS  # that the lane of the CPU leaves to others
 
 
@@ -69,9 +70,12 @@ async def running(
 ) -> AsyncIterator[Engine]:
     """A started engine whose lanes are all ready."""
     cores = len(os.sched_getaffinity(0))
+    beside = GPU_THREADS if CPU in lanes else max(1, min(ALONE_THREADS, cores - SPARE_CORES))
     made = {
         CPU: LaneConfig(name=CPU, threads=max(1, cores - SPARE_CORES), tier="bulk"),
-        GPU: LaneConfig(name=GPU, kind="cuda", threads=1, tier="fast", vram_bytes=site.vram_bytes),
+        GPU: LaneConfig(
+            name=GPU, kind="cuda", threads=beside, tier="fast", vram_bytes=site.vram_bytes
+        ),
     }
     made[PART] = replace(made[GPU], name=PART, multiprocessors_max=PART_MULTIPROCESSORS)
     config = Config(

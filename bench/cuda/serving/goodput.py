@@ -145,7 +145,8 @@ async def round_at(engine: Engine, site: Site, rate: float, sizes: Sizes) -> dic
 async def highest(
     attained: Callable[[float], Awaitable[float]], rate: float, halvings: int, rate_max: float
 ) -> float:
-    """The highest rate found at which ATTAINED of the requests are good; 0 if it is none."""
+    """The highest rate found at which ATTAINED of the requests are good; 0 if it is none. One above
+    `rate_max` is not tried."""
     good = 0.0
     while rate <= rate_max and await attained(rate) >= ATTAINED:
         good, rate = rate, 2 * rate
@@ -174,4 +175,9 @@ async def measure(site: Site, lanes: str) -> dict[str, Any]:
             await round_at(engine, site, sizes.rate / 2, sizes)  # lanes learn what a step takes
             rate_max = sizes.requests_max / sizes.seconds
             goodput = await highest(attained, sizes.rate, sizes.halvings, rate_max)
-    return {"goodput": goodput, "attained": ATTAINED, "rounds": rounds}
+    return {
+        "goodput": goodput,
+        "attained": ATTAINED,
+        "is_bound_found": any(one["attained"] < ATTAINED for one in rounds),
+        "rounds": rounds,
+    }

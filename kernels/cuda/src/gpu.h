@@ -26,11 +26,13 @@ namespace gpu {
 
 constexpr int WARP = 32;
 
-// Global memory that a kernel reads, and that it may write; reads and writes are of whole T, aligned.
+// Global memory that a kernel reads, and that it may write; reads and writes are of whole T, aligned. They
+// are not __restrict__: reads would be those of memory that no launch writes (ld.global.nc), and a launch that
+// begins early might see what was there before.
 template <class T>
-using In = const T* __restrict__;
+using In = const T*;
 template <class T>
-using Out = T* __restrict__;
+using Out = T*;
 
 // Global memory at an address that a kernel has read from memory.
 template <class T>
@@ -52,15 +54,6 @@ GPU_FN const To* in_as(const From* from) {
 template <class To, class From>
 GPU_FN To* out_as(From* from) {
     return reinterpret_cast<To*>(from);
-}
-
-// Memory that is that of an In or of an Out, by a condition: without this, the compiler takes reads for those
-// of memory that no thread writes (ld.global.nc).
-template <class T>
-GPU_FN const T* either(const T* at) {
-    asm volatile("" : "+l"(at) : : "memory");
-    __builtin_assume(__isGlobal(at));
-    return at;
 }
 
 // 8 and 16 bytes that are read or written at once.
@@ -150,14 +143,14 @@ GPU_FN int32_t dot4_us(uint32_t a, uint32_t b, int32_t acc) {
 // _ss: signed times signed bytes; _us: A is unsigned.
 #define GPU_MMA_K32(name, types)                                                                   \
     GPU_FN void name(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {            \
-        asm("mma.sync.aligned.m16n8k32.row.col.s32." types                                         \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types                                         \
             ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                       \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
     }
 #define GPU_MMA_K16(name, types)                                                                   \
     GPU_FN void name(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b) {                        \
-        asm("mma.sync.aligned.m16n8k16.row.col.s32." types                                         \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.s32." types                                         \
             ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                             \
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                       \
             : "r"(a[0]), "r"(a[1]), "r"(b));                                                       \

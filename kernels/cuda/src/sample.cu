@@ -211,8 +211,10 @@ GPU_FN void adjust(gpu::In<float> logits, int n, const SampleRow& row, gpu::In<i
         if (count > 0)
             value = ca::penalised(value, count, row.repetition, row.frequency, row.presence);
         value = value < ca::LOGIT_LOWEST ? ca::LOGIT_LOWEST : value;
-        if (row.first_mask >= 0 && !(masks[row.first_mask + i / 32] >> (i % 32) & 1))
-            value = ca::float_of(0xFF800000u);
+        const bool is_excluded =
+            row.first_mask >= 0 && !(masks[row.first_mask + i / 32] >> (i % 32) & 1);
+        // One that is not finite stays: there is no token then, excluded or not.
+        if (is_excluded && ca::is_finite(value)) value = ca::float_of(0xFF800000u);
         x[i] = value;
     }
     gpu::barrier();
@@ -292,7 +294,7 @@ KERNEL(sample, THREADS_MAX, gpu::In<float> logits, int stride, int vocab, gpu::I
         if (gpu::thread() == 0) token_out[index] = -1, logprob_out[index] = 0.0f;
         return;
     }
-    const auto x = gpu::either(is_adjusted ? gpu::in_as<float>(own) : gpu::in_as<float>(raw));
+    const auto x = is_adjusted ? gpu::in_as<float>(own) : gpu::in_as<float>(raw);
     int token = static_cast<int>(static_cast<uint32_t>(first));
     if (row.temperature != 0.0f)
         token = draw_token(x, vocab, x[token], row, own_weights, bins, shared);

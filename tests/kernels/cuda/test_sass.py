@@ -9,6 +9,7 @@ import pytest
 from bench.cuda.assembly.sass import (
     compile_part,
     disassembler,
+    early,
     foreign,
     listings,
     loads_at_once,
@@ -37,6 +38,19 @@ QUICK = {"kv": "", "rows": "", "linear": r"QUANTISED\(q4_0\)"}
 def test_sass_has_no_operation_of_its_own(name: str) -> None:
     (unit,) = (unit for unit in units() if unit.stem == name)
     assert foreign(unit, "sm_90", QUICK[name]) == []
+
+
+@pytest.mark.parametrize("name", [unit.stem for unit in units()])
+def test_no_access_stands_before_the_wait(name: str) -> None:
+    (unit,) = (unit for unit in units() if unit.stem == name)
+    made = listings(compile_part(unit, "sm_90", QUICK.get(name, "")))
+    assert {kernel: found for kernel, listing in made.items() if (found := early(listing))} == {}
+
+
+def test_an_access_before_the_wait_is_found() -> None:
+    assert early(["LDC", "LDG.E", "ACQBULK", "STG.E"]) == ["LDG.E"]
+    assert early(["UBLKPF.L2", "PREEXIT", "ACQBULK", "LDG.E"]) == []
+    assert early(["PREEXIT", "EXIT"]) == ["no wait"]
 
 
 @pytest.mark.slow
