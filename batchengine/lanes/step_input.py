@@ -207,8 +207,14 @@ def _is_u64(*values: int) -> bool:
     return all(0 <= value < 1 << 64 for value in values)
 
 
-def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:
-    """Raise BadStep unless each page a step appends to is an arena slot with one writer in it."""
+def written_slots(batch: StepInput) -> list[int]:
+    """The arena slots to which a step appends rows."""
+    shape = [(count, start, pages) for count, start, pages in batch.shape.tolist()]
+    return (batch.codes[_written(shape)] & np.uint64(SLOT_MASK)).tolist()
+
+
+def _written(shape: list[tuple[int, int, int]]) -> list[int]:
+    """Which of the codes of a step are those of pages that it appends to."""
     #   codes of one entry:  [ full pages, read only | pages of [start, start+count), written ]
     #                          base                     base + start // 256      base + n_pages
     written: list[int] = []
@@ -216,7 +222,12 @@ def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:
     for _, start, pages in shape:
         written += range(base + start // PAGE_TOKENS, base + pages)
         base += pages
-    slots = codes[written].tolist()
+    return written
+
+
+def _check_writers(shape: list[tuple[int, int, int]], codes: U64Array) -> None:
+    """Raise BadStep unless each page a step appends to is an arena slot with one writer in it."""
+    slots = codes[_written(shape)].tolist()
     if any(code < wire.ARENA_BIT for code in slots):
         raise BadStep("a page to be written is not in the arena")
     if len(set(slots)) != len(slots):

@@ -28,7 +28,15 @@ from batchengine.lanes.device import Device, LaneMemory, StartedStep
 from batchengine.lanes.process_guard import guard_process
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import Mask, StepLimits, StepOutput, take_samples, unpack
+from batchengine.lanes.step_input import (
+    Mask,
+    StepInput,
+    StepLimits,
+    StepOutput,
+    take_samples,
+    unpack,
+    written_slots,
+)
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload, Truncated
 from kernels.cuda.gpu import GpuFault
@@ -56,6 +64,7 @@ class BegunStep(NamedTuple):
     """A step whose chores before the computation are done; `imported`: their answers."""
 
     step: wire.Step
+    batch: StepInput
     imported: tuple[int, ...]
     started: StartedStep | None  # None: it has no entries
 
@@ -240,7 +249,7 @@ class Worker:
         output = NO_OUTPUT
         if begun.started is not None:
             self._sampled = dict(begun.started.tokens())
-            self._begin_next()
+            self._begin_next(begun.batch)
             output = begun.started.finish()
         if memory is None:
             raise errors.STEP_BEFORE_ATTACH()
@@ -273,11 +282,11 @@ class Worker:
         if self._ring is not None:
             self._ring.stages.reused(step)
         imported = memory.prepare(step, batch.imported)
-        return BegunStep(step, imported, device.start(batch) if batch.entries else None)
+        return BegunStep(step, batch, imported, device.start(batch) if batch.entries else None)
 
-    def _begin_next(self) -> None:
-        """Begin the next step if it has come and only takes what was sampled, so that the device
-        computes it while the host finishes this one."""
+    def _begin_next(self, batch: StepInput) -> None:
+        """Begin the next step, if it has come, so that the device computes it while the host
+        finishes this one, whose rows its chores must not touch."""
         if self._device is None or not self._device.overlaps:
             return
         ready = select.poll()
@@ -287,7 +296,7 @@ class Worker:
         frame = self._received[0] if self._received else None
         if frame is None or frame.incarnation != self._incarnation:
             return
-        if isinstance(frame.message, wire.Step) and _is_plain(frame.message):
+        if isinstance(frame.message, wire.Step) and _is_apart(frame.message, batch):
             with contextlib.suppress(BatchEngineError):  # it is raised again when its turn comes
                 self._begun = self._begin(frame.message, frame.payload)
 
@@ -298,11 +307,13 @@ class Worker:
             self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
 
 
-def _is_plain(step: wire.Step) -> bool:
-    """Whether a step has decodes of sampled tokens, and no chores before them."""
-    chores = step.reserve, step.poison, step.relabel, step.import_rows, step.touch, step.freed
-    takes = [entry.takes_sample for entry in step.entries]
-    return bool(takes) and all(takes) and not any(chores)
+def _is_apart(step: wire.Step, batch: StepInput) -> bool:
+    """Whether a step has entries, and its chores before them have nothing to do with the rows that
+    `batch` writes."""
+    if not step.entries or step.relabel or step.import_rows:
+        return False
+    changed = {*step.poison, *(slot.slot for slot in step.reserve)}
+    return not changed or changed.isdisjoint(written_slots(batch))
 
 
 def _confine() -> str:

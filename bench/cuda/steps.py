@@ -48,7 +48,7 @@ add_subdirectory("${LLAMA}" llama.cpp)
 add_subdirectory("${LLAMA}/tools/batched-bench" batched-bench)
 """  # without tests, examples, servers and their sources
 LLAMA_TOOL, LLAMA_STEP, LLAMA_MODEL, LLAMA_BATCH = "llama-batched-bench", "llama.cpp", "0.6b", 64
-LLAMA_CONTEXT = 1024  # as that of REAL; a prompt of 8,192 tokens is measured at batch 1
+LLAMA_CONTEXT, LLAMA_TOKENS = 1024, 32  # the context is that of REAL
 CUDA_PACKAGES, CUBLAS = "cu13", ("cublas", "cublasLt")  # of NVIDIA's Python packages
 
 Result = dict[str, Any]
@@ -232,7 +232,8 @@ def compare_with_llama(place: Place) -> Result:
     project.mkdir(parents=True, exist_ok=True)
     (project / "CMakeLists.txt").write_text(LLAMA_PROJECT)
     configure = ["cmake", "-S", str(project), "-B", str(build), "-G", "Ninja"]
-    configure += [f"-DLLAMA={source}", "-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON"]
+    configure += [f"-DLLAMA={source}", "-DLLAMA_BUILD_COMMON=ON"]
+    configure += ["-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON"]
     configure += ["-DCMAKE_CUDA_ARCHITECTURES=native", *cublas_options(build / "include")]
     subprocess.run(configure, check=True, stdout=sys.stderr)
     make = ["timeout", "--signal=KILL", str(LLAMA_BUILD_S), "cmake", "--build", str(build)]
@@ -244,15 +245,22 @@ def compare_with_llama(place: Place) -> Result:
 
 
 def run_llama(program: Path, model: Path, batch: int, context: int) -> list[Result]:
-    """What llama.cpp computes a second: prompts (`speed_pp`) of `context` tokens and eight times as
-    many, then tokens behind them (`speed_tg`), by prompts at once (`pl`)."""
-    steps = 32
-    run = [str(program), "-m", str(model), "-ngl", "99", "--output-format", "jsonl"]
-    run += ["-c", str(batch * (context + steps)), "-npp", f"{context},{8 * context}"]
-    run += ["-ntg", str(steps), "-npl", ",".join(str(n) for n in (1, 16, 64) if n <= batch)]
-    printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-    rows = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    return [{key: row[key] for key in ("pp", "tg", "pl", "speed_pp", "speed_tg")} for row in rows]
+    """What llama.cpp computes a second: prompts of `context` tokens (`speed_pp`) and tokens behind
+    them (`speed_tg`) by prompts at once (`pl`), and one prompt that is eight times as long."""
+    rows: list[Result] = []
+    for prompt, counts in (
+        (context, [n for n in (1, 16, 64) if n <= batch]),
+        (8 * context, [1]),  # in a run of its own: each prompt has an equal share of the KV
+    ):
+        run = [str(program), "-m", str(model), "-ngl", "99", "--output-format", "jsonl"]
+        run += ["-c", str(max(counts) * (prompt + LLAMA_TOKENS)), "-npp", str(prompt)]
+        run += ["-ntg", str(LLAMA_TOKENS), "-npl", ",".join(map(str, counts))]
+        printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+        found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+        rows += [
+            {key: row[key] for key in ("pp", "tg", "pl", "speed_pp", "speed_tg")} for row in found
+        ]
+    return rows
 
 
 def copy_gbps(known: Mapping[str, Result]) -> float:

@@ -23,6 +23,7 @@ HERE = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels/cuda/src"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+FILLS = (0xA5, 0xFF, 0x00, 0x7F)  # bytes of new memory, by seed: any value, NaN, zero, large
 INCLUDE = (f"-I{ROOT / 'kernels/csrc'}", f"-I{KERNELS}", f"-I{HERE}", "-DBATCHENGINE_SIMT")
 
 
@@ -77,8 +78,8 @@ class Launches(Graph):
 class Emulator(Gpu):
     """An emulated GPU; a launch has ended when it returns. Raises EmulatorFault.
 
-    `seed`: the order of blocks and threads (0 rising, 1 falling, else shuffled). `first_block`:
-    the first one of a grid that runs.
+    `seed`: the order of blocks and threads (0 rising, 1 falling, else shuffled), and what new
+    memory holds. `first_block`: the first one of a grid that runs.
     """
 
     def __init__(self, library: Path, seed: int = 0) -> None:
@@ -101,7 +102,8 @@ class Emulator(Gpu):
         return self._sizes[address]
 
     def _allocate(self, n_bytes: int) -> int:
-        address: int = self._c.simt_allocate(ctypes.c_size_t(n_bytes))
+        fill = FILLS[self.seed % len(FILLS)]
+        address: int = self._c.simt_allocate(ctypes.c_size_t(n_bytes), ctypes.c_int(fill))
         self._check(0)
         if not address:
             raise MemoryError

@@ -481,10 +481,11 @@ extern "C" {
 
 const char* simt_error() { return simt::last_error.c_str(); }
 
-uint64_t simt_allocate(size_t bytes) {
+// The address of memory whose bytes are `fill`; 0 if there is none.
+uint64_t simt_allocate(size_t bytes, int fill) {
     auto* const base = static_cast<uint8_t*>(std::aligned_alloc(256, (bytes + 511) / 256 * 256));
     if (!base) return 0;
-    std::memset(base, 0xA5, bytes);  // memory of a device has any value
+    std::memset(base, fill, bytes);
     const auto address = reinterpret_cast<uint64_t>(base);
     auto allocation = std::make_unique<simt::Allocation>();
     allocation->base = base;

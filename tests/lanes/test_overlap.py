@@ -124,22 +124,29 @@ def test_the_next_step_is_started_between_tokens_and_the_rest() -> None:
     assert device.given == [[0], [1], [2]]  # each takes the token of the step before
 
 
+def reserving(slot: int) -> dict[str, Any]:
+    return {"reserve": (wire.ReserveSlot(slot, 1, b"s", 1, 0),)}
+
+
 @pytest.mark.parametrize(
-    ("overlaps", "second"),
+    ("overlaps", "second", "is_early"),
     [
-        (False, decode(6, ahead=True)),
-        (True, decode(6, ahead=False)),
-        (True, decode(6, ahead=True, reserve=(wire.ReserveSlot(1, 1, b"s", 1, 0),))),
-        (True, decode(6, ahead=True, freed=(3,))),
-        (True, (wire.Step(()), b"")),
+        (True, decode(6, ahead=False), True),  # a chunk of a prompt, say
+        (True, decode(6, ahead=True, **reserving(1)), True),
+        (True, decode(6, ahead=True, poison=(1,), freed=(3,), touch=(5,)), True),
+        (False, decode(6, ahead=True), False),
+        (True, decode(6, ahead=True, **reserving(0)), False),  # the first step writes there
+        (True, decode(6, ahead=True, poison=(0,)), False),
+        (True, decode(6, ahead=True, relabel=(wire.Relabel(1, 1, b"s", 1, 0, 5),)), False),
+        (True, (wire.Step(()), b""), False),
     ],
 )
-def test_other_steps_wait_for_the_end_of_the_one_before(
-    overlaps: bool, second: tuple[wire.Step, bytes]
+def test_a_step_is_started_early_unless_its_chores_touch_rows_of_the_one_before(
+    overlaps: bool, second: tuple[wire.Step, bytes], is_early: bool
 ) -> None:
     device = LoggingDevice(overlaps)
     orders(device, decode(5, ahead=False), second)
-    assert device.log[:3] == ["start 1", "tokens 1", "finish 1"]
+    assert device.log[2] == ("start 2" if is_early else "finish 1")
 
 
 def test_a_step_that_is_refused_is_answered_in_its_turn() -> None:
