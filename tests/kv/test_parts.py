@@ -16,7 +16,7 @@ from batchengine.kv.touching import PageTouches
 from batchengine.session import Event, Loss, Session
 from batchengine.session_kv import PendingRows
 from batchengine.wire.lane import FromArena
-from kv_store.arenas.arena import Arena
+from kv_store.arenas.arena import Arena, ArenaSlot
 from kv_store.layout import PAGE_TOKENS
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
@@ -136,6 +136,36 @@ def test_a_lost_arena_gives_the_epoch_of_every_slot(slots: Slots) -> None:
     assert not slots.is_attached
     assert not slots.ensure(session, 3 * PAGE_TOKENS)
     slots.attach(lost.arena)
+
+
+def test_labels_are_under_way_until_their_own_frame_is_answered(slots: Slots) -> None:
+    """Two frames may be in flight: the answer to one says nothing of the other."""
+    session, other = member(slots, 1, 10), member(slots, 2, 10)
+    (slot,), (freed,) = session.kv.open, other.kv.open
+    slots.take_labels()
+    session.epoch = 2
+    slots.fit(session)
+    slots.truncate(other, 0)
+    assert not slots.is_reserved(slot)
+    slots.take_labels()
+    slots.labeled()
+    assert slots.is_reserved(slot)
+    assert (slots.is_relabeling(session), slots.is_poisoning) == (True, True)
+    slots.labeled()
+    assert (slots.is_relabeling(session), slots.is_poisoning) == (False, False)
+    assert slots.frames == 2
+    assert slots.take() == ArenaSlot(freed.slot, freed.gen + 1)
+
+
+def test_pages_from_the_frontier_on_are_given_back(slots: Slots, arena: Arena) -> None:
+    session = member(slots, 1, PAGE_TOKENS)
+    assert slots.ensure(session, PAGE_TOKENS + 1)
+    assert (len(session.kv.open), arena.n_free) == (2, SLOTS - 2)
+    slots.trim(session)
+    assert (len(session.kv.open), arena.n_free) == (1, SLOTS - 1)
+    assert session.frontier == PAGE_TOKENS
+    slots.trim(session)
+    assert len(session.kv.open) == 1
 
 
 # ------------------------------------------------------------------------------ digests
