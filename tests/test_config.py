@@ -458,6 +458,18 @@ def test_hosts_and_toml_are_explained(tmp_path: Path) -> None:
     assert "256" in message(tmp_path, "[limits]\ncontext_tokens = 10")
 
 
+@pytest.mark.parametrize(
+    ("cores", "entry", "threads"), [(2, "", 1), (8, "", 2), (64, "", 4), (64, "threads = 9", 9)]
+)
+def test_a_gpu_lane_has_a_share_of_the_cores(
+    tmp_path: Path, cores: int, entry: str, threads: int
+) -> None:
+    gpu = f"[[lane]]\n[[lane]]\nkind = 'cuda'\nvram_bytes = '4GB'\n{entry}"
+    machine = Machine(tuple(range(cores)), 64 << 30, False, {}, str(tmp_path))
+    cpu, own = load(write(tmp_path, gpu), machine=machine).lanes
+    assert (own.threads, cpu.threads) == (threads, cores - threads)
+
+
 def test_the_rest_of_the_context_is_the_answer_where_all_lanes_hold_it(tmp_path: Path) -> None:
     assert load(write(tmp_path, "")).answer_tokens_max == 0
     assert load(write(tmp_path, "[limits]\ntokens_max_default = 9")).answer_tokens_max == 9

@@ -42,6 +42,7 @@ CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefi
 KEY_CHARS_MIN = 8
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
+GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
 
@@ -385,9 +386,11 @@ def _derive_lanes(
 ) -> tuple[LaneConfig, ...]:
     """What lanes left open: names, tiers, cores, steps in flight."""
     derived: list[LaneConfig] = []
-    # A GPU lane needs the processor for samples and hashes only.
+    # A GPU lane needs the processor to store and hash rows: less than a step of the GPU takes, if
+    # enough cores share it.
+    own = max(1, min(GPU_LANE_THREADS_MAX, len(machine.cores) // GPU_LANE_SHARE))
     lanes = tuple(
-        dataclasses.replace(lane, threads=lane.threads or len(lane.cores) or 1)
+        dataclasses.replace(lane, threads=lane.threads or len(lane.cores) or own)
         if lane.kind == "cuda"
         else lane
         for lane in lanes

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,15 @@ def compile_kernels(
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"simt-{text.hexdigest()[:16]}.so"
     if not library.exists():
-        objects: list[str] = []
-        for path in (HERE / "simt.cpp", *sources):
-            made = folder / f"{path.stem}-{text.hexdigest()[:16]}.o"
-            command = [str(COMPILER), *flags, "-c", "-x", "c++", str(path), "-o", str(made)]
-            subprocess.run(command, check=True)
-            objects.append(str(made))
-        part = library.with_suffix(".part")
-        subprocess.run([str(COMPILER), "-shared", *objects, "-o", str(part)], check=True)
-        part.replace(library)
+        with tempfile.TemporaryDirectory(dir=folder) as own:  # others may compile the same
+            objects: list[str] = []
+            for path in (HERE / "simt.cpp", *sources):
+                objects.append(f"{own}/{path.stem}.o")
+                command = [str(COMPILER), *flags, "-c", "-x", "c++", str(path), "-o", objects[-1]]
+                subprocess.run(command, check=True)
+            part = Path(own) / library.name
+            subprocess.run([str(COMPILER), "-shared", *objects, "-o", str(part)], check=True)
+            part.replace(library)
     return library
 
 
