@@ -249,7 +249,7 @@ class Worker:
         output = NO_OUTPUT
         if begun.started is not None:
             self._sampled = dict(begun.started.tokens())
-            self._begin_next(begun.batch)
+            self._begin_next(begun)
             output = begun.started.finish()
         if memory is None:
             raise errors.STEP_BEFORE_ATTACH()
@@ -284,7 +284,7 @@ class Worker:
         imported = memory.prepare(step, batch.imported)
         return BegunStep(step, batch, imported, device.start(batch) if batch.entries else None)
 
-    def _begin_next(self, batch: StepInput) -> None:
+    def _begin_next(self, begun: BegunStep) -> None:
         """Begin the next step, if it has come, so that the device computes it while the host
         finishes this one, whose rows its chores must not touch."""
         if self._device is None or not self._device.overlaps:
@@ -296,7 +296,7 @@ class Worker:
         frame = self._received[0] if self._received else None
         if frame is None or frame.incarnation != self._incarnation:
             return
-        if isinstance(frame.message, wire.Step) and _is_apart(frame.message, batch):
+        if isinstance(frame.message, wire.Step) and _is_apart(frame.message, begun):
             with contextlib.suppress(BatchEngineError):  # it is raised again when its turn comes
                 self._begun = self._begin(frame.message, frame.payload)
 
@@ -307,13 +307,14 @@ class Worker:
             self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
 
 
-def _is_apart(step: wire.Step, batch: StepInput) -> bool:
+def _is_apart(step: wire.Step, begun: BegunStep) -> bool:
     """Whether a step has entries, and its chores before them have nothing to do with the rows that
-    `batch` writes."""
+    the step before writes, nor with the tails that it zeroes and digests."""
     if not step.entries or step.relabel or step.import_rows:
         return False
     changed = {*step.poison, *(slot.slot for slot in step.reserve)}
-    return not changed or changed.isdisjoint(written_slots(batch))
+    digested = {of.slot for of in begun.step.digest}
+    return not changed or changed.isdisjoint(digested.union(written_slots(begun.batch)))
 
 
 def _confine() -> str:

@@ -149,6 +149,14 @@ def test_a_step_is_started_early_unless_its_chores_touch_rows_of_the_one_before(
     assert device.log[2] == ("start 2" if is_early else "finish 1")
 
 
+def test_a_slot_whose_rows_are_digested_is_not_taken_early() -> None:
+    """Its tail is zeroed with that, and what the device has of it goes."""
+    device = LoggingDevice(overlaps=True)
+    parks = decode(5, ahead=False, digest=(wire.Digest(1, 7),))
+    orders(device, parks, decode(6, ahead=True, **reserving(1)))
+    assert device.log[2] == "finish 1"
+
+
 def test_a_step_that_is_refused_is_answered_in_its_turn() -> None:
     device = LoggingDevice(overlaps=True)
     refused = decode(CONTEXT, ahead=True)
