@@ -140,6 +140,27 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
 
 
+async def test_pages_begin_and_end_in_steps_that_the_gpu_has_early(
+    site: Site, reference: Reference
+) -> None:
+    """Sessions at the end of a page decode on the GPU: no step waits for their pages, and what it
+    is given early has the rows of the step before."""
+    async with gpu_engine(site) as engine:
+        lane = engine.state.lanes[1]
+        prompts = await prepared(engine, [words(i, 246 + 3 * i) for i in range(3)])
+        before = lane.meter.steps, lane.meter.ahead
+        asked = [request(prompt, 16, session=f"s{i}") for i, prompt in enumerate(prompts)]
+        answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
+        steps, ahead = lane.meter.steps - before[0], lane.meter.ahead - before[1]
+        assert {answer.done.usage.lane for answer in answers if answer.done} == {"gpu"}
+        assert ahead > steps // 2
+        again = [[*one.prompt, *a.tokens, 5] for one, a in zip(asked, answers, strict=True)]
+        longer = [request(prompt, 6, session=f"s{i}") for i, prompt in enumerate(again)]
+        later = await asyncio.gather(*(read(engine.submit(one)) for one in longer))
+    for one, answer in zip((*asked, *longer), (*answers, *later), strict=True):
+        assert answer.tokens == reference.tokens(one.prompt, one.tokens_max)
+
+
 async def test_an_interactive_turn_goes_to_the_gpu_once_that_is_up(
     site: Site, reference: Reference
 ) -> None:
