@@ -108,6 +108,9 @@ class CpuDevice(HostDevice):
             scores,
         )
 
+    def rest(self) -> None:
+        """Nothing was put off."""
+
     def close(self) -> None:
         """End the pool's threads."""
         if self._pool is not None:

@@ -37,8 +37,16 @@ from batchengine.lanes.host_device import (
     without,
 )
 from batchengine.lanes.host_memory import BatchRows, HostMemory
+from batchengine.lanes.late_rows import LateRows
 from batchengine.lanes.page_cache import BoolArray, PageCache
-from batchengine.lanes.step_input import I32Array, StepInput, StepOutput, U64Array
+from batchengine.lanes.step_input import (
+    SLOT_MASK,
+    I32Array,
+    StepInput,
+    StepOutput,
+    U64Array,
+    written_slots,
+)
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
 from batchengine.wire import lane as wire
@@ -60,6 +68,7 @@ NO_DIGESTS = np.zeros(0, np.uint64)
 ASIDE_BYTES = 64 << 20  # of expected pages, copied beside one step
 IDLE_BYTES = 1 << 30  # of expected pages, copied by a frame without a step
 GRAPHS_MAX = 64  # shapes of steps
+LATE_ENTRIES_MIN = 9  # of a step of decodes whose rows are not stored one by one
 
 CUBINS_DIR = "cuda"  # in the folder of packed weights
 
@@ -85,20 +94,29 @@ def open_gpu(
 
 
 class DeviceMemory(HostMemory):
-    """Host memory whose changes make copies of its pages invalid."""
+    """Host memory whose changes make copies of its pages invalid. `late`: rows on their way."""
 
-    def __init__(self, attach: wire.Attach, layout: PageLayout, cache: PageCache) -> None:
+    def __init__(
+        self, attach: wire.Attach, layout: PageLayout, cache: PageCache, pool: kernels.Pool
+    ) -> None:
         super().__init__(attach, layout)
         self._cache = cache
+        shape = kernels.PageShape(layout.n_layer, layout.n_kv_head, layout.head_dim)
+        self.late = LateRows(pool, shape, self._address, self.record_slot)
+
+    def _address(self, slot: int) -> int:
+        return int(self.addresses(np.array([ARENA_BIT | slot], np.uint64))[0])
 
     def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
         """Do the chores before the computation; see LaneMemory."""
-        counts = super().prepare(step, imported)
         changed = [
             *step.poison,
             *(slot.slot for slot in step.reserve),
             *(rows.to.slot for rows in step.import_rows),
         ]
+        self.late.drop(changed)
+        self.late.flush(None if step.import_rows else [rows.slot for rows in step.relabel])
+        counts = super().prepare(step, imported)
         self._cache.forget([ARENA_BIT | slot for slot in changed])
         self._cache.forget(step.freed)
         if not step.entries:
@@ -114,6 +132,7 @@ class DeviceMemory(HostMemory):
 
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
         """Do the chores after the computation; see LaneMemory."""
+        self.late.flush([of.slot for of in step.digest])
         self._cache.forget([ARENA_BIT | of.slot for of in step.digest if of.rows < PAGE_TOKENS])
         return super().finish(step)
 
@@ -143,6 +162,7 @@ class CudaDevice(HostDevice):
         self._steps: GpuSteps | None = None
         self._cache: PageCache | None = None
         self._on_host: kernels.Batch | None = None
+        self._late_memory: DeviceMemory | None = None  # is `memory`
 
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Copy the weights to the GPU, and compare what it computes with the CPU."""
@@ -192,9 +212,9 @@ class CudaDevice(HostDevice):
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
         """Map the arena of this worker."""
-        if self._cache is None:
+        if self._cache is None or self._pool is None:
             raise RuntimeError("attach before load")
-        self.memory = DeviceMemory(attach, layout, self._cache)
+        self.memory = self._late_memory = DeviceMemory(attach, layout, self._cache, self._pool)
         return self.memory
 
     def start(self, batch: StepInput) -> StartedStep:
@@ -243,11 +263,13 @@ class CudaDevice(HostDevice):
 
     def launch(self, batch: StepInput, addresses: U64Array) -> Launched:
         """Begin one forward pass. Raises MemoryError."""
-        steps, cache = self._steps, self._cache
-        if steps is None or cache is None:
-            raise RuntimeError("launch before load")
+        steps, cache, memory = self._steps, self._cache, self._late_memory
+        if steps is None or cache is None or memory is None:
+            raise RuntimeError("launch before attach")
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
         wanted = (np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1))[wanting]
+        if len(memory.late):  # the GPU gets pages as they are on the host
+            memory.late.flush([code & SLOT_MASK for code in cache.lacking(batch.codes)])
         pages = cache.addresses(batch.codes, addresses, unwritten(batch.shape))
         bad_rows, rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
         cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
@@ -275,15 +297,50 @@ class CudaDevice(HostDevice):
         self, batch: StepInput, addresses: U64Array, seeds: U64Array, rows: kernels.KvRows
     ) -> U64Array:
         """Copy rows that are on the host to their pages; returns their digests."""
-        pool, on_host = self._pool, self._on_host
-        if pool is None or on_host is None:
-            raise RuntimeError("store before load")
+        pool, on_host, memory = self._pool, self._on_host, self._late_memory
+        if pool is None or on_host is None or memory is None:
+            raise RuntimeError("store before attach")
+        if len(memory.late):
+            memory.late.flush(written_slots(batch))
         on_host.set(batch.tokens, batch.shape, addresses)
         kernels.store_rows(pool, rows, on_host)
         return kernels.step_digests(pool, rows, seeds)
 
+    def finish(
+        self,
+        batch: StepInput,
+        addresses: U64Array,
+        at: BatchRows,
+        rows: kernels.KvRows,
+        output: HostOutput,
+    ) -> StepOutput:
+        """Store and record the rows of a step, or let those of decodes of many sessions wait."""
+        pool, memory = self._pool, self._late_memory
+        if pool is None or memory is None:
+            raise RuntimeError("finish before attach")
+        if not LATE_ENTRIES_MIN <= len(batch.entries) == len(batch.tokens):
+            output.row_digests = self.store(batch, addresses, at.seeds, rows)
+            return recorded(memory, batch, at, output)
+        digests = kernels.step_digests(pool, rows, at.seeds)
+        unusable = set(output.unusable)
+        good = [index for index in range(len(batch.entries)) if index not in unusable]
+        memory.late.add(
+            at.slots[good].tolist(),
+            at.rows[good].tolist(),
+            rows.view(len(digests))[good] if unusable else rows.view(len(digests)),
+            batch.tokens[good].tolist(),
+            digests[good],
+        )
+        return output.of_step()
+
+    def rest(self) -> None:
+        """Store all rows."""
+        if self._late_memory is not None:
+            self._late_memory.late.flush()
+
     def close(self) -> None:
-        """End the pool's threads."""
+        """Store all rows, and end the pool's threads."""
+        self.rest()
         if self._pool is not None:
             self._pool.close()
 
@@ -330,13 +387,11 @@ class GpuStep:
         """Copy the rows to the pages of the host, and record them."""
         if self._again is not None:
             return self._again
-        device, output = self._device, self._output
-        if output is None or device.memory is None:
+        if self._output is None:
             raise RuntimeError("finish before tokens")
-        output.row_digests = device.store(
-            self._batch, self._addresses, self._rows.seeds, self._launched.rows
+        return self._device.finish(
+            self._batch, self._addresses, self._rows, self._launched.rows, self._output
         )
-        return recorded(device.memory, self._batch, self._rows, output)
 
 
 class GpuSteps:

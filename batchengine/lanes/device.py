@@ -77,5 +77,9 @@ class Device(Protocol):
         `sampling`. The step before has its tokens."""
 
     @abstractmethod
+    def rest(self) -> None:
+        """Do what was put off until there is no step."""
+
+    @abstractmethod
     def close(self) -> None:
-        """End the device's threads."""
+        """Do what was put off, and end the device's threads."""

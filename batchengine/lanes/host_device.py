@@ -43,6 +43,22 @@ class HostOutput:
     unmasked: tuple[int, ...] = ()
     scores: tuple[wire.ScoredRows, ...] = ()
 
+    @property
+    def unusable(self) -> tuple[int, ...]:
+        """The entries whose rows get no record."""
+        return self.nonfinite + self.unreachable + self.unmasked
+
+    def of_step(self) -> StepOutput:
+        """The answer to the engine."""
+        return StepOutput(
+            self.rows,
+            self.nonfinite,
+            self.unreachable,
+            self.waited_us,
+            self.unmasked,
+            self.scores,
+        )
+
 
 class HostStep:
     """A step that is computed when its tokens are asked for."""
@@ -82,6 +98,9 @@ class HostDevice(ABC):
         """
 
     @abstractmethod
+    def rest(self) -> None: ...
+
+    @abstractmethod
     def close(self) -> None: ...
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
@@ -110,16 +129,8 @@ def recorded(
     memory: HostMemory, batch: StepInput, rows: BatchRows, output: HostOutput
 ) -> StepOutput:
     """The output of a step whose rows are in place, once they are recorded."""
-    unusable = output.nonfinite + output.unreachable + output.unmasked
-    memory.record_rows(batch, rows, output.row_digests, unusable)
-    return StepOutput(
-        output.rows,
-        output.nonfinite,
-        output.unreachable,
-        output.waited_us,
-        output.unmasked,
-        output.scores,
-    )
+    memory.record_rows(batch, rows, output.row_digests, output.unusable)
+    return output.of_step()
 
 
 def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float) -> Model:

@@ -325,6 +325,13 @@ class HostMemory:
         self._tokens[at] = batch.tokens
         self._valid[at] = valid
 
+    def record_slot(
+        self, slot: int, first: int, tokens: NDArray[np.uint32], digests: U64Array
+    ) -> None:
+        """Record which tokens rows of a slot hold; the rows are in place already."""
+        at = slot, slice(first, first + len(tokens))
+        self._digests[at], self._tokens[at], self._valid[at] = digests, tokens, 1
+
     def _own(self, slot: wire.ReserveSlot | wire.Relabel) -> None:
         """Remember the seeds of the slot's rows."""
         index, owner = slot.slot, _owner(slot)

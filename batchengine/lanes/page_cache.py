@@ -58,6 +58,10 @@ class PageCache:
                     self._gpu.copy_in(self._held[code], self._page(address))
         return np.array([self._held[code] for code in wanted], np.uint64)
 
+    def lacking(self, codes: U64Array) -> list[int]:
+        """Those of these pages of which it has no copy."""
+        return [code for code in codes.tolist() if code not in self._held]
+
     def forget(self, codes: Iterable[int]) -> None:
         """Give up the copies of pages whose bytes on the host have changed, or will."""
         for code in codes:

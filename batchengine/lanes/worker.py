@@ -45,6 +45,7 @@ from kv_store.layout import PageLayout
 log = logging.getLogger("batchengine.worker")
 
 NO_OUTPUT = StepOutput((), ())  # of a step that has chores only
+IDLE_MS = 50.0  # after so long without a frame a device does what it has put off
 MASK_WAIT_S = 0.02  # for masks that are late, in a step: other entries wait too
 
 
@@ -126,6 +127,8 @@ class Worker:
         """The next request; data links are served until it comes."""
         while not self._received:
             if self._ring is None:
+                if self._device is not None and not self._is_readable(IDLE_MS):
+                    self._device.rest()
                 self._receive()
             else:
                 self._ring.poll(None)
@@ -156,16 +159,20 @@ class Worker:
         else:
             self._received.append(frame)
 
+    def _is_readable(self, within_ms: float) -> bool:
+        """Whether something of a frame has come, or comes within so long."""
+        poll = select.poll()
+        poll.register(self._link.fileno(), select.POLLIN)
+        return bool(poll.poll(within_ms))
+
     def _wait_masks(self, entries: Sequence[wire.Entry]) -> list[Mask | None]:
         """The masks of a step's entries. Those that do not come in time are late: None."""
         keys = [(e.session, e.start + e.n_tokens) if e.masked else None for e in entries]
         missing = {key for key in keys if key is not None}
         end_s = time.monotonic() + MASK_WAIT_S
         while missing := missing - self._masks.keys():
-            poll = select.poll()
-            poll.register(self._link.fileno(), select.POLLIN)
             left_ms = (end_s - time.monotonic()) * 1000
-            if left_ms <= 0 or not poll.poll(left_ms) or None in self._received:
+            if left_ms <= 0 or not self._is_readable(left_ms) or None in self._received:
                 break
             self._receive()
         return [None if key is None else self._mask(self._masks.pop(key, b"")) for key in keys]
@@ -289,9 +296,7 @@ class Worker:
         finishes this one, whose rows its chores must not touch."""
         if self._device is None or not self._device.overlaps:
             return
-        ready = select.poll()
-        ready.register(self._link.fileno(), select.POLLIN)
-        while not self._received and ready.poll(0):
+        while not self._received and self._is_readable(0):
             self._receive()
         frame = self._received[0] if self._received else None
         if frame is None or frame.incarnation != self._incarnation:

@@ -226,6 +226,9 @@ class HashDevice(HostDevice):
         self.at("before_records")
         return HostOutput(tuple(sampled), tuple(nonfinite), digests, unmasked=tuple(unmasked))
 
+    def rest(self) -> None:
+        """Nothing was put off."""
+
     def close(self) -> None:
         """Nothing to close."""
 

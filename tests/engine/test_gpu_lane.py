@@ -15,6 +15,7 @@ import pytest
 from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
+from batchengine.lanes.cuda import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from tests.engine.lane.test_prompt_scores import asking, scores_of
@@ -252,6 +253,30 @@ async def test_turns_leave_a_gpu_that_stays_dead(site: Site, reference: Referenc
         longest = [*longer[0], *answers[0].tokens, 7]
         answer = await read(engine.submit(request(longest, 2, session="s0")))
         assert answer.tokens == reference.tokens(longest, 2)
+
+
+async def test_rows_that_wait_in_the_worker_of_a_gpu_may_be_lost(
+    site: Site, reference: Reference
+) -> None:
+    """So many sessions that their rows are stored by sixteen; two of them leave, then the worker
+    ends, and the others go on on the CPU."""
+    plan, n_tokens = site.folder / "plan", 45
+    prompts = [words(40 + i, 30) for i in range(LATE_ENTRIES_MIN + 2)]
+    async with gpu_engine(site, plan=plan) as engine:
+        longer = await prepared(engine, prompts)
+        streams = [
+            await started(engine, request(prompt, n_tokens, session=f"s{i}"), 0)
+            for i, prompt in enumerate(longer)
+        ]
+        await eventually(lambda: all(stream.completion_tokens >= 8 for stream, _ in streams))
+        for session in ("s0", "s1"):
+            await moved(engine, session, "cpu")
+        await eventually(lambda: all(stream.completion_tokens >= 20 for stream, _ in streams[2:]))
+        plan_failure(plan, "abort", 5)
+        answers = await asyncio.gather(*(reader for _, reader in streams))
+        for prompt, answer in zip(longer, answers, strict=True):
+            assert answer.error is None
+            assert answer.tokens == reference.tokens(prompt, n_tokens)
 
 
 @pytest.mark.parametrize(

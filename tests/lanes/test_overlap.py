@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import pytest
 
 from batchengine.core import GREEDY
 from batchengine.lanes.cpu import CpuDevice
-from batchengine.lanes.cuda import CudaDevice, GpuStep
+from batchengine.lanes.cuda import LATE_ENTRIES_MIN, CudaDevice, DeviceMemory, GpuStep
 from batchengine.lanes.host_device import HostDevice
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import StepInput, StepLimits, StepOutput, take_samples, unpack
@@ -32,8 +33,7 @@ from kv_store.layout import PageLayout
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.support.arena_rows import rows_left
 
-SLOTS, CONTEXT = 4, 512
-SESSIONS = 2
+SLOTS, CONTEXT = 2 * LATE_ENTRIES_MIN, 512  # two slots of each session
 FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, PageLayout(1, 1, 32).payload_bytes, 100, {})
 
 
@@ -81,6 +81,9 @@ class LoggingDevice:
         self.given.append(batch.tokens.tolist())
         self.log.append(f"start {len(self.given)}")
         return Logged(len(self.given), self.log, [entry.session for entry in batch.entries])
+
+    def rest(self) -> None:
+        self.log.append("rest")
 
     def close(self) -> None: ...
 
@@ -171,7 +174,7 @@ class Side:
 
     def __init__(self, device: HostDevice, resources: Any, model: Path, folder: Path) -> None:
         self.device = device
-        load = wire.Load(str(model), str(folder.parent / "cache"), resources, 64, 4, CONTEXT)
+        load = wire.Load(str(model), str(folder.parent / "cache"), resources, 300, SLOTS, CONTEXT)
         facts = device.load(load, lambda *_: None)
         layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
         self.page_bytes = layout.page_bytes
@@ -179,7 +182,7 @@ class Side:
         self.arena = Arena.create(str(folder / "arena.1"), layout, SLOTS, 1)
         attach = wire.Attach(self.arena.path, SLOTS, layout.page_bytes, str(folder))
         self.memory = device.attach(attach, layout)
-        self.limits = StepLimits(64, 4, CONTEXT, facts.vocab_size)
+        self.limits = StepLimits(300, SLOTS, CONTEXT, facts.vocab_size)
         owners = [wire.ReserveSlot(i, 1, bytes([i]), 1, i % 2) for i in range(SLOTS)]
         self.memory.prepare(wire.Step((), reserve=tuple(owners)), ())
 
@@ -188,19 +191,26 @@ class Side:
         assert isinstance(self.device.memory, HostMemory)
         return bytes(self.device.memory.tile(slot, 0, self.page_bytes))
 
-    def step(self, start: int, tokens: Sequence[Sequence[int]], sampled: Mapping[int, int]) -> Any:
+    def step(
+        self, start: int, tokens: Sequence[Sequence[int]], sampled: Mapping[int, int], **chores: Any
+    ) -> Any:
         """A step of some tokens of each session; of sampled ones, if none are named."""
-        n = len(tokens[0]) or 1
+        n, sessions = len(tokens[0]) or 1, range(len(tokens))
         pages = -(-(start + n) // 256)
         entries = [
-            wire.Entry(i, 1, start, n, pages, GREEDY, takes_sample=not tokens[0])
-            for i in range(SESSIONS)
+            wire.Entry(i, 1, start, n, pages, GREEDY, takes_sample=not tokens[0]) for i in sessions
         ]
-        codes = array("Q", [ARENA_BIT | 2 * i + p for i in range(SESSIONS) for p in range(pages)])
+        codes = array("Q", [ARENA_BIT | 2 * i + p for i in sessions for p in range(pages)])
         ids = array("i", [token for own in tokens for token in own or [0]])
-        batch = unpack(wire.Step(tuple(entries)), codes.tobytes() + ids.tobytes(), self.limits)
+        step = wire.Step(tuple(entries), **chores)
+        batch = unpack(step, codes.tobytes() + ids.tobytes(), self.limits)
         take_samples(batch, sampled)
         return self.device.start(batch)
+
+    def proven(self, slot: int, ids: Sequence[int]) -> int:
+        """How many leading rows of a slot are those of these tokens."""
+        owner = SlotOwner(bytes([slot]), 1, 1, slot % 2)
+        return rows_left(self.arena, ArenaSlot(slot, 1), owner, ids)
 
 
 @pytest.fixture
@@ -225,40 +235,119 @@ def sides(
         side.arena.close(delete=True)
 
 
-def test_overlapping_steps_give_the_bits_of_the_cpu(sides: tuple[Side, Side, FakeDriver]) -> None:
+@pytest.mark.parametrize("sessions", [2, LATE_ENTRIES_MIN])
+def test_overlapping_steps_give_the_bits_of_the_cpu(
+    sides: tuple[Side, Side, FakeDriver], sessions: int
+) -> None:
     cpu, gpu, fake = sides
     rng = np.random.default_rng(4)
-    prompt = [rng.integers(0, 100, 250).tolist() for _ in range(SESSIONS)]
+    fed = [rng.integers(0, 100, 233).tolist() for _ in range(sessions)]
     start = 0
-    for count in (60, 60, 60, 60):  # chunks of the prompt
+    for count in (30,) * 7 + (22,):  # chunks of the prompt
         for side in (cpu, gpu):
-            chunk = [own[start : start + count // 2] for own in prompt]
-            one = side.step(start, chunk, {})
+            one = side.step(start, [own[start : start + count] for own in fed], {})
             one.tokens()
             one.finish()
-        start += count // 2
-    first = [own[start : start + 1] for own in prompt]
-    fed = [own[: start + 1] for own in prompt]  # what each session has been given
+        start += count
+    first = [own[start:] for own in fed]
     running, want = gpu.step(start, first, {}), cpu.step(start, first, {})
     assert isinstance(running, GpuStep)
-    for position in range(start + 1, start + 16):
+    for position in range(start + 1, start + 38):  # past the end of a page
         wanted = want.tokens()
         tokens = running.tokens()
         assert tokens == wanted
         for session, own in enumerate(fed):
             own.append(tokens[session])
-        following = gpu.step(position, [[]] * SESSIONS, tokens)
+        following = gpu.step(position, [[]] * sessions, tokens)
         waits = fake.calls.count("cuStreamSynchronize")
         output = running.finish()
         assert fake.calls.count("cuStreamSynchronize") == waits  # the next step may run on
         assert output == want.finish()
-        running, want = following, cpu.step(position, [[]] * SESSIONS, wanted)
+        running, want = following, cpu.step(position, [[]] * sessions, wanted)
     assert running.tokens() == want.tokens()
     assert running.finish() == want.finish()
-    for slot in (0, 2):
-        pages = [side.page(slot) for side in (cpu, gpu)]
-        assert pages[0] == pages[1]
-        owner, ids = SlotOwner(bytes([slot]), 1, 1, 0), fed[slot // 2]
-        for side in (cpu, gpu):
-            at = ArenaSlot(slot, 1)
-            assert rows_left(side.arena, at, owner, ids) == len(ids) == start + 16
+    (n,) = {len(own) for own in fed}
+    assert n == 270
+    late = 0 if sessions < LATE_ENTRIES_MIN else n % 16
+    for session, own in enumerate(fed):
+        assert gpu.proven(2 * session, own[:256]) == 256
+        assert gpu.proven(2 * session + 1, own[256:]) == n - 256 - late
+    gpu.device.rest()
+    for session, own in enumerate(fed):
+        for page in range(2):
+            slot, ids = 2 * session + page, own[256 * page : 256 * (page + 1)]
+            assert [side.proven(slot, ids) for side in (cpu, gpu)] == [len(ids)] * 2
+            assert gpu.page(slot) == cpu.page(slot)
+
+
+def test_late_rows_are_stored_before_they_are_needed_and_forgotten_with_their_slot(
+    sides: tuple[Side, Side, FakeDriver],
+) -> None:
+    gpu, tokens = sides[1], [[7]] * LATE_ENTRIES_MIN
+    memory = gpu.device.memory
+    assert isinstance(memory, DeviceMemory)
+
+    def decode_one(position: int) -> None:
+        one = gpu.step(position, tokens, {})
+        one.tokens()
+        one.finish()
+
+    def held() -> list[int]:
+        return [gpu.proven(2 * i, [7] * 9) for i in range(LATE_ENTRIES_MIN)]
+
+    for position in range(3):
+        decode_one(position)
+    assert (len(memory.late), held()) == (3 * LATE_ENTRIES_MIN, [0] * LATE_ENTRIES_MIN)
+    decode_one(1)  # the rows from 1 on were void
+    assert len(memory.late) == 2 * LATE_ENTRIES_MIN
+    memory.finish(wire.Step((), digest=(wire.Digest(0, 2),)))
+    assert held()[:2] == [2, 0]
+    relabel = wire.Relabel(2, 1, bytes([2]), 1, 0, 2)
+    memory.prepare(wire.Step((), relabel=(relabel,)), ())
+    assert held()[:3] == [2, 2, 0]
+    memory.prepare(wire.Step((), poison=(4,)), ())
+    memory.prepare(wire.Step((), reserve=(wire.ReserveSlot(4, 1, bytes([4]), 1, 0),)), ())
+    assert len(memory.late) == 2 * (LATE_ENTRIES_MIN - 3)
+    one = gpu.step(2, tokens[:4], {})  # few entries: stored at once, behind those that wait
+    one.tokens()
+    one.finish()
+    assert held() == [3, 3, 0, 3, *[0] * (LATE_ENTRIES_MIN - 4)]
+    decode_one(5)  # a gap
+    assert held()[4:] == [2] * (LATE_ENTRIES_MIN - 4)
+    gpu.device.close()
+    assert len(memory.late) == 0
+
+
+def test_the_gpu_gets_a_page_with_its_late_rows(sides: tuple[Side, Side, FakeDriver]) -> None:
+    cpu, gpu, _ = sides
+    rng, sampled = np.random.default_rng(8), list[Any]()
+    prompt = rng.integers(0, 100, (12, LATE_ENTRIES_MIN)).tolist()
+    for side in (cpu, gpu):
+        for position, tokens in enumerate(prompt):
+            if side is gpu and position == 9:
+                assert isinstance(gpu.device, CudaDevice)
+                assert gpu.device._cache is not None
+                gpu.device._cache.forget([ARENA_BIT | slot for slot in range(SLOTS)])
+            one = side.step(position, [[token] for token in tokens], {})
+            sampled.append(one.tokens())
+            one.finish()
+    assert sampled[: len(prompt)] == sampled[len(prompt) :]
+
+
+def test_an_idle_worker_does_what_its_device_has_put_off() -> None:
+    device = LoggingDevice(overlaps=True)
+    ours, theirs = socket.socketpair()
+    end, link = (BlockingLink(one, wire.LANE_LINK) for one in (ours, theirs))
+    worker = Worker(link, 1, {wire.CpuResources: lambda: device})
+    thread = threading.Thread(target=worker.serve)
+    thread.start()
+    load = wire.Load("", "", wire.CpuResources(1, (), 0), 8, 4, CONTEXT)
+    end.send(wire.LANE_LINK.encode(load, incarnation=1))
+    end_s = time.monotonic() + 30.0
+    while "rest" not in device.log and time.monotonic() < end_s:
+        time.sleep(0.01)
+    assert device.log == ["rest"]
+    ours.shutdown(socket.SHUT_WR)
+    thread.join()
+    for one in (end, link):
+        one.close()

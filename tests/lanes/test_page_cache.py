@@ -175,7 +175,7 @@ def test_sealed_pages_are_expected_once_they_are_touched(tmp_path: Path) -> None
     folders = str(tmp_path / "ext"), str(tmp_path / "arena")
     arena = Arena.create(f"{tmp_path}/arena/gpu.1", LAYOUT, SLOTS, 3, repr_id=REPR)
     attach = wire.Attach(arena.path, SLOTS, LAYOUT.page_bytes, *folders)
-    memory = DeviceMemory(attach, LAYOUT, cache)
+    memory = DeviceMemory(attach, LAYOUT, cache, kernels.Pool(1))
     first, second, absent = bank.seal(0).code, bank.seal(1).code, 9 << 32
     entry = wire.Entry(1, 1, 0, 1, 1, None)
     memory.prepare(wire.Step((entry,), touch=(first, second, absent)), [])
