@@ -66,7 +66,7 @@ class InFlightStep(NamedTuple):
 
 def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> InFlightStep | None:
     """Build the frame of the step after `last`, which is in flight, for some of its sessions. None
-    if the plan is for anything else, or for prompts alone, or if slots are lacking."""
+    if the plan is for anything else, or if slots are lacking."""
     parts = {
         entry.session: part
         for part, entry in zip(last.parts, last.step.entries, strict=True)
@@ -76,7 +76,7 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> I
     n_decodes = sum([part.wants for part, _ in planned])
     is_plain = not (plan.admit or plan.preempt or plan.shed) and len(planned) == len(plan.batch)
     is_short = n_decodes == len(planned) or plan.predicted_ms <= CHUNK_AHEAD_MS_MAX
-    if not (n_decodes and is_plain and is_short and all(_is_plain(*one) for one in planned)):
+    if not (planned and is_plain and is_short and all(_is_plain(*one) for one in planned)):
         return None
     ends = {
         part.turn.session: part.turn.session.frontier + part.n_tokens + n for part, n in planned

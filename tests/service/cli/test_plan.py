@@ -30,6 +30,7 @@ MEASURE = plan.measure
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A machine with known peaks."""
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))  # else that of root, where one may lie
     monkeypatch.setattr(plan, "measure", lambda loaded: (MACHINE, processor(16 << 30)))
 
 
