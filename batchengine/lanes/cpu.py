@@ -108,8 +108,9 @@ class CpuDevice(HostDevice):
             scores,
         )
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Nothing was put off."""
+        return False
 
     def close(self) -> None:
         """End the pool's threads."""

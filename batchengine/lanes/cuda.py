@@ -1,8 +1,8 @@
 """The arithmetic of a GPU lane: weights and copies of pages in the memory of a GPU.
 
 Host memory stays the truth. A step copies the pages that it needs to the GPU, unless they are
-there, computes, and copies its new rows back to the arena, where they are recorded as those of a
-CPU lane. No row is on the GPU only.
+there, and computes. Its new rows come back with its tokens, are copied to the arena and recorded as
+those of a CPU lane, at once or some steps later (`late_rows.py`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class DeviceMemory(HostMemory):
         super().__init__(attach, layout)
         self._cache = cache
         shape = kernels.PageShape(layout.n_layer, layout.n_kv_head, layout.head_dim)
-        self.late = LateRows(pool, shape, self._address, self.record_slot)
+        self.late = LateRows(pool, shape, self._address, self.record_places)
 
     def _address(self, slot: int) -> int:
         return int(self.addresses(np.array([ARENA_BIT | slot], np.uint64))[0])
@@ -115,7 +115,12 @@ class DeviceMemory(HostMemory):
             *(rows.to.slot for rows in step.import_rows),
         ]
         self.late.drop(changed)
-        self.late.flush(None if step.import_rows else [rows.slot for rows in step.relabel])
+        self.late.flush([rows.slot for rows in step.relabel])
+        sources = [rows.source for rows in step.import_rows]
+        own = [
+            of for of in sources if isinstance(of, wire.FromArena) and of.arena == self.arena_name
+        ]
+        self.late.flush([source.slot for source in own])
         counts = super().prepare(step, imported)
         self._cache.forget([ARENA_BIT | slot for slot in changed])
         self._cache.forget(step.freed)
@@ -124,7 +129,9 @@ class DeviceMemory(HostMemory):
         return counts
 
     def touch(self, codes: Sequence[int]) -> list[int]:
-        """Fault sealed pages in, and expect them on the GPU; see HostMemory."""
+        """Fault sealed pages in, and expect them on the GPU; store the rows of open ones that are
+        on their way. See HostMemory."""
+        self.late.flush([code & SLOT_MASK for code in codes if code >= ARENA_BIT])
         readable = super().touch(codes)
         if readable:
             self._cache.expect(readable, self.addresses(np.array(readable, np.uint64)))
@@ -269,7 +276,9 @@ class CudaDevice(HostDevice):
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
         wanted = (np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1))[wanting]
         if len(memory.late):  # the GPU gets pages as they are on the host
-            memory.late.flush([code & SLOT_MASK for code in cache.lacking(batch.codes)])
+            slots = np.array(written_slots(batch), np.uint64)
+            lacking = cache.lacking(slots | np.uint64(ARENA_BIT))
+            memory.late.flush([code & SLOT_MASK for code in lacking])
         pages = cache.addresses(batch.codes, addresses, unwritten(batch.shape))
         bad_rows, rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
         cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
@@ -318,29 +327,58 @@ class CudaDevice(HostDevice):
         pool, memory = self._pool, self._late_memory
         if pool is None or memory is None:
             raise RuntimeError("finish before attach")
-        if not LATE_ENTRIES_MIN <= len(batch.entries) == len(batch.tokens):
+        counts = batch.shape[:, 0]
+        firsts, unusable = np.cumsum(counts) - counts, set(output.unusable)
+        decodes = [i for i in np.flatnonzero(counts == 1).tolist() if i not in unusable]
+        if len(decodes) < LATE_ENTRIES_MIN:
             output.row_digests = self.store(batch, addresses, at.seeds, rows)
             return recorded(memory, batch, at, output)
         digests = kernels.step_digests(pool, rows, at.seeds)
-        unusable = set(output.unusable)
-        good = [index for index in range(len(batch.entries)) if index not in unusable]
+        wait = firsts[decodes]
         memory.late.add(
-            at.slots[good].tolist(),
-            at.rows[good].tolist(),
-            rows.view(len(digests))[good] if unusable else rows.view(len(digests)),
-            batch.tokens[good].tolist(),
-            digests[good],
+            at.slots[wait].tolist(),
+            at.rows[wait].tolist(),
+            rows.view(len(digests))[wait],
+            batch.tokens[wait].tolist(),
+            digests[wait],
         )
+        self._store_chunks(batch, addresses, at, rows, digests, unusable)
         return output.of_step()
 
-    def rest(self) -> None:
-        """Store all rows."""
-        if self._late_memory is not None:
-            self._late_memory.late.flush()
+    def _store_chunks(
+        self,
+        batch: StepInput,
+        addresses: U64Array,
+        at: BatchRows,
+        rows: kernels.KvRows,
+        digests: U64Array,
+        unusable: set[int],
+    ) -> None:
+        """Store and record the rows of entries of several tokens."""
+        pool, memory, on_host = self._pool, self._late_memory, self._on_host
+        if pool is None or memory is None or on_host is None:
+            raise RuntimeError("store before attach")
+        first = first_page = 0
+        for index, (n, start, n_pages) in enumerate(batch.shape.tolist()):
+            part, pages = slice(first, first + n), slice(first_page, first_page + n_pages)
+            if n > 1 and index not in unusable:
+                memory.late.flush(np.unique(at.slots[part]).tolist())
+                entry = np.array([[n, start, n_pages]], np.int32)
+                on_host.set(batch.tokens[part], entry, addresses[pages])
+                kernels.store_rows(pool, rows, on_host, first)
+                memory.record_places(
+                    at.slots[part], at.rows[part], batch.tokens[part], digests[part]
+                )
+            first, first_page = first + n, first_page + n_pages
+
+    def rest(self) -> bool:
+        """Store the rows of one page that are on their way."""
+        return self._late_memory is not None and self._late_memory.late.flush_one()
 
     def close(self) -> None:
         """Store all rows, and end the pool's threads."""
-        self.rest()
+        while self.rest():
+            pass
         if self._pool is not None:
             self._pool.close()
 

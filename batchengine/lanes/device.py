@@ -52,7 +52,8 @@ class StartedStep(Protocol):
 
 
 class Device(Protocol):
-    """Computes the steps of a model. It keeps no session state: a step carries everything.
+    """Computes the steps of a model. A step carries everything that is kept of a session, but for
+    rows that are stored late (`rest`).
 
     overlaps: it computes a step that is started while the host finishes the one before.
     """
@@ -77,8 +78,8 @@ class Device(Protocol):
         `sampling`. The step before has its tokens."""
 
     @abstractmethod
-    def rest(self) -> None:
-        """Do what was put off until there is no step."""
+    def rest(self) -> bool:
+        """Do a part of what was put off until there is no step; whether more is left."""
 
     @abstractmethod
     def close(self) -> None:

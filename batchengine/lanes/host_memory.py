@@ -127,6 +127,7 @@ class HostMemory:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._proof = ProofPage(layout)
         self._arenas_dir = attach.arenas_dir
+        self.arena_name = os.path.basename(attach.arena_path)
         self._base = kernels.address_of(self._arena.page(0))
         self._extents_dir = attach.extents_dir
         self._extents: dict[int, Extent] = {}
@@ -240,9 +241,11 @@ class HostMemory:
 
     def touch(self, codes: Sequence[int]) -> list[int]:
         """Fault sealed pages in before a step reads them, and return those that can be read;
-        failures are counted only."""
+        failures are counted only. Open pages are there."""
         readable: list[int] = []
         for code in codes:
+            if code >= wire.ARENA_BIT:
+                continue
             view = self._sealed(code)
             if view is not None and self._fault_in(view):
                 readable.append(code)
@@ -325,11 +328,15 @@ class HostMemory:
         self._tokens[at] = batch.tokens
         self._valid[at] = valid
 
-    def record_slot(
-        self, slot: int, first: int, tokens: NDArray[np.uint32], digests: U64Array
+    def record_places(
+        self,
+        slots: NDArray[np.intp],
+        rows: NDArray[np.integer[Any]],
+        tokens: NDArray[np.integer[Any]],
+        digests: U64Array,
     ) -> None:
-        """Record which tokens rows of a slot hold; the rows are in place already."""
-        at = slot, slice(first, first + len(tokens))
+        """Record which token each of these rows of slots holds; the rows are in place already."""
+        at = slots, rows
         self._digests[at], self._tokens[at], self._valid[at] = digests, tokens, 1
 
     def _own(self, slot: wire.ReserveSlot | wire.Relabel) -> None:

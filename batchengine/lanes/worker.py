@@ -1,7 +1,7 @@
 """The lane worker process: map weights and pages, execute Step frames, answer.
 
 Owns the only writable mapping of its arena. Keeps no session state: a step carries everything, but
-for tokens that the step before it has sampled.
+for tokens that the step before it has sampled, and rows that the device stores late.
 Started by exec as `python -m batchengine.lanes.worker SOCKET_FD PARENT_PID REPORT_FD FILES_FD
 INCARNATION`; sockets of data links come by FILES_FD. Frames of another incarnation are ignored.
 Ends when the socket ends.
@@ -70,6 +70,13 @@ class BegunStep(NamedTuple):
     started: StartedStep | None  # None: it has no entries
 
 
+class RefusedStep(NamedTuple):
+    """A step that was refused when it was begun early. The error is its answer, in its turn."""
+
+    step: wire.Step
+    error: BatchEngineError
+
+
 Devices = Mapping[type[wire.Resources], Callable[[], Device]]
 DEVICES: Devices = {wire.CpuResources: _cpu, wire.CudaResources: _cuda}
 
@@ -97,7 +104,7 @@ class Worker:
         self._links: DataLinks | None = None
         self._ring: Ring | None = None
         self._received: deque[wire.LaneFrame | None] = deque()  # during a step, not yet answered
-        self._begun: BegunStep | None = None  # the step of the oldest frame of those
+        self._begun: BegunStep | RefusedStep | None = None  # the step of the oldest of those
         self._sampled: dict[int, int] = {}  # session -> token, by the last step
         self._masks: dict[tuple[int, int], bytes] = {}  # by session and position
 
@@ -127,8 +134,11 @@ class Worker:
         """The next request; data links are served until it comes."""
         while not self._received:
             if self._ring is None:
-                if self._device is not None and not self._is_readable(IDLE_MS):
-                    self._device.rest()
+                wait_ms = IDLE_MS
+                while self._device is not None and not self._is_readable(wait_ms):
+                    if not self._device.rest():
+                        break
+                    wait_ms = 0.0
                 self._receive()
             else:
                 self._ring.poll(None)
@@ -253,6 +263,8 @@ class Worker:
         begun, self._begun = self._begun, None
         if begun is None or begun.step is not step:
             begun = self._begin(step, payload)
+        if isinstance(begun, RefusedStep):
+            raise begun.error
         output = NO_OUTPUT
         if begun.started is not None:
             self._sampled = dict(begun.started.tokens())
@@ -301,9 +313,12 @@ class Worker:
         frame = self._received[0] if self._received else None
         if frame is None or frame.incarnation != self._incarnation:
             return
-        if isinstance(frame.message, wire.Step) and _is_apart(frame.message, begun):
-            with contextlib.suppress(BatchEngineError):  # it is raised again when its turn comes
-                self._begun = self._begin(frame.message, frame.payload)
+        step = frame.message
+        if isinstance(step, wire.Step) and _is_apart(step, begun):
+            try:
+                self._begun = self._begin(step, frame.payload)
+            except BatchEngineError as error:
+                self._begun = RefusedStep(step, error)
 
     def _keep_masks(self, step: wire.Step) -> None:
         """Forget masks that came too late for an earlier step."""

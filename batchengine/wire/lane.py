@@ -260,7 +260,8 @@ class Step(Message, tag=6, frozen=True):
     Order: poison, reserve, relabel, import, touch, forward + sample, digest, verify. Payload: slot
     codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
     i32 of every ImportRows (`rows` each), then the tokens i32 of every Entry.scored. An empty
-    `entries` is legal (chores only). `touch` holds codes of sealed pages to fault in, best effort;
+    `entries` is legal (chores only). `touch` holds codes of sealed pages to fault in, best effort,
+    and of open pages whose rows another lane is about to read;
     `freed` the codes of pages of the store that have been freed, for a device with copies of pages.
     An entry whose attention to the pages of a peer takes longer than `lap_ms` for a layer, or for
     all of them than a small multiple, is unreachable.

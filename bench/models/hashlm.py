@@ -226,8 +226,9 @@ class HashDevice(HostDevice):
         self.at("before_records")
         return HostOutput(tuple(sampled), tuple(nonfinite), digests, unmasked=tuple(unmasked))
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         """Nothing was put off."""
+        return False
 
     def close(self) -> None:
         """Nothing to close."""

@@ -32,15 +32,11 @@ FLOATS = ("f16", "bf16", "f32")
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
 TILE = 16  # rows of a tile of packed weights
-FEW_TOKENS = 16  # up to here each block reads a tile of weights for 8 tokens
-SOME_TOKENS, MANY_TOKENS = (
-    32,
-    64,
-)  # and up to SOME_TOKENS four tiles for so many, else for MANY_TOKENS
-MANY_TILES, MANY_THREADS = 4, 128
-MANY_AT_ONCE = (
-    3  # of these blocks a multiprocessor computes at once; with fewer, segments are parted
-)
+# Up to FEW_TOKENS each block reads a tile of weights for 8 tokens, up to SOME_TOKENS four tiles for
+# so many, else for MANY_TOKENS. A multiprocessor computes MANY_AT_ONCE of the latter at once; where
+# there are fewer, their segments are parted.
+FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 16, 32, 64
+MANY_TILES, MANY_THREADS, MANY_AT_ONCE = 4, 128, 3
 FEW_WARPS_MIN, FEW_WARPS_MAX, SEGMENT = 4, 8, 1024
 THREADS, WARP = 256, 32
 NORM_THREADS_MAX = 512

@@ -19,7 +19,14 @@ from batchengine.lanes.cpu import CpuDevice
 from batchengine.lanes.cuda import LATE_ENTRIES_MIN, CudaDevice, DeviceMemory, GpuStep
 from batchengine.lanes.host_device import HostDevice
 from batchengine.lanes.host_memory import HostMemory
-from batchengine.lanes.step_input import StepInput, StepLimits, StepOutput, take_samples, unpack
+from batchengine.lanes.step_input import (
+    BadStep,
+    StepInput,
+    StepLimits,
+    StepOutput,
+    take_samples,
+    unpack,
+)
 from batchengine.lanes.worker import Worker
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink
@@ -33,7 +40,7 @@ from kv_store.layout import PageLayout
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.support.arena_rows import rows_left
 
-SLOTS, CONTEXT = 2 * LATE_ENTRIES_MIN, 512  # two slots of each session
+SLOTS, CONTEXT = 2 * (LATE_ENTRIES_MIN + 1), 512  # two slots of each session
 FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, PageLayout(1, 1, 32).payload_bytes, 100, {})
 
 
@@ -82,8 +89,9 @@ class LoggingDevice:
         self.log.append(f"start {len(self.given)}")
         return Logged(len(self.given), self.log, [entry.session for entry in batch.entries])
 
-    def rest(self) -> None:
+    def rest(self) -> bool:
         self.log.append("rest")
+        return False
 
     def close(self) -> None: ...
 
@@ -167,6 +175,23 @@ def test_a_step_that_is_refused_is_answered_in_its_turn() -> None:
     kinds = [type(answer) for answer in answers]
     assert kinds == [wire.StepDone, wire.Failed, wire.StepDone]
     assert device.log[:3] == ["start 1", "tokens 1", "finish 1"]
+
+
+def test_a_refusal_of_a_step_that_was_begun_early_is_its_answer() -> None:
+    """The next time it might be accepted, and would take a token that is not there any more."""
+
+    class Refusing(LoggingDevice):
+        def start(self, batch: StepInput) -> Logged:
+            if len(self.given) == 1:
+                self.given.append([])
+                raise BadStep("no file can be opened just now")
+            return super().start(batch)
+
+    device = Refusing(overlaps=True)
+    steps = decode(5, ahead=False), decode(6, ahead=True), decode(7, ahead=False)
+    kinds = [type(answer) for answer in orders(device, *steps)]
+    assert kinds == [wire.StepDone, wire.Failed, wire.StepDone]
+    assert device.log[:2] == ["start 1", "tokens 1"]
 
 
 class Side:
@@ -272,7 +297,8 @@ def test_overlapping_steps_give_the_bits_of_the_cpu(
     for session, own in enumerate(fed):
         assert gpu.proven(2 * session, own[:256]) == 256
         assert gpu.proven(2 * session + 1, own[256:]) == n - 256 - late
-    gpu.device.rest()
+    while gpu.device.rest():
+        pass
     for session, own in enumerate(fed):
         for page in range(2):
             slot, ids = 2 * session + page, own[256 * page : 256 * (page + 1)]
@@ -305,9 +331,11 @@ def test_late_rows_are_stored_before_they_are_needed_and_forgotten_with_their_sl
     relabel = wire.Relabel(2, 1, bytes([2]), 1, 0, 2)
     memory.prepare(wire.Step((), relabel=(relabel,)), ())
     assert held()[:3] == [2, 2, 0]
+    memory.prepare(wire.Step((), touch=(ARENA_BIT | 6,)), ())  # before it is read by another lane
+    assert (held()[3], memory.touch_failures) == (2, 0)
     memory.prepare(wire.Step((), poison=(4,)), ())
     memory.prepare(wire.Step((), reserve=(wire.ReserveSlot(4, 1, bytes([4]), 1, 0),)), ())
-    assert len(memory.late) == 2 * (LATE_ENTRIES_MIN - 3)
+    assert len(memory.late) == 2 * (LATE_ENTRIES_MIN - 4)
     one = gpu.step(2, tokens[:4], {})  # few entries: stored at once, behind those that wait
     one.tokens()
     one.finish()
@@ -316,6 +344,39 @@ def test_late_rows_are_stored_before_they_are_needed_and_forgotten_with_their_sl
     assert held()[4:] == [2] * (LATE_ENTRIES_MIN - 4)
     gpu.device.close()
     assert len(memory.late) == 0
+
+
+def test_decodes_beside_a_chunk_of_a_prompt_are_stored_late(
+    sides: tuple[Side, Side, FakeDriver],
+) -> None:
+    cpu, gpu, _ = sides
+    rng, counts = np.random.default_rng(6), [1] * 4 + [5] + [1] * 5
+    assert sum(n == 1 for n in counts) == LATE_ENTRIES_MIN
+    fed: list[list[int]] = [[] for _ in counts]
+    for _ in range(3):
+        starts, new = [len(own) for own in fed], [rng.integers(0, 100, n).tolist() for n in counts]
+        for own, more in zip(fed, new, strict=True):
+            own.extend(more)
+        entries = [
+            wire.Entry(i, 1, start, n, 1, GREEDY)
+            for i, (start, n) in enumerate(zip(starts, counts, strict=True))
+        ]
+        codes = array("Q", [ARENA_BIT | 2 * i for i in range(len(counts))])
+        ids = array("i", [token for more in new for token in more])
+        outputs: list[StepOutput] = []
+        for side in (cpu, gpu):
+            payload = codes.tobytes() + ids.tobytes()
+            one = side.device.start(unpack(wire.Step(tuple(entries)), payload, side.limits))
+            one.tokens()
+            outputs.append(one.finish())
+        assert outputs[0] == outputs[1]
+    held = [gpu.proven(2 * i, own) for i, own in enumerate(fed)]
+    assert held == [len(own) if len(own) > 3 else 0 for own in fed]
+    while gpu.device.rest():
+        pass
+    for i, own in enumerate(fed):
+        assert gpu.proven(2 * i, own) == cpu.proven(2 * i, own) == len(own)
+        assert gpu.page(2 * i) == cpu.page(2 * i)
 
 
 def test_the_gpu_gets_a_page_with_its_late_rows(sides: tuple[Side, Side, FakeDriver]) -> None:

@@ -52,6 +52,7 @@ class InFlightStep(NamedTuple):
     verify: list[Seal]
     chores: Chores
     predicted_ms: float
+    recomputed: int = 0  # tokens whose rows there were once
     is_ahead: bool = False  # planned before the step before it was committed
 
     @property
@@ -87,6 +88,7 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> I
     entries: list[wire.Entry] = []
     rows: list[StepEntry] = []
     fills: list[tuple[Turn, int, ArenaSlot]] = []
+    recomputed = 0
     for (part, n), (session, end) in zip(planned, ends.items(), strict=True):
         turn, start, n_pages, sample = part.turn, end - n, pages_for(end), [0] * part.wants
         wants = end == len(session.tokens) + part.wants
@@ -104,11 +106,14 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> I
         )  # fmt: skip
         rows.append(StepEntry(turn, n, wants))
         fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
+        recomputed += max(0, min(end, session.computed) - start)
         session.computed = max(session.computed, end)
     chores, verify = kv.chores()
     step = frame(entries, fills, chores, [kv.sealing.verify_message(seal) for seal in verify])
     payload = codes.tobytes() + tokens.tobytes() + history.tobytes() + chores.import_tokens
-    return InFlightStep(step, payload, rows, fills, verify, chores, plan.predicted_ms, True)
+    return InFlightStep(
+        step, payload, rows, fills, verify, chores, plan.predicted_ms, recomputed, is_ahead=True
+    )
 
 
 def frame(

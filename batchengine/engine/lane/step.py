@@ -76,6 +76,7 @@ class StepWriter:
         entries: list[wire.Entry] = []
         parts: list[StepEntry] = []
         fills: list[tuple[Turn, int, ArenaSlot]] = []
+        recomputed = 0
         for key, planned in plan.batch:
             turn = seats.running[key]
             n = self._room(turn, planned)
@@ -85,10 +86,8 @@ class StepWriter:
             start = session.frontier
             end = start + n
             wants = end == len(session.tokens)
-            if start < session.computed:
-                self._meter.recomputed += min(end, session.computed) - start
-            if end > session.computed:
-                session.computed = end
+            recomputed += max(0, min(end, session.computed) - start)
+            session.computed = max(session.computed, end)
             n_pages, table = pages_for(end), session.kv.codes
             codes.extend(table if n_pages == len(table) else table[:n_pages])
             if n == 1:
@@ -128,7 +127,8 @@ class StepWriter:
                 scored.tobytes(),
             )
         )
-        return InFlightStep(step, payload, parts, fills, verify, chores, plan.predicted_ms)
+        predicted_ms = plan.predicted_ms
+        return InFlightStep(step, payload, parts, fills, verify, chores, predicted_ms, recomputed)
 
     def _admit(self, key: int) -> None:
         turn = self._seats.seat(key)
@@ -212,6 +212,7 @@ class StepWriter:
             void.add(turns[index])
         nonfinite = {turns[i] for i in done.nonfinite} - void
         self._meter.ahead += in_flight.is_ahead
+        self._meter.recomputed += in_flight.recomputed
         self._meter.void += len(void)
         without_rows = nonfinite | {turns[i] for i in done.unreachable} | void
         rows = {row.session: row for row in done.rows}

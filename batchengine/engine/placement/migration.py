@@ -214,8 +214,9 @@ class Migrator:
         return row_import
 
     async def _touch(self, loop: LaneLoop, sealed: Sequence[int]) -> None:
-        """Wait until the lane has answered a new frame that faults these pages in, or its worker
-        died, which `_check` finds later. Raises Abort after ANSWER_S."""
+        """Wait until the lane has answered a new frame that faults these pages in, or stores the
+        rows of open ones, or its worker died, which `_check` finds later. Raises Abort after
+        ANSWER_S."""
         touched = loop.kv.touches.touch(sealed)
         loop.wake()
         await asyncio.wait([touched], timeout=ANSWER_S)
@@ -232,10 +233,16 @@ class Migrator:
             if not decodes or session.kv.pending:
                 return
             self._check(session, move.to)
+            await self._store_rows(move)
             sources = move.source.kv.importing.sources(session)
             await self._answered(move, self._import(move, row_import, sources), ANSWER_S)
             if session.frontier <= _reach(session, row_import):
                 return
+
+    async def _store_rows(self, move: Migration) -> None:
+        """Have the source store rows that its worker has not stored yet."""
+        if move.source.config.kind == "cuda" and move.source.up:
+            await self._touch(move.source, [slot.code for slot in move.session.kv.open])
 
     def _import(
         self, move: Migration, row_import: RowImport, rows: list[PendingRows]
@@ -275,6 +282,8 @@ class Migrator:
         rows = [pending for pending in pending_rows if isinstance(pending.source, FromArena)]
         imported = None
         if frozen.turn is None or not _has_enough(session, row_import, rows):
+            await self._store_rows(move)
+            self._check(session, to)
             imported = self._import(move, row_import, rows)
         await self._at("P3")
         if imported is not None:

@@ -43,7 +43,8 @@ void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* see
 void step_digests(Pool& pool, const KvRows& rows, size_t tokens, const uint64_t* seeds,
                   uint64_t* digests);
 
-// Writes the rows of a step, which another device has computed, to the pages of the batch.
-void store_rows(Pool& pool, KvRows& rows, const Batch& batch);
+// Writes rows of a step, which another device has computed, to the pages of the batch, whose first token
+// has row `first`.
+void store_rows(Pool& pool, KvRows& rows, const Batch& batch, size_t first);
 
 }  // namespace batchengine

@@ -243,7 +243,7 @@ void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* see
                      digests);
 }
 
-void store_rows(Pool& pool, KvRows& rows, const Batch& batch) {
+void store_rows(Pool& pool, KvRows& rows, const Batch& batch, size_t first) {
     const PageShape& shape = rows.shape;
     for_each(pool, shape.n_layer * shape.n_kv_head, batch.n_tokens == 1, [&](size_t item) {
         const size_t layer = item / shape.n_kv_head, head = item % shape.n_kv_head;
@@ -251,7 +251,7 @@ void store_rows(Pool& pool, KvRows& rows, const Batch& batch) {
         for (size_t token = 0, count; token < batch.n_tokens; token += count) {
             count = run_length(batch, token, batch.n_tokens);
             for (size_t i = 0; i < count; i++)
-                kv[i] = TokenKv(rows.head(token + i, layer, head), shape.head_dim);
+                kv[i] = TokenKv(rows.head(first + token + i, layer, head), shape.head_dim);
             const HeadPage page(page_of(batch, token), shape, layer, head);
             const size_t t = batch.position(token) % PAGE_TOKENS;
             store_k(page, shape.head_dim, t, kv, count);

@@ -315,15 +315,17 @@ void bind_place(nb::module_& module) {
         "As row_digests, of the first tokens of a step that place_kv has copied for every layer.");
     module.def(
         "store_rows",
-        [](Pool& pool, KvRows& rows, const Batch& batch) {
+        [](Pool& pool, KvRows& rows, const Batch& batch, size_t first) {
             require_open(pool);
-            require_tokens(batch.n_tokens, rows.tokens_max, "store_rows");
+            require_tokens(first, rows.tokens_max, "store_rows");
+            require_tokens(first + batch.n_tokens, rows.tokens_max, "store_rows");
             require_written_pages(batch, "store_rows");
             const nb::gil_scoped_release release;
-            store_rows(pool, rows, batch);
+            store_rows(pool, rows, batch, first);
         },
-        nb::arg("pool"), nb::arg("rows"), nb::arg("batch"),
-        "Writes the rows of a step, which another device has computed, to the pages of the batch.");
+        nb::arg("pool"), nb::arg("rows"), nb::arg("batch"), nb::arg("first") = 0,
+        "Writes rows of a step, which another device has computed, to the pages of the batch, whose "
+        "first token has row `first`.");
     module.def(
         "xxh3_64",
         [](nb::object data, uint64_t seed) {

@@ -142,6 +142,19 @@ async def test_short_chunks_of_a_prompt_are_sent_ahead_beside_decodes(
         assert other.tokens == reference.tokens(one, 400)[: len(other.tokens)]
 
 
+async def test_short_chunks_of_a_prompt_alone_are_sent_ahead(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inflight, "CHUNK_AHEAD_MS_MAX", 1e6)
+    prompt = words(33, 1900)
+    async with running_engine(site, lane__steps_in_flight=2, lane__chunk_tokens_max=64) as engine:
+        meter = engine.state.lanes[0].meter
+        answer = await read(engine.submit(request(prompt, 1)))
+        assert meter.ahead > 1900 // 64 // 2
+        assert engine.stats()["tokens_recomputed"] == 0
+    assert answer.tokens == reference.tokens(prompt, 1)
+
+
 async def test_a_page_of_a_step_ahead_may_be_that_of_a_session_at_rest(
     site: Site, reference: Reference
 ) -> None:

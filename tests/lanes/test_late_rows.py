@@ -1,0 +1,108 @@
+"""Rows that are stored by 16: in shares, in order, with the bytes and records of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import kernels
+from batchengine.lanes.late_rows import TOGETHER, LateRows
+from bench.models.tensors import aligned
+
+SHAPE = kernels.PageShape(2, 1, 32)
+SLOTS = 40
+
+
+class Scene:
+    """Pages, what is recorded of them, and the same pages with every row stored at once."""
+
+    def __init__(self) -> None:
+        self.pool = kernels.Pool(1)
+        self.pages, self.wanted = (
+            [aligned(SHAPE.payload_bytes) for _ in range(SLOTS)] for _ in range(2)
+        )
+        self.records: list[tuple[int, list[int], list[int]]] = []  # slot, rows, tokens
+        self.late = LateRows(self.pool, SHAPE, self._address, self._record)
+        self._rng = np.random.default_rng(2)
+
+    def _address(self, slot: int) -> int:
+        return kernels.address_of(self.pages[slot])
+
+    def _record(self, slots: Any, rows: Any, tokens: Any, digests: Any) -> None:
+        (slot,) = set(slots.tolist())
+        assert digests.tolist() == (tokens * 3).tolist()
+        self.records.append((slot, rows.tolist(), tokens.tolist()))
+
+    def add(self, slots: list[int], row: int, token: int) -> int:
+        """A row of each slot; returns how many tiles were stored."""
+        rows, before = kernels.KvRows(len(slots), SHAPE), len(self.records)
+        view = rows.view(len(slots))
+        view[:] = self._rng.integers(0, 256, view.shape)
+        batch = kernels.Batch(len(slots), len(slots), len(slots))
+        table = np.array([[1, row, 1]] * len(slots), np.int32)
+        pages = np.array([kernels.address_of(self.wanted[slot]) for slot in slots], np.uint64)
+        batch.set(np.zeros(len(slots), np.int32), table, pages)
+        kernels.store_rows(self.pool, rows, batch)
+        digests = np.full(len(slots), 3 * token, np.uint64)
+        self.late.add(slots, [row] * len(slots), view, [token] * len(slots), digests)
+        view[:] = 0  # they were copied
+        return len(self.records) - before
+
+    def is_stored(self) -> bool:
+        pairs = zip(self.pages, self.wanted, strict=True)
+        return all(page.tobytes() == wanted.tobytes() for page, wanted in pairs)
+
+
+def test_each_step_stores_its_share_of_whole_tiles() -> None:
+    scene, slots = Scene(), list(range(SLOTS))
+    share = -(-SLOTS // TOGETHER)
+    counts = [scene.add(slots, 5 + i, i) for i in range(80)]
+    assert counts[:10] == [0] * 10  # the first tile begins at row 5
+    assert max(counts) == share
+    assert sum(counts[10:26]) == SLOTS  # before the next ones are whole
+    assert all(
+        scene_rows == list(range(scene_rows[0], scene_rows[-1] + 1))
+        and scene_rows[0] // TOGETHER == scene_rows[-1] // TOGETHER
+        for _, scene_rows, _ in scene.records
+    )
+    assert len(scene.late) <= SLOTS * (2 * TOGETHER - 1)
+    while scene.late.flush_one():
+        pass
+    assert scene.is_stored()
+    for slot in slots:
+        rows = [row for of, some, _ in scene.records if of == slot for row in some]
+        assert rows == list(range(5, 85))
+        tokens = [token for of, _, some in scene.records if of == slot for token in some]
+        assert tokens == list(range(80))
+
+
+def test_a_row_that_is_computed_again_gives_way() -> None:
+    scene = Scene()
+    for row, token in ((14, 1), (15, 2), (16, 3), (16, 4), (17, 5), (15, 6), (16, 7), (40, 8)):
+        scene.add([0, 1], row, token)
+    scene.late.drop([1])
+    scene.late.flush([0, 1])
+    assert len(scene.late) == 0
+    assert scene.pages[0].tobytes() == scene.wanted[0].tobytes()
+    last = {
+        row: token
+        for slot, rows, tokens in scene.records
+        if slot == 0
+        for row, token in zip(rows, tokens, strict=True)
+    }
+    assert last == {14: 1, 15: 6, 16: 7, 17: 5, 40: 8}
+    assert (1, [40], [8]) not in scene.records
+
+
+def test_native_rows_are_stored_from_any_one_on() -> None:
+    pool, rng = kernels.Pool(1), np.random.default_rng(3)
+    rows = kernels.KvRows(9, SHAPE)
+    rows.view(9)[:] = rng.integers(0, 256, rows.view(9).shape)
+    got, wanted = aligned(SHAPE.payload_bytes), aligned(SHAPE.payload_bytes)
+    batch = kernels.Batch(9, 1, 1)
+    for page, first, n in ((wanted, 0, 9), (got, 6, 3), (got, 0, 6)):
+        table = np.array([[n, 20 + first, 1]], np.int32)
+        batch.set(np.zeros(n, np.int32), table, np.array([kernels.address_of(page)], np.uint64))
+        kernels.store_rows(pool, rows, batch, first)
+    assert got.tobytes() == wanted.tobytes()
