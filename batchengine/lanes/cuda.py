@@ -377,8 +377,8 @@ class CudaDevice(HostDevice):
 
     def close(self) -> None:
         """Store all rows, and end the pool's threads."""
-        while self.rest():
-            pass
+        if self._late_memory is not None:
+            self._late_memory.late.flush()
         if self._pool is not None:
             self._pool.close()
 

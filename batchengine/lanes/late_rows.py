@@ -90,9 +90,9 @@ class LateRows:
             if (tiles := self._waiting.get(slot)) and tiles[0].is_whole:
                 self._store(slot, tiles.popleft())
 
-    def flush(self, slots: Iterable[int]) -> None:
-        """Store and record what waits for these slots."""
-        for slot in slots:
+    def flush(self, slots: Iterable[int] | None = None) -> None:
+        """Store and record what waits for these slots, or for all."""
+        for slot in list(self._waiting) if slots is None else slots:
             for tile in self._waiting.pop(slot, ()):
                 self._store(slot, tile)
 
