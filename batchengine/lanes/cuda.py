@@ -334,11 +334,11 @@ class CudaDevice(HostDevice):
             output.row_digests = self.store(batch, addresses, at.seeds, rows)
             return recorded(memory, batch, at, output)
         digests = kernels.step_digests(pool, rows, at.seeds)
-        wait = firsts[decodes]
+        wait, view = firsts[decodes], rows.view(len(digests))
         memory.late.add(
             at.slots[wait].tolist(),
             at.rows[wait].tolist(),
-            rows.view(len(digests))[wait],
+            view if len(wait) == len(view) else view[wait],
             batch.tokens[wait].tolist(),
             digests[wait],
         )
