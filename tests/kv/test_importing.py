@@ -491,8 +491,8 @@ def test_touching_missing_pages_does_not_fail_a_step(bank: Bank) -> None:
     bank.memory.touch((0, 1, 2))
     assert bank.memory.touch_failures == 0
     os.truncate(bank.folder / "ext/000000.kv", 1)  # a read through the mapping would be a SIGBUS
-    bank.memory.touch((1, 3, 7 << 32, ARENA_BIT | 1, -1))
-    assert bank.memory.touch_failures == 5
+    bank.memory.touch((1, 3, 7 << 32, ARENA_BIT | 1, -1))  # an open page is there
+    assert bank.memory.touch_failures == 4
 
 
 def test_rows_of_a_poisoned_entry_get_no_record(bank: Bank) -> None:
