@@ -418,7 +418,7 @@ def _derive_lanes(
                 threads=threads,
                 cores=cores,
                 tier=tier,
-                steps_in_flight=lane.steps_in_flight or (2 if lane.kind == "cuda" else 1),
+                steps_in_flight=lane.steps_in_flight or (3 if lane.kind == "cuda" else 1),
             )
         )
     return tuple(derived)

@@ -97,7 +97,8 @@ class LaneConfig:
     device, vram_bytes: of a lane of kind cuda, its GPU's index and what it takes of its memory.
     multiprocessors_max: how many of the GPU's it uses, so that another process or lane has the
     others; rounded up to what the driver can part (8 on an H100).
-    steps_in_flight: 2 = a step is planned and sent while the worker computes the one before.
+    steps_in_flight: 2 = a step is planned and sent while the worker computes the one before; 3 =
+    two are, if they are short.
     step_ms_max: the longest step, which is what a request waits for that arrives while another
     key's prompt is computed.
     """
@@ -117,7 +118,7 @@ class LaneConfig:
     tier: str = field(default="", metadata=_one_of("fast", "bulk", "any"))  # "" = by kind
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
     queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max
-    steps_in_flight: int = field(default=0, metadata=_within(0, 2))  # 0 = by kind
+    steps_in_flight: int = field(default=0, metadata=_within(0, 3))  # 0 = by kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,11 +27,12 @@ from batchengine.lanes.host_device import (
     HostDevice,
     HostOutput,
     addresses_of,
-    choose,
     facts_of,
+    late_masks,
     load_model,
     logits_max,
     recorded,
+    sample_specs,
     sampled,
     scored,
     without,
@@ -45,18 +46,19 @@ from batchengine.lanes.step_input import (
     StepInput,
     StepOutput,
     U64Array,
+    takers_of,
     written_slots,
 )
-from batchengine.model import CpuOps, Model, Ops, Stepper
+from batchengine.model import CpuOps, Model, Ops, Stepper, nonfinite_entries
 from batchengine.weights import Weights
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
 from kernels.cuda.compile import CompileError, cubins
 from kernels.cuda.driver import CudaGpu
-from kernels.cuda.gpu import Gpu, GpuFault
+from kernels.cuda.gpu import Gpu, GpuFault, Mark
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Batch, KvRows, Rows
-from kernels.cuda.ops import CudaOps
+from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, CudaOps, Taken
 from kv_store.layout import PageLayout
 
 log = logging.getLogger("batchengine.worker")
@@ -224,14 +226,18 @@ class CudaDevice(HostDevice):
         self.memory = self._late_memory = DeviceMemory(attach, layout, self._cache, self._pool)
         return self.memory
 
-    def start(self, batch: StepInput) -> StartedStep:
-        """Start a step on the GPU, if it fits there at once."""
+    def start(self, batch: StepInput, after: StartedStep | None = None) -> StartedStep:
+        """Start a step on the GPU, if it fits there at once; see Device."""
         if self.memory is None or self._cache is None:
             raise RuntimeError("start before attach")
+        taken = after.rows_of(batch) if isinstance(after, GpuStep) else NOTHING_TAKEN
         if len(batch.codes) <= self._cache.pages_max:
             addresses, rows = addresses_of(self.memory, batch), self.memory.rows_of(batch)
             with contextlib.suppress(MemoryError):
-                return GpuStep(self, batch, addresses, rows, self.launch(batch, addresses))
+                launched = self.launch(batch, addresses, taken)
+                waits = any(entry.masked for entry in batch.entries)
+                sampling = None if waits else self.begin_sample(batch, launched)
+                return GpuStep(self, batch, addresses, rows, launched, sampling)
         return super().start(batch)
 
     def run(self, batch: StepInput) -> StepOutput:
@@ -264,39 +270,51 @@ class CudaDevice(HostDevice):
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
         """Run one forward pass on the GPU, and copy its rows to the pages of the host."""
         launched = self.launch(batch, addresses)
-        output = self.choose(batch, launched)
+        output = self.choose(batch, launched, self.begin_sample(batch, launched))
         output.row_digests = self.store(batch, addresses, seeds, launched.rows)
         return output
 
-    def launch(self, batch: StepInput, addresses: U64Array) -> Launched:
-        """Begin one forward pass. Raises MemoryError."""
+    def launch(
+        self, batch: StepInput, addresses: U64Array, taken: Taken = NOTHING_TAKEN
+    ) -> Launched:
+        """Begin one forward pass. taken: the entries that take samples of the step before, which
+        may be under way, and of which row of it. Raises MemoryError."""
         steps, cache, memory = self._steps, self._cache, self._late_memory
         if steps is None or cache is None or memory is None:
             raise RuntimeError("launch before attach")
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
-        wanted = (np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1))[wanting]
+        ends = np.cumsum(batch.shape[:, 0], dtype=np.int32)
+        wanted = (ends - np.int32(1))[wanting]
         if len(memory.late):  # the GPU gets pages as they are on the host
             slots = np.array(written_slots(batch), np.uint64)
             lacking = cache.lacking(slots | np.uint64(ARENA_BIT))
             memory.late.flush([code & SLOT_MASK for code in lacking])
         pages = cache.addresses(batch.codes, addresses, unwritten(batch.shape))
-        bad_rows, rows = steps.begin(batch.tokens, batch.shape, pages, wanted)
+        tokens = {int(ends[entry]) - 1: row for entry, row in taken.items()}
+        bad_rows, rows = steps.begin(batch.tokens, batch.shape, pages, wanted, tokens)
         cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
-        return Launched(wanting, wanted, bad_rows, rows)
+        histories = {row: taken[entry] for row, entry in enumerate(wanting) if entry in taken}
+        return Launched(wanting, wanted, ends, bad_rows, rows, histories)
 
-    def choose(self, batch: StepInput, launched: Launched) -> HostOutput:
-        """Sample once the GPU has computed a step; everything of it is on the host then. The output
-        has no digests yet. Raises MemoryError."""
+    def begin_sample(self, batch: StepInput, launched: Launched) -> Sampling:
+        """Have the GPU sample, once the masks are here. Raises MemoryError."""
+        if self._steps is None:
+            raise RuntimeError("begin_sample before load")
+        masks = batch.masks(batch.entries)
+        begun = self._steps.sample(sample_specs(batch, masks), launched.histories)
+        return Sampling(late_masks(batch, masks), begun, self._steps.gpu.mark())
+
+    def choose(self, batch: StepInput, launched: Launched, sampling: Sampling) -> HostOutput:
+        """Wait for what was sampled; everything of the step is on the host then. The output has no
+        digests yet. Raises MemoryError if there are scores."""
         if self._steps is None:
             raise RuntimeError("choose before load")
-        stepper = self._steps.stepper
-        choices, late = choose(stepper, batch)
-        if not launched.wanting:
-            self._steps.gpu.synchronize()
-        nonfinite = stepper.nonfinite(launched.wanted, launched.bad_rows)
+        sampling.end.wait()
+        choices, late = sampling.begun.chosen(), sampling.late
+        nonfinite = nonfinite_entries(launched.ends, launched.wanted, launched.bad_rows)
         chosen, nonfinite = sampled(batch, launched.wanting, choices, nonfinite)
         unmasked = [index for index in late if index not in nonfinite]
-        scores, bad = scored(stepper, batch, [*nonfinite, *unmasked])
+        scores, bad = scored(self._steps.stepper, batch, [*nonfinite, *unmasked])
         chosen, nonfinite = without(chosen, batch, [*unmasked, *bad]), sorted([*nonfinite, *bad])
         return HostOutput(
             tuple(chosen), tuple(nonfinite), NO_DIGESTS, unmasked=tuple(unmasked), scores=scores
@@ -328,7 +346,7 @@ class CudaDevice(HostDevice):
         if pool is None or memory is None:
             raise RuntimeError("finish before attach")
         counts = batch.shape[:, 0]
-        firsts, unusable = np.cumsum(counts) - counts, set(output.unusable)
+        firsts, unusable = np.cumsum(counts) - counts, {*output.unusable, *batch.untaken}
         decodes = [i for i in np.flatnonzero(counts == 1).tolist() if i not in unusable]
         if len(decodes) < LATE_ENTRIES_MIN:
             output.row_digests = self.store(batch, addresses, at.seeds, rows)
@@ -385,17 +403,29 @@ class CudaDevice(HostDevice):
 
 class Launched(NamedTuple):
     """A step that the GPU computes: which of its entries want a token, and the rows of the step
-    with their logits; the rows that are not finite, and the page rows, once it has ended."""
+    with their logits; the row behind each entry; the rows that are not finite, and the page rows,
+    once it has ended. histories: which of those that want a token have a history that ends with a
+    sample of the step before, and of which row of it."""
 
     wanting: list[int]
     wanted: I32Array
+    ends: I32Array
     bad_rows: list[BadRows]
     rows: kernels.KvRows
+    histories: Taken
+
+
+class Sampling(NamedTuple):
+    """What a GPU samples; the entries whose mask is late; the point at which it has ended."""
+
+    late: tuple[int, ...]
+    begun: BegunSample
+    end: Mark
 
 
 class GpuStep:
-    """A step that a GPU has been given as a whole. After its tokens only the host has to do with
-    it, so that the GPU may compute the next step."""
+    """A step that a GPU has been given as a whole. Once it samples, the GPU may be given the next
+    step, which takes the samples there; unless it scores, which is done with what the step left."""
 
     def __init__(
         self,
@@ -404,20 +434,49 @@ class GpuStep:
         addresses: U64Array,
         rows: BatchRows,
         launched: Launched,
+        sampling: Sampling | None,
     ) -> None:
+        """sampling: None if masks lack for it."""
         self._device, self._batch = device, batch
         self._addresses, self._rows, self._launched = addresses, rows, launched
+        self._sampling = sampling
         self._output: HostOutput | None = None
         self._again: StepOutput | None = None  # of a step that was computed again
 
+    @property
+    def feeds(self) -> bool:
+        return self._sampling is not None and not any(len(of) for of in self._batch.scored)
+
+    @property
+    def is_computed(self) -> bool:
+        return self._sampling is None or self._sampling.end.is_passed
+
+    def rows_of(self, batch: StepInput) -> dict[int, int]:
+        """For each entry of the next step that takes a sample of this one: the row it is of."""
+        wanting = self._launched.wanting
+        rows = {self._batch.entries[index].session: row for row, index in enumerate(wanting)}
+        takers = [(i, rows.get(batch.entries[i].session)) for i in takers_of(batch)]
+        return {index: row for index, row in takers if row is not None}
+
+    def sample(self) -> None:
+        """See StartedStep. A step that gets no memory is computed again."""
+        if self._sampling is None and self._again is None:
+            try:
+                self._sampling = self._device.begin_sample(self._batch, self._launched)
+            except MemoryError:
+                self._again = self._device.run(self._batch)
+
     def tokens(self) -> dict[int, int]:
         """Wait for the GPU; see StartedStep. A step that gets no memory is computed again."""
-        rows: tuple[wire.SampledRow, ...]
-        try:
-            self._output = self._device.choose(self._batch, self._launched)
-            rows = self._output.rows
-        except MemoryError:
-            self._again = self._device.run(self._batch)
+        self.sample()
+        rows: tuple[wire.SampledRow, ...] = ()
+        if self._sampling is not None:
+            try:
+                self._output = self._device.choose(self._batch, self._launched, self._sampling)
+                rows = self._output.rows
+            except MemoryError:
+                self._again = self._device.run(self._batch)
+        if self._again is not None:
             rows = self._again.rows
         return {row.session: row.token for row in rows}
 
@@ -444,11 +503,17 @@ class GpuSteps:
         self.graphs = Graphs[list[BadRows]](gpu, GRAPHS_MAX)
 
     def begin(
-        self, tokens: I32Array, entries: I32Array, pages: U64Array, wanted: I32Array
+        self,
+        tokens: I32Array,
+        entries: I32Array,
+        pages: U64Array,
+        wanted: I32Array,
+        taken: Taken = NOTHING_TAKEN,
     ) -> tuple[list[BadRows], kernels.KvRows]:
         """Set a step, and begin it, the logits of `wanted` and the copies of what goes back;
         returns what Stepper.start does, and the page rows, which are there after the next wait for
-        the GPU and stay until the step after the next one begins."""
+        the GPU and stay until the step after the next one begins. taken: tokens that were sampled
+        last."""
         stepper = self.stepper
 
         def launch() -> list[BadRows]:
@@ -458,16 +523,18 @@ class GpuSteps:
             return cast(list[BadRows], bad_rows)
 
         stepper.set(tokens, entries, pages)
-        self._ops.stage(tokens, wanted)
+        self._ops.stage(tokens, wanted, taken)
         if len(tokens) > len(entries):
             bad_rows = launch()
         else:
             key = len(tokens), len(wanted), self._batch.launches
             bad_rows = self.graphs.run(key, launch)
         fetched = self._rows.fetch(len(tokens))
-        for rows in bad_rows:
-            rows.fetch()
-        return bad_rows, fetched
+        return [rows.fetch() for rows in bad_rows], fetched
+
+    def sample(self, specs: Sequence[kernels.SampleSpec], taken: Taken) -> BegunSample:
+        """Begin to sample from the logits of `wanted`. taken: see CudaOps.begin_sample."""
+        return self._ops.begin_sample(cast(Rows, self.stepper.logits_rows), specs, taken)
 
 
 def unwritten(shape: I32Array) -> BoolArray:
@@ -507,6 +574,7 @@ def parts_of(batch: StepInput, pages_max: int) -> Iterator[tuple[int, StepInput]
                 codes=batch.codes[page:end_page],
                 histories=batch.histories[first:index],
                 scored=batch.scored[first:index],
+                untaken=tuple([i - first for i in batch.untaken if first <= i < index]),
             ),
         )
         first, held = index, own

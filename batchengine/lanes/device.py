@@ -40,7 +40,23 @@ class LaneMemory(Protocol):
 
 
 class StartedStep(Protocol):
-    """A step that a device has been given."""
+    """A step that a device has been given.
+
+    feeds: the next step may be started before `tokens`, once `sample` was called.
+    """
+
+    @property
+    @abstractmethod
+    def feeds(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def is_computed(self) -> bool:
+        """Whether `tokens` does not wait for the device."""
+
+    @abstractmethod
+    def sample(self) -> None:
+        """Give the device what it lacks to sample: this waits for masks."""
 
     @abstractmethod
     def tokens(self) -> Mapping[int, int]:
@@ -73,9 +89,10 @@ class Device(Protocol):
         """Attend to pages over data links, for peers and through them; after attach."""
 
     @abstractmethod
-    def start(self, batch: StepInput) -> StartedStep:
+    def start(self, batch: StepInput, after: StartedStep | None = None) -> StartedStep:
         """Start one forward pass: it writes the rows of every entry, and samples for those with
-        `sampling`. The step before has its tokens."""
+        `sampling`. after: the step before, which `feeds`, if its tokens are not known yet; then
+        `batch` is given those that it takes (`take_samples`) before its own are asked for."""
 
     @abstractmethod
     def rest(self) -> bool:

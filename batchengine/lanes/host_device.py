@@ -63,9 +63,14 @@ class HostOutput:
 class HostStep:
     """A step that is computed when its tokens are asked for."""
 
+    feeds, is_computed = False, True
+
     def __init__(self, run: Callable[[], StepOutput]) -> None:
         self._run = run
         self._output: StepOutput | None = None
+
+    def sample(self) -> None:
+        """See StartedStep."""
 
     def tokens(self) -> dict[int, int]:
         """Compute the step; see StartedStep."""
@@ -112,7 +117,7 @@ class HostDevice(ABC):
         """Attend to pages over data links; a device that cannot is given none."""
         raise RuntimeError("this device attends to no page of a peer")
 
-    def start(self, batch: StepInput) -> StartedStep:
+    def start(self, batch: StepInput, after: StartedStep | None = None) -> StartedStep:
         """A step to be computed by `run`."""
         return HostStep(lambda: self.run(batch))
 
@@ -129,7 +134,8 @@ def recorded(
     memory: HostMemory, batch: StepInput, rows: BatchRows, output: HostOutput
 ) -> StepOutput:
     """The output of a step whose rows are in place, once they are recorded."""
-    memory.record_rows(batch, rows, output.row_digests, output.unusable)
+    without = output.unusable + batch.untaken
+    memory.record_rows(batch, rows, output.row_digests, without)
     return output.of_step()
 
 
@@ -182,7 +188,13 @@ def choose(stepper: Stepper, batch: StepInput) -> tuple[list[kernels.Sampled], t
     """A token for each entry that wants one, from the logits that were computed last; and the
     entries whose mask is late, whose token is not to be used."""
     masks = batch.masks(batch.entries)
-    specs = [
+    specs = sample_specs(batch, masks)
+    return stepper.ops.sample(stepper.logits_rows, specs), late_masks(batch, masks)
+
+
+def sample_specs(batch: StepInput, masks: Sequence[Mask | None]) -> list[kernels.SampleSpec]:
+    """What is sampled with, for each entry that wants a token."""
+    return [
         sample_spec(
             e.sampling,
             position=e.start + e.n_tokens,
@@ -193,7 +205,6 @@ def choose(stepper: Stepper, batch: StepInput) -> tuple[list[kernels.Sampled], t
         for e, history, mask in zip(batch.entries, batch.histories, masks, strict=True)
         if e.sampling is not None
     ]
-    return stepper.ops.sample(stepper.logits_rows, specs), late_masks(batch, masks)
 
 
 def late_masks(batch: StepInput, masks: Sequence[Mask | None]) -> tuple[int, ...]:

@@ -42,6 +42,8 @@ class PageCache:
         Raises MemoryError if all pages together do not fit.
         """
         wanted = codes.tolist()
+        if self._expected:  # their copies may take the memory of pages that steps so far read
+            self._gpu.fork()
         for code in wanted:
             if code in self._held:
                 self._held.move_to_end(code)

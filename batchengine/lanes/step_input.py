@@ -63,7 +63,8 @@ class StepInput:
     imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
     masks: waits for the masks of entries; None for those that have none, or whose mask is late.
     scored: for each entry the tokens behind its leading ones whose log-probabilities are wanted; of
-    no entries: none.
+    no entries: none. untaken: indices of those that take a sample which there is none of; their
+    rows get no record.
     """
 
     entries: tuple[wire.Entry, ...]
@@ -76,6 +77,7 @@ class StepInput:
     lap_ms: int = 0
     masks: Masks = no_masks
     scored: Sequence[I32Array] = ()
+    untaken: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -154,16 +156,23 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
     )
 
 
+def takers_of(batch: StepInput) -> list[int]:
+    """Indices of the entries that take a sample."""
+    return [index for index, entry in enumerate(batch.entries) if entry.takes_sample]
+
+
 def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:
     """Give entries that take a sample the token that the step before sampled for their session.
 
-    An entry without one, since that step has found its rows unusable, takes token 0: the engine
-    does not use what it computes.
+    An entry without one, since that step has found its rows unusable, takes token 0, or any other
+    on a device that was given the step before (`Device.start`): the engine does not use what it
+    computes.
     """
-    takers = [index for index, entry in enumerate(batch.entries) if entry.takes_sample]
+    takers = takers_of(batch)
     if not takers:
         return
     batch.tokens = batch.tokens.copy()
+    batch.untaken = tuple([i for i in takers if batch.entries[i].session not in sampled])
     ends = np.cumsum(batch.shape[:, 0]) - 1
     for index in takers:
         token = sampled.get(batch.entries[index].session, 0)

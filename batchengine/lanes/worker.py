@@ -46,6 +46,7 @@ log = logging.getLogger("batchengine.worker")
 
 NO_OUTPUT = StepOutput((), ())  # of a step that has chores only
 IDLE_MS = 50.0  # after so long without a frame a device does what it has put off
+POLL_S = 5e-5  # between two looks for a frame, or the tokens of a step
 MASK_WAIT_S = 0.02  # for masks that are late, in a step: other entries wait too
 
 
@@ -267,7 +268,7 @@ class Worker:
             raise begun.error
         output = NO_OUTPUT
         if begun.started is not None:
-            self._sampled = dict(begun.started.tokens())
+            self._sampled = self._tokens_of(begun, begun.started)
             self._begin_next(begun)
             output = begun.started.finish()
         if memory is None:
@@ -287,26 +288,44 @@ class Worker:
             output.scores,
         )
 
-    def _begin(self, step: wire.Step, payload: Payload) -> BegunStep:
-        """Check a step, do the chores before it, and start it. Raises BatchEngineError."""
+    def _tokens_of(self, begun: BegunStep, started: StartedStep) -> dict[int, int]:
+        """The tokens of a step, once they are there. The next step is begun meanwhile, if it comes
+        and the device can feed it."""
+        started.sample()
+        if self._device is not None and self._device.overlaps and started.feeds:
+            self._begin_next(begun, started)
+            while self._begun is None and not self._received and not started.is_computed:
+                self._begin_next(begun, started)
+                time.sleep(POLL_S)
+        sampled = dict(started.tokens())
+        if isinstance(self._begun, BegunStep):
+            take_samples(self._begun.batch, sampled)
+        return sampled
+
+    def _begin(
+        self, step: wire.Step, payload: Payload, after: StartedStep | None = None
+    ) -> BegunStep:
+        """Check a step, do the chores before it, and start it. after: the step before, if its
+        tokens are not known yet. Raises BatchEngineError."""
         device, memory, limits = self._device, self._memory, self._limits
         if device is None or memory is None or limits is None:
             raise errors.STEP_BEFORE_ATTACH()
         batch = unpack(step, payload, limits)
         self._keep_masks(step)
         batch.masks = self._wait_masks
-        sampled, self._sampled = self._sampled, {}
-        take_samples(batch, sampled)
+        if after is None:
+            take_samples(batch, self._sampled)
         memory.check(step)
         if self._ring is not None:
             self._ring.stages.reused(step)
         imported = memory.prepare(step, batch.imported)
-        return BegunStep(step, batch, imported, device.start(batch) if batch.entries else None)
+        started = device.start(batch, after) if batch.entries else None
+        return BegunStep(step, batch, imported, started)
 
-    def _begin_next(self, begun: BegunStep) -> None:
+    def _begin_next(self, begun: BegunStep, after: StartedStep | None = None) -> None:
         """Begin the next step, if it has come, so that the device computes it while the host
-        finishes this one, whose rows its chores must not touch."""
-        if self._device is None or not self._device.overlaps:
+        finishes this one, whose rows its chores must not touch. after: see `_begin`."""
+        if self._device is None or not self._device.overlaps or self._begun is not None:
             return
         while not self._received and self._is_readable(0):
             self._receive()
@@ -316,7 +335,7 @@ class Worker:
         step = frame.message
         if isinstance(step, wire.Step) and _is_apart(step, begun):
             try:
-                self._begun = self._begin(step, frame.payload)
+                self._begun = self._begin(step, frame.payload, after)
             except BatchEngineError as error:
                 self._begun = RefusedStep(step, error)
 

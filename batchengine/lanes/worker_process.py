@@ -33,7 +33,7 @@ OUTSIDE_DEATHS_MAX = 4  # SIGKILL from outside is no crash loop: the backoff sta
 HEALTHY_S = 60.0  # a run this long resets the count of `deaths`,
 HEALTHY_STEPS = 16  # and so does a run of so many steps
 REPORT_BYTES_MAX = 8192  # of a fatal-signal report kept for the log
-REQUESTS_MAX = 2  # a step may be sent while the worker computes the one before
+REQUESTS_MAX = 3  # two steps may be sent while the worker computes the one before
 CLOSED = "was closed"
 LOADING_SILENCE_S = 60.0  # without a Loading frame, after which a worker that loads is killed
 

@@ -214,9 +214,8 @@ class Stepper:
         return ops.nonfinite_rows(self._last, len(wanted))
 
     def nonfinite(self, wanted: I32, bad_rows: Sequence[Sequence[int]]) -> list[int]:
-        """The nonfinite entries of the step that `start` has returned `bad_rows` of."""
-        hidden, mixed, *last = bad_rows
-        return self.entries_of([*hidden, *mixed, *(int(wanted[i]) for rows in last for i in rows)])
+        """The nonfinite entries of the step that is set; `start` has returned its `bad_rows`."""
+        return nonfinite_entries(self._ends, wanted, bad_rows)
 
     def run_stage(self, layers: Sequence[int]) -> bool:
         """Runs the residual stream through `layers` for their KV; False if it is not finite.
@@ -251,6 +250,9 @@ class Stepper:
         )
         return self.logits_rows
 
-    def entries_of(self, rows: Sequence[int]) -> list[int]:
-        """Indexes of the entries that the given rows of the step belong to."""
-        return sorted({int(np.searchsorted(self._ends, row, side="right")) for row in rows})
+
+def nonfinite_entries(ends: I32, wanted: I32, bad_rows: Sequence[Sequence[int]]) -> list[int]:
+    """The nonfinite entries of a step, as `Stepper.nonfinite`; `ends`: the row behind each."""
+    hidden, mixed, *last = bad_rows
+    rows = [*hidden, *mixed, *(int(wanted[i]) for of in last for i in of)]
+    return sorted({int(np.searchsorted(ends, row, side="right")) for row in rows})

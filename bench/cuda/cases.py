@@ -638,6 +638,24 @@ def sample_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
             compare(all_logprobs[row, : len(ids)], found, f"{what}: the best of {table[row]}")
 
 
+def take_samples_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """Samples of one step, to places of the next one."""
+    n, rows, room = int(rng.integers(1, 400)), int(rng.integers(1, 70)), 500
+    sampled = rng.integers(-1, 1 << 31, rows).astype(np.int32)
+    sampled[rng.random(rows) < 0.2] = -1
+    sources = rng.integers(0, rows, n).astype(np.int32)
+    places = rng.permutation(room)[:n]
+    want = rng.integers(0, 1000, room).astype(np.int32)
+    with Arrays(gpu) as arrays:
+        to = arrays.put(want)
+        targets = np.uint64(to.address) + np.uint64(4) * places.astype(np.uint64)
+        given = [arrays.put(array).address for array in (sampled, sources, targets)]
+        threads = 32 * int(rng.choice([1, 3, 8]))
+        gpu.launch("take_samples", (-(-n // threads), 1, 1), threads, [*given, n])
+        want[places] = sampled[sources].clip(0)
+        compare(to.read(), want, "take_samples")
+
+
 Case = Callable[[Gpu, kernels.Pool, np.random.Generator], None]
 
 
@@ -647,6 +665,7 @@ def cases() -> dict[str, Case]:
         "quantise": quantise_case,
         "attention": attention_case,
         "sample": sample_case,
+        "take samples": take_samples_case,
     }
     for kind in kernels.KINDS:
         table[f"linear {kind}"] = partial(linear_case, kind=kind)

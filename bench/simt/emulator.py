@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, words_of
+from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -76,6 +76,15 @@ class Launches(Graph):
         """Nothing is held."""
 
 
+class Ended(Mark):
+    """A point that is always passed."""
+
+    is_passed = True
+
+    def wait(self) -> None:
+        """Nothing goes on."""
+
+
 class Emulator(Gpu):
     """An emulated GPU; a launch has ended when it returns. Raises EmulatorFault.
 
@@ -124,6 +133,9 @@ class Emulator(Gpu):
         """As `copy_in`."""
         self.copy_in(address, array)
 
+    def fork(self) -> None:
+        """Every call has ended."""
+
     def join(self) -> None:
         """Nothing is on its way."""
 
@@ -139,6 +151,10 @@ class Emulator(Gpu):
 
     def synchronize(self) -> None:
         """Every call has ended."""
+
+    def mark(self) -> Ended:
+        """Every call has ended."""
+        return Ended()
 
     def _launch(self, launch: KernelLaunch) -> None:
         if self._captured is not None:

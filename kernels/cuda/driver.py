@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, words_of
+from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark, words_of
 
-STAGING_BYTES = 64 << 20  # pinned, for each stream: what is copied before the first wait
+STAGING_BYTES = 64 << 20  # pinned, for each stream: what copies use that have not ended
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
 ALIGNMENT = 256
+NO_TIME = 2  # of an event: it measures none
 CAPABILITY_MIN = 8, 0  # products of 32 bytes and copies in the background
 # From these on a grid may begin while the launch before it ends, within a graph, too.
 EARLY_CAPABILITY_MIN, EARLY_DRIVER_MIN = (9, 0), 12030
@@ -32,8 +34,20 @@ class Kernel:
     parameters: int
 
 
+class Fetched(NamedTuple):
+    """What is copied to staging memory, from `at` to `end`, for a part of an array."""
+
+    at: int
+    end: int
+    part: NDArray[np.uint8]
+
+
 class Stream:
-    """Copies in the order of their calls, through pinned memory of their own."""
+    """Copies in the order of their calls, through pinned memory of their own.
+
+    That memory is used in a ring, whose offsets go on rising: `_next` is where the next copy
+    begins, and what lies before `_free` is used by none that has not ended.
+    """
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -41,42 +55,88 @@ class Stream:
         self._address = int(call("cuMemHostAlloc", STAGING_BYTES, 0))
         memory = (ctypes.c_uint8 * STAGING_BYTES).from_address(self._address)
         self._staging = np.ctypeslib.as_array(memory)
-        self._used = 0
-        self._fetched: list[tuple[int, NDArray[np.uint8]]] = []  # offset in the staging, and to
+        self._next = self._free = 0
+        self._fetched = deque[Fetched]()
+        self._events: list[Any] = []  # that no mark has
         self.follows_launch = False  # whether the last call was a launch of a kernel
 
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
         """Copy a contiguous array to the device; it may be changed afterwards."""
         self.follows_launch = False
         for start, part in _chunks(array):
-            at = self._room(part.size)
+            at = self._room(part.size) % STAGING_BYTES
             self._staging[at : at + part.size] = part
             source = self._address + at
             self._call("cuMemcpyHtoDAsync", address + start, source, part.size, self.handle)
 
     def fetch(self, address: int, array: NDArray[np.generic]) -> None:
-        """Fill a contiguous array by the end of `synchronize`."""
+        """Fill a contiguous array by the end of `synchronize`, or of the wait for a later mark."""
         for start, part in _chunks(array):
             at = self._room(part.size)
-            target = self._address + at
+            target = self._address + at % STAGING_BYTES
             self._call("cuMemcpyDtoHAsync", target, address + start, part.size, self.handle)
-            self._fetched.append((at, part))
+            self._fetched.append(Fetched(at, self._next, part))
 
     def synchronize(self) -> None:
         """Wait for everything that was called."""
         self._call("cuStreamSynchronize", self.handle)
-        self._used = 0
-        for at, part in self._fetched:
-            part[:] = self._staging[at : at + part.size]
-        self._fetched.clear()
+        self._passed(self._next)
+
+    def mark(self) -> StreamMark:
+        """The point behind everything that was called so far."""
+        self.follows_launch = False
+        event = self._events.pop() if self._events else self._call("cuEventCreate", NO_TIME)
+        self._call("cuEventRecord", event, self.handle)
+        return StreamMark(self, event, self._next)
+
+    def is_passed(self, mark: StreamMark) -> bool:
+        """Whether a mark, which nobody has waited for, is passed."""
+        return self._call("cuEventQuery", mark.event) is not None
+
+    def wait(self, mark: StreamMark) -> None:
+        """Wait for a mark, for the first time."""
+        self._call("cuEventSynchronize", mark.event)
+        self._events.append(mark.event)
+        self._passed(mark.end)
+
+    def _passed(self, end: int) -> None:
+        """Copies that use staging memory before `end` have ended."""
+        self._free = max(self._free, end)
+        while self._fetched and self._fetched[0].end <= end:
+            at, _, part = self._fetched.popleft()
+            part[:] = self._staging[at % STAGING_BYTES :][: part.size]
 
     def _room(self, n_bytes: int) -> int:
-        """Where `n_bytes` of pinned memory begin that no copy uses."""
-        if self._used + n_bytes > STAGING_BYTES:
+        """Where `n_bytes` of staging memory begin, side by side, that no copy uses."""
+        n_bytes = -(-n_bytes // ALIGNMENT) * ALIGNMENT
+        at = self._next
+        if at % STAGING_BYTES + n_bytes > STAGING_BYTES:
+            at += STAGING_BYTES - at % STAGING_BYTES
+        if at + n_bytes - self._free > STAGING_BYTES:
             self.synchronize()
-        at = self._used
-        self._used += -(-n_bytes // ALIGNMENT) * ALIGNMENT
+            self._free = at
+        self._next = at + n_bytes
         return at
+
+
+@dataclass(slots=True)
+class StreamMark(Mark):
+    """An event of a stream, and where its staging memory was used up to."""
+
+    stream: Stream
+    event: Any
+    end: int
+    was_waited: bool = False
+
+    @property
+    def is_passed(self) -> bool:
+        return self.was_waited or self.stream.is_passed(self)
+
+    def wait(self) -> None:
+        """Wait for what was called before."""
+        if not self.was_waited:
+            self.stream.wait(self)
+            self.was_waited = True
 
 
 def _chunks(array: NDArray[np.generic]) -> Iterator[tuple[int, NDArray[np.uint8]]]:
@@ -137,7 +197,7 @@ class CudaGpu(Gpu):
         if 0 < multiprocessors_max < self.facts.multiprocessors:
             self._take_part(device, multiprocessors_max)
         self._stream, self._aside = Stream(self._call), Stream(self._call)
-        self._event = self._call("cuEventCreate", 2)  # without a time
+        self._event = self._call("cuEventCreate", NO_TIME)
         version = int(self._call("cuDriverGetVersion"))
         self.begins_early = (
             self.facts.capability >= EARLY_CAPABILITY_MIN and version >= EARLY_DRIVER_MIN
@@ -204,11 +264,14 @@ class CudaGpu(Gpu):
         )
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """What a function of the driver returns beside its status."""
+        """What a function of the driver returns beside its status; None: what was asked for has not
+        happened yet."""
         try:
             status, *values = getattr(self._driver, name)(*arguments)
         except Exception as error:  # no driver library; an argument that is none of the driver's
             raise GpuFault(f"{name}: {error}") from error
+        if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
+            return None
         if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(name)
         if status != self._driver.CUresult.CUDA_SUCCESS:
@@ -235,6 +298,12 @@ class CudaGpu(Gpu):
     def copy_aside(self, address: int, array: NDArray[np.generic]) -> None:
         """As `copy_in`, on a stream of its own."""
         self._aside.copy_in(address, array)
+
+    def fork(self) -> None:
+        """Every `copy_aside` from now on comes after what was called so far."""
+        self._stream.follows_launch = False
+        self._call("cuEventRecord", self._event, self._stream.handle)
+        self._call("cuStreamWaitEvent", self._aside.handle, self._event, 0)
 
     def join(self) -> None:
         """What is called from now on comes after every `copy_aside` so far."""
@@ -268,6 +337,10 @@ class CudaGpu(Gpu):
     def synchronize(self) -> None:
         """Wait for everything that was called, but for `copy_aside`."""
         self._stream.synchronize()
+
+    def mark(self) -> StreamMark:
+        """The point behind everything that was called so far."""
+        return self._stream.mark()
 
     # -- kernels
 

@@ -64,9 +64,23 @@ class Graph(Protocol):
         """Give back what it holds."""
 
 
+class Mark(Protocol):
+    """A point in the order of calls."""
+
+    @property
+    @abstractmethod
+    def is_passed(self) -> bool:
+        """Whether everything that was called before has ended: `wait` returns at once."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait for everything that was called before, but for `copy_aside`: each `fetch` has filled
+        its array. What was called since may go on."""
+
+
 class Gpu(ABC):
     """One device. Copies and launches take effect in the order of their calls, but for those of
-    `copy_aside`; the host waits in `synchronize` and `copy_out` only.
+    `copy_aside`; the host waits in `synchronize`, `copy_out` and `Mark.wait` only.
 
     used: bytes that are allocated. freed: allocations that have ended.
     """
@@ -117,7 +131,11 @@ class Gpu(ABC):
 
     @abstractmethod
     def copy_aside(self, address: int, array: NDArray[np.generic]) -> None:
-        """As `copy_in`, at any time before the next `join` has taken effect."""
+        """As `copy_in`, at any time between the last `fork` and the next `join`."""
+
+    @abstractmethod
+    def fork(self) -> None:
+        """Every `copy_aside` from now on comes after what was called so far."""
 
     @abstractmethod
     def join(self) -> None:
@@ -125,7 +143,8 @@ class Gpu(ABC):
 
     @abstractmethod
     def fetch(self, address: int, array: NDArray[np.generic]) -> None:
-        """Fill a contiguous array from memory of the device, by the end of `synchronize`."""
+        """Fill a contiguous array from memory of the device, by the end of `synchronize`, or of the
+        `wait` of a later mark."""
 
     @abstractmethod
     def pin(self, array: NDArray[np.generic]) -> None:
@@ -134,6 +153,10 @@ class Gpu(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for everything that was called, but for `copy_aside`."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """The point behind everything that was called so far."""
 
     @abstractmethod
     def _launch(self, launch: KernelLaunch) -> None: ...

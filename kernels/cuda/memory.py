@@ -67,15 +67,17 @@ class BadRows(Sequence[int]):
         self._flags = np.zeros(rows, np.uint8)
         self._is_fetched = False
 
-    def fetch(self) -> None:
-        """Let the next wait for the GPU be enough."""
-        self._gpu.fetch(self._address, self._flags)
-        self._is_fetched = True
+    def fetch(self) -> BadRows:
+        """Those of the launches so far, for which the wait for a later mark is enough."""
+        rows = BadRows(self._gpu, self._address, len(self._flags))
+        self._gpu.fetch(self._address, rows._flags)
+        rows._is_fetched = True
+        return rows
 
     def _indices(self) -> list[int]:
         if not self._is_fetched:
-            self.fetch()
-            self._gpu.synchronize()
+            self._gpu.copy_out(self._address, self._flags)
+            self._is_fetched = True
         return np.flatnonzero(self._flags).tolist()
 
     def __len__(self) -> int:

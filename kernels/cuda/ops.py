@@ -6,7 +6,8 @@ by the objects of `kernels` that hold them, once `upload` has copied them. The b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -54,6 +55,8 @@ SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are u
 BIAS = np.dtype([("token", np.int32), ("value", np.float32)])
 
 Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
+Taken = Mapping[int, int]  # where a token goes, and of which row it is the sample
+NOTHING_TAKEN: Taken = {}
 
 
 def few_threads(cols: int, matrices: int = 1) -> int:
@@ -61,6 +64,30 @@ def few_threads(cols: int, matrices: int = 1) -> int:
     segments = -(-cols // SEGMENT) * matrices
     rounds = -(-segments // FEW_WARPS_MAX)
     return WARP * max(FEW_WARPS_MIN, -(-segments // rounds))
+
+
+@dataclass(frozen=True, slots=True)
+class BegunSample:
+    """Tokens that a GPU samples. fetched: what `sample` of sample.cu writes, once a later mark is
+    passed; counts: of the best tokens that each row asks for."""
+
+    n_best: int
+    fetched: I32
+    counts: list[int]
+
+    def chosen(self) -> list[kernels.Sampled]:
+        """What was sampled, once it is on the host."""
+        got, n = self.fetched, len(self.counts)
+        tokens, chances = got[:n].tolist(), got.view(np.float32)[n : 2 * n].tolist()
+        best_ids, best = got[2 * n :].reshape(2, n, self.n_best)
+        best_chances = best.view(np.float32)
+        top = [
+            list(zip(best_ids[i, :count].tolist(), best_chances[i, :count].tolist(), strict=True))
+            if token >= 0
+            else []
+            for i, (count, token) in enumerate(zip(self.counts, tokens, strict=True))
+        ]
+        return [kernels.Sampled(*one) for one in zip(tokens, chances, top, strict=True)]
 
 
 class CudaOps:
@@ -73,6 +100,7 @@ class CudaOps:
         self._indices, self._for_staged = Scratch(gpu), (Scratch(gpu), Scratch(gpu))
         self._staged: list[tuple[I32, int]] = []  # with their addresses
         self._given = [Scratch(gpu) for _ in range(5)]  # parameters of `sample`
+        self._taken = Scratch(gpu), Scratch(gpu)  # parameters of `take_samples`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
         self._partials = Scratch(gpu)  # sums of segments
         self.make_rows = partial(Rows, gpu)
@@ -108,10 +136,24 @@ class CudaOps:
 
     # -- rows
 
-    def stage(self, tokens: I32, wanted: I32) -> None:
-        """Copy what `embed` and `take_rows` are given in the next step, which copy nothing then."""
+    def stage(self, tokens: I32, wanted: I32, taken: Taken = NOTHING_TAKEN) -> None:
+        """Copy what `embed` and `take_rows` are given in the next step, which copy nothing then.
+
+        taken: the tokens that are those of the last `begin_sample`.
+        """
         given = zip((tokens, wanted), self._for_staged, strict=True)
         self._staged = [(array, to.put(array)) for array, to in given]
+        self._take_samples(taken, self._staged[0][1])
+
+    def _take_samples(self, taken: Taken, address: int) -> None:
+        """Write tokens of the last `begin_sample` to places of an array at an address."""
+        if not taken:
+            return
+        targets = np.array(list(taken), np.uint64) * np.uint64(4) + np.uint64(address)
+        sources = np.array(list(taken.values()), np.int32)
+        given = [to.put(array) for to, array in zip(self._taken, (sources, targets), strict=True)]
+        arguments = [self._out.address, *given, len(taken)]
+        self._gpu.launch("take_samples", (-(-len(taken) // THREADS), 1, 1), THREADS, arguments)
 
     def _indices_of(self, array: I32) -> int:
         """The address of a copy."""
@@ -352,11 +394,20 @@ class CudaOps:
         return kernels.step_digests(self._pool, fetched, seeds)
 
     def sample(self, logits: Rows, rows: Sequence[kernels.SampleSpec]) -> list[kernels.Sampled]:
-        """As `kernels.sample`: all of it on the GPU. ValueError for a token of a history or a bias
-        outside the vocabulary; waits for the GPU."""
+        """As `kernels.sample`: all of it on the GPU. Errors as of `begin_sample`; waits for the
+        GPU."""
+        begun = self.begin_sample(logits, rows)
+        self._gpu.synchronize()
+        return begun.chosen()
+
+    def begin_sample(
+        self, logits: Rows, rows: Sequence[kernels.SampleSpec], taken: Taken = NOTHING_TAKEN
+    ) -> BegunSample:
+        """`sample`, without the wait. ValueError for a token of a history or a bias outside the
+        vocabulary. taken: the rows whose last token of the history is one of the last call."""
         n, vocab = len(rows), logits.width
         if n == 0:
-            return []
+            return BegunSample(0, np.zeros(0, np.int32), [])
         table = np.frombuffer(bytearray().join([spec.row for spec in rows]), SAMPLE_ROW)
         table["first_history"] = np.cumsum(table["n_history"]) - table["n_history"]
         table["first_bias"] = np.cumsum(table["n_bias"]) - table["n_bias"]
@@ -373,26 +424,22 @@ class CudaOps:
         given = table, history, bias["token"], bias["value"], masks
         n_best = max(0, int(table["logprobs"].max()))
         got = np.empty(2 * n * (1 + n_best), np.int32)
+        copied = [to.put(array) for to, array in zip(self._given, given, strict=True)]
+        ends = (table["first_history"] + table["n_history"] - 1).tolist()
+        lasts = {ends[row]: of for row, of in taken.items() if table["n_history"][row]}
+        self._take_samples(lasts, copied[1])  # from what is overwritten now
         tokens = self._out.reserve(got.nbytes)
         logprobs, top_tokens = tokens + 4 * n, tokens + 8 * n
         arguments = [
             *(logits.address, logits.width, vocab),
-            *[to.put(array) for to, array in zip(self._given, given, strict=True)],
+            *copied,
             *(self._adjusted.reserve(4 * n * vocab), self._weights.reserve(4 * n * vocab)),
             *(tokens, logprobs, top_tokens, top_tokens + 4 * n * n_best, n_best),
         ]
         threads = min(-(-vocab // 32) * 32, SAMPLE_THREADS_MAX)
         self._gpu.launch("sample", (n, 1, 1), threads, arguments)
-        self._gpu.copy_out(tokens, got)
-        chosen, chances = got[:n].tolist(), got.view(np.float32)[n : 2 * n].tolist()
-        best_ids, best = got[2 * n :].reshape(2, n, n_best)
-        best_chances = best.view(np.float32)
-        counts = np.where(got[:n] < 0, 0, table["logprobs"].clip(0, vocab)).tolist()
-        top = [
-            list(zip(best_ids[i, :count].tolist(), best_chances[i, :count].tolist(), strict=True))
-            for i, count in enumerate(counts)
-        ]
-        return [kernels.Sampled(*one) for one in zip(chosen, chances, top, strict=True)]
+        self._gpu.fetch(tokens, got)
+        return BegunSample(n_best, got, table["logprobs"].clip(0, vocab).tolist())
 
     def read_rows(self, rows: Rows, n: int) -> NDArray[np.float32]:
         """A copy of the first rows; waits for the GPU."""

@@ -14,7 +14,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.config import LaneConfig
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, Sampling
 from batchengine.lanes.cuda import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
@@ -23,7 +23,7 @@ from tests.engine.lane.test_prompt_scores import expected as expected_scores
 from tests.engine.test_constrained import LONG, constrained, expected
 from tests.engine.test_tokens_min import asked as unending
 from tests.engine.test_tokens_min import expected as bounded
-from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, WRONG, plan_failure
+from tests.lanes.emulated_worker import ABSENT, FULL, GOOD, QUEUED, WRONG, plan_failure
 from tests.support.engines import (
     Reference,
     Site,
@@ -72,7 +72,7 @@ async def gpu_engine(
             tier="fast",
             device=device,
             vram_bytes=vram_bytes,
-            steps_in_flight=2,
+            steps_in_flight=3,
         ),
     )
     overrides = {"router__promote_auto": False, "limits__context_tokens": context, **overrides}
@@ -160,6 +160,36 @@ async def test_pages_begin_and_end_in_steps_that_the_gpu_has_early(
         later = await asyncio.gather(*(read(engine.submit(one)) for one in longer))
     for one, answer in zip((*asked, *longer), (*answers, *later), strict=True):
         assert answer.tokens == reference.tokens(one.prompt, one.tokens_max)
+
+
+async def test_a_gpu_that_computes_later_takes_its_own_samples(
+    site: Site, reference: Reference
+) -> None:
+    """Free, penalised and constrained answers on a GPU that has done nothing before it is waited
+    for, and has the next step by then; beside them a stream that leaves and comes back."""
+    async with gpu_engine(site, QUEUED) as engine:
+        lane = engine.state.lanes[1]
+        prompts = await prepared(engine, [words(i, 246 + 3 * i) for i in range(4)])
+        sampling = Sampling(temperature=0.7, seed=5, repetition_penalty=1.3)
+        asked = [
+            request(prompts[0], 400, session="s0"),
+            request(prompts[1], 16, session="s1"),
+            request(prompts[2], 16, session="s2", sampling=sampling),
+        ]
+        masked = constrained(prompts[3], LONG, session="s3")
+        streams = [await started(engine, one, 0) for one in (*asked, masked)]
+        answers = [await reader for _, reader in streams[1:]]
+        assert lane.meter.ahead > lane.meter.steps // 3
+        for to in ("cpu", "gpu"):
+            n = streams[0][0].completion_tokens
+            await moved(engine, "s0", to)
+            await eventually(lambda n=n: streams[0][0].completion_tokens > n + 4)
+        streams[0][0].cancel()
+        first = await streams[0][1]
+    assert first.tokens == reference.tokens(prompts[0], len(first.tokens))
+    assert answers[0].tokens == reference.tokens(prompts[1], 16)
+    assert answers[1].tokens == reference.tokens(prompts[2], 16, sampling)
+    assert answers[2].tokens == expected(reference, masked)
 
 
 async def test_an_interactive_turn_goes_to_the_gpu_once_that_is_up(

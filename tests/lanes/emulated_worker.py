@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import cast
 
 from batchengine import errors
 from batchengine.lanes.cpu import CpuDevice
@@ -19,9 +21,11 @@ from batchengine.lanes.cuda import CudaDevice
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
 from bench.simt.emulator import ROOT, Emulator, compile_kernels
+from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault, KernelLaunch
+from tests.kernels.cuda.fake_driver import FakeDriver
 
-GOOD, FULL, ABSENT, WRONG = range(4)
+GOOD, FULL, ABSENT, WRONG, QUEUED = range(5)
 FULL_SHARE = 2  # FULL has the memory that the lane may take, divided by this
 
 
@@ -91,7 +95,7 @@ def open_emulated(
     plan: Path | None = None,
 ) -> Gpu:
     """The GPU of an index: GOOD; FULL has less memory than the lane counts on; ABSENT is none;
-    WRONG computes other numbers."""
+    WRONG computes other numbers; QUEUED computes nothing before it is waited for."""
     if plan is not None:
         if (found := _planned(plan)) and found[0] == "gone":
             raise errors.GPU_UNUSABLE(index=resources.index, why="it has fallen off the bus")
@@ -99,6 +103,10 @@ def open_emulated(
     if resources.index == ABSENT:
         raise errors.GPU_UNUSABLE(index=resources.index, why="there is none")
     memory = resources.vram_bytes // (FULL_SHARE if resources.index == FULL else 1)
+    if resources.index == QUEUED:
+        fake = FakeDriver(LimitedGpu(memory))
+        sys.modules["cuda.bindings.driver"] = cast(ModuleType, fake)
+        return CudaGpu(QUEUED, lambda target: {"all": target.encode()})
     return LimitedGpu(memory, resources.index == WRONG)
 
 

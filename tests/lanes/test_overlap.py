@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from batchengine.core import GREEDY
+from batchengine.core import GREEDY, Sampling
 from batchengine.lanes.cpu import CpuDevice
 from batchengine.lanes.cuda import LATE_ENTRIES_MIN, CudaDevice, DeviceMemory, GpuStep
 from batchengine.lanes.host_device import HostDevice
@@ -41,16 +41,27 @@ from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.support.arena_rows import rows_left
 
 SLOTS, CONTEXT = 2 * (LATE_ENTRIES_MIN + 1), 512  # two slots of each session
+PENALISED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.7, frequency_penalty=0.4)
 FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, PageLayout(1, 1, 32).payload_bytes, 100, {})
 
 
 @dataclass
 class Logged:
-    """A step of `LoggingDevice`; its token is its number, for each session."""
+    """A step of `LoggingDevice`; its token is its number, for each session. It is computed once it
+    was looked at so often."""
 
     number: int
     log: list[str]
     sessions: Sequence[int]
+    feeds: bool
+    looks: int
+
+    @property
+    def is_computed(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def sample(self) -> None: ...
 
     def tokens(self) -> Mapping[int, int]:
         self.log.append(f"tokens {self.number}")
@@ -67,8 +78,11 @@ class LoggingDevice:
     """A device without memory, which notes what it is asked for."""
 
     overlaps: bool
+    feeds: bool = False
+    looks: int = 0
     log: list[str] = field(default_factory=list[str])
-    given: list[list[int]] = field(default_factory=list[list[int]])  # tokens of steps
+    given: list[StepInput] = field(default_factory=list[StepInput])
+    after: list[int] = field(default_factory=list[int])  # steps before, whose tokens lacked
 
     def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
         return FACTS
@@ -84,10 +98,16 @@ class LoggingDevice:
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
         return (), ()
 
-    def start(self, batch: StepInput) -> Logged:
-        self.given.append(batch.tokens.tolist())
+    def start(self, batch: StepInput, after: Any = None) -> Logged:
+        self.given.append(batch)
+        self.after.append(0 if after is None else after.number)
         self.log.append(f"start {len(self.given)}")
-        return Logged(len(self.given), self.log, [entry.session for entry in batch.entries])
+        sessions = [entry.session for entry in batch.entries]
+        return Logged(len(self.given), self.log, sessions, self.feeds, self.looks)
+
+    def tokens(self) -> list[list[int]]:
+        """Of each step."""
+        return [batch.tokens.tolist() for batch in self.given]
 
     def rest(self) -> bool:
         self.log.append("rest")
@@ -132,7 +152,57 @@ def test_the_next_step_is_started_between_tokens_and_the_rest() -> None:
         *("start 1", "tokens 1", "start 2", "finish 1"),
         *("tokens 2", "start 3", "finish 2", "tokens 3", "finish 3"),
     ]
-    assert device.given == [[0], [1], [2]]  # each takes the token of the step before
+    assert device.tokens() == [[0], [1], [2]]  # each takes the token of the step before
+    assert device.after == [0, 0, 0]
+
+
+def test_the_next_step_is_started_before_the_tokens_of_one_that_feeds_it() -> None:
+    device = LoggingDevice(overlaps=True, feeds=True)
+    orders(device, decode(5, ahead=False), decode(6, ahead=True), decode(7, ahead=True))
+    assert device.log == [
+        *("start 1", "start 2", "tokens 1", "finish 1"),
+        *("start 3", "tokens 2", "finish 2", "tokens 3", "finish 3"),
+    ]
+    assert device.tokens() == [[0], [1], [2]]  # which are there before they are needed
+    assert device.after == [0, 1, 2]
+
+
+def test_a_step_that_comes_while_the_device_computes_is_started_at_once() -> None:
+    """The worker looks for it, as long as the tokens of the step before are not there."""
+    device = LoggingDevice(overlaps=True, feeds=True, looks=1 << 30)
+    ours, theirs = socket.socketpair()
+    end, link = (BlockingLink(one, wire.LANE_LINK) for one in (ours, theirs))
+    worker = Worker(link, 1, {wire.CpuResources: lambda: device})
+    thread = threading.Thread(target=worker.serve)
+    thread.start()
+    attach = wire.Attach("", SLOTS, PageLayout(1, 1, 32).page_bytes, "")
+    load = wire.Load("", "", wire.CpuResources(1, (), 0), 8, 4, CONTEXT)
+    for message, payload in ((load, b""), (attach, b""), decode(5, ahead=False)):
+        end.send(wire.LANE_LINK.encode(message, payload, incarnation=1))
+    until = time.monotonic() + 30.0
+    while len(device.log) < 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    device.looks = 0
+    message, payload = decode(6, ahead=True)
+    end.send(wire.LANE_LINK.encode(message, payload, incarnation=1))
+    ours.shutdown(socket.SHUT_WR)
+    thread.join()
+    assert device.log[:3] == ["start 1", "start 2", "tokens 1"]
+    for one in (end, link):
+        one.close()
+
+
+def test_an_entry_whose_sample_lacks_is_noted() -> None:
+    """The step before has found the rows of its session unusable: the device took any token."""
+
+    class Failing(LoggingDevice):
+        def start(self, batch: StepInput, after: Any = None) -> Logged:
+            step = super().start(batch, after)
+            return replace(step, sessions=()) if len(self.given) == 1 else step
+
+    device = Failing(overlaps=True, feeds=True)
+    orders(device, decode(5, ahead=False), decode(6, ahead=True), decode(7, ahead=True))
+    assert [batch.untaken for batch in device.given] == [(), (0,), ()]
 
 
 def reserving(slot: int) -> dict[str, Any]:
@@ -181,11 +251,11 @@ def test_a_refusal_of_a_step_that_was_begun_early_is_its_answer() -> None:
     """The next time it might be accepted, and would take a token that is not there any more."""
 
     class Refusing(LoggingDevice):
-        def start(self, batch: StepInput) -> Logged:
+        def start(self, batch: StepInput, after: Any = None) -> Logged:
             if len(self.given) == 1:
-                self.given.append([])
+                self.given.append(batch)
                 raise BadStep("no file can be opened just now")
-            return super().start(batch)
+            return super().start(batch, after)
 
     device = Refusing(overlaps=True)
     steps = decode(5, ahead=False), decode(6, ahead=True), decode(7, ahead=False)
@@ -207,6 +277,7 @@ class Side:
         self.arena = Arena.create(str(folder / "arena.1"), layout, SLOTS, 1)
         attach = wire.Attach(self.arena.path, SLOTS, layout.page_bytes, str(folder))
         self.memory = device.attach(attach, layout)
+        self.batch: StepInput
         self.limits = StepLimits(300, SLOTS, CONTEXT, facts.vocab_size)
         owners = [wire.ReserveSlot(i, 1, bytes([i]), 1, i % 2) for i in range(SLOTS)]
         self.memory.prepare(wire.Step((), reserve=tuple(owners)), ())
@@ -217,20 +288,31 @@ class Side:
         return bytes(self.device.memory.tile(slot, 0, self.page_bytes))
 
     def step(
-        self, start: int, tokens: Sequence[Sequence[int]], sampled: Mapping[int, int], **chores: Any
+        self,
+        start: int,
+        tokens: Sequence[Sequence[int]],
+        sampled: Mapping[int, int],
+        *,
+        after: GpuStep | None = None,
+        histories: Sequence[Sequence[int]] = (),
     ) -> Any:
-        """A step of some tokens of each session; of sampled ones, if none are named."""
+        """A step of some tokens of each session; of sampled ones, if none are named, or of those of
+        a step `after` which it comes. Histories are penalised."""
         n, sessions = len(tokens[0]) or 1, range(len(tokens))
-        pages = -(-(start + n) // 256)
+        pages, sampling = -(-(start + n) // 256), PENALISED if histories else GREEDY
+        of = len(histories[0]) if histories else 0
+        takes = not tokens[0]
         entries = [
-            wire.Entry(i, 1, start, n, pages, GREEDY, takes_sample=not tokens[0]) for i in sessions
+            wire.Entry(i, 1, start, n, pages, sampling, of, takes_sample=takes) for i in sessions
         ]
         codes = array("Q", [ARENA_BIT | 2 * i + p for i in sessions for p in range(pages)])
         ids = array("i", [token for own in tokens for token in own or [0]])
-        step = wire.Step(tuple(entries), **chores)
-        batch = unpack(step, codes.tobytes() + ids.tobytes(), self.limits)
-        take_samples(batch, sampled)
-        return self.device.start(batch)
+        ids.extend([token for own in histories for token in own])
+        step = wire.Step(tuple(entries))
+        self.batch = unpack(step, codes.tobytes() + ids.tobytes(), self.limits)
+        if after is None:
+            take_samples(self.batch, sampled)
+        return self.device.start(self.batch, after)
 
     def proven(self, slot: int, ids: Sequence[int]) -> int:
         """How many leading rows of a slot are those of these tokens."""
@@ -304,6 +386,76 @@ def test_overlapping_steps_give_the_bits_of_the_cpu(
             slot, ids = 2 * session + page, own[256 * page : 256 * (page + 1)]
             assert [side.proven(slot, ids) for side in (cpu, gpu)] == [len(ids)] * 2
             assert gpu.page(slot) == cpu.page(slot)
+
+
+def first_decode(side: Side, fed: Sequence[Sequence[int]], past: int) -> Any:
+    """The step of the last token of a prompt of each session; the others are computed before."""
+    last = len(fed[0]) - 1
+    for start in range(0, last, 30):
+        one = side.step(start, [own[start : min(last, start + 30)] for own in fed], {})
+        one.tokens()
+        one.finish()
+    histories = [own[-past:] for own in fed] if past else ()
+    return side.step(last, [own[-1:] for own in fed], {}, histories=histories)
+
+
+@pytest.mark.parametrize(("sessions", "past"), [(2, 0), (LATE_ENTRIES_MIN, 5)])
+def test_a_step_that_takes_samples_on_the_gpu_gives_the_bits_of_the_cpu(
+    sides: tuple[Side, Side, FakeDriver], sessions: int, past: int
+) -> None:
+    """It is given before the samples are known, also as the ends of histories of `past` tokens."""
+    cpu, gpu, fake = sides
+    rng = np.random.default_rng(5)
+    fed = [rng.integers(0, 100, 250).tolist() for _ in range(sessions)]
+    running, want = (first_decode(side, fed, past) for side in (gpu, cpu))
+    was_queued = 0
+    for position in range(250, 262):  # past the end of a page
+        histories = [[*own[len(own) - past + 1 :], 0] for own in fed] if past else ()
+        waits = fake.calls.count("cuStreamSynchronize")
+        assert running.feeds
+        following = gpu.step(position, [[]] * sessions, {}, after=running, histories=histories)
+        was_queued += not running.is_computed  # but where memory is freed, which waits for it
+        wanted, tokens = want.tokens(), running.tokens()
+        assert fake.calls.count("cuStreamSynchronize") == waits  # that would be a wait for both
+        assert tokens == wanted
+        take_samples(gpu.batch, tokens)
+        assert gpu.batch.untaken == ()
+        for session, own in enumerate(fed):
+            own.append(tokens[session])
+        assert running.finish() == want.finish()
+        histories = [own[-past:] for own in fed] if past else ()
+        running = following
+        want = cpu.step(position, [[]] * sessions, wanted, histories=histories)
+    assert was_queued > 8
+    assert running.tokens() == want.tokens()
+    assert running.finish() == want.finish()
+    while gpu.device.rest():
+        pass
+    for session, own in enumerate(fed):
+        for page in range(2):
+            slot, ids = 2 * session + page, own[256 * page : 256 * (page + 1)]
+            assert [side.proven(slot, ids) for side in (cpu, gpu)] == [len(ids)] * 2
+            assert gpu.page(slot) == cpu.page(slot)
+
+
+@pytest.mark.parametrize("sessions", [2, LATE_ENTRIES_MIN + 1])
+def test_a_row_of_a_token_that_nobody_knows_gets_no_record(
+    sides: tuple[Side, Side, FakeDriver], sessions: int
+) -> None:
+    """The step before has found the rows of session 1 unusable: what the GPU took has no name."""
+    gpu = sides[1]
+    running = first_decode(gpu, [[3, 4, 5]] * sessions, 0)
+    following = gpu.step(3, [[]] * sessions, {}, after=running)
+    tokens = running.tokens()
+    running.finish()
+    take_samples(gpu.batch, {session: tokens[session] for session in tokens if session != 1})
+    assert gpu.batch.untaken == (1,)
+    assert (len(following.tokens()), len(following.finish().rows)) == (sessions, sessions)
+    while gpu.device.rest():
+        pass
+    for session in range(sessions):
+        held = gpu.proven(2 * session, [3, 4, 5, 0 if session == 1 else tokens[session]])
+        assert held == (3 if session == 1 else 4)
 
 
 def test_late_rows_are_stored_before_they_are_needed_and_forgotten_with_their_slot(

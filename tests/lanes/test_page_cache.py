@@ -16,7 +16,7 @@ from batchengine.lanes.cuda import DeviceMemory, open_gpu, parts_of, unwritten
 from batchengine.lanes.page_cache import PageCache
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
-from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
+from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch, Mark
 from kv_store.arenas.arena import Arena
 from tests.kv.test_importing import LAYOUT, REPR, SLOTS, Bank
 
@@ -25,7 +25,9 @@ ANY = 99  # what new memory holds
 
 
 class FakeGpu(Gpu):
-    """Arrays by address; room for so many pages. What is copied aside is there after a join."""
+    """Arrays by address; room for so many pages. What is copied aside is there after a join.
+
+    forks: how many copies aside there had been at each fork."""
 
     facts = DeviceFacts("", 0, 0, (0, 0))
 
@@ -34,6 +36,7 @@ class FakeGpu(Gpu):
         self.pages, self.made = pages, 0
         self.held: dict[int, np.ndarray[Any, Any]] = {}
         self.aside: list[tuple[int, np.ndarray[Any, Any]]] = []
+        self.forks: list[int] = []
 
     def _allocate(self, n_bytes: int) -> int:
         if len(self.held) == self.pages:
@@ -50,6 +53,12 @@ class FakeGpu(Gpu):
 
     def copy_aside(self, address: int, array: np.ndarray[Any, Any]) -> None:
         self.aside.append((address, array.copy()))
+
+    def fork(self) -> None:
+        self.forks.append(len(self.aside))
+
+    def mark(self) -> Mark:
+        raise AssertionError
 
     def join(self) -> None:
         for address, array in self.aside:
@@ -150,6 +159,18 @@ def test_expected_pages_come_beside_a_step_and_before_theirs() -> None:
     assert len(scene.gpu.aside) == 2  # that step does not wait for them
     assert scene.use(0, 2, 1) == [0, 2, 1]
     assert (len(scene.gpu.aside), scene.cache.copied) == (0, 3)
+
+
+def test_expected_pages_take_memory_that_the_step_before_may_read() -> None:
+    """So their copies come after what was begun before the step that they are copied beside."""
+    scene = Scene(2)
+    scene.use(0, 1)
+    assert scene.gpu.forks == []  # nothing is expected
+    scene.cache.expect([12], scene.at(2))
+    scene.use(1)
+    assert scene.gpu.forks == [0]
+    scene.cache.copy_expected(BYTES, [11])  # for page 0
+    assert len(scene.gpu.aside) == 1
 
 
 def test_expected_pages_take_no_page_of_the_step_and_may_be_given_up() -> None:

@@ -1,6 +1,6 @@
 """The steps in flight: their frames, what their answers apply to, and the check of an answer.
 
-A worker has one step to compute, and may have the next one already, which is *ahead*: it was
+A worker has one step to compute, and may have the next ones already, which are *ahead*: each was
 planned before the answer to the step before it. The rows of a step ahead are those of sessions that
 the step before computes too: the worker takes its own samples as the inputs of decodes, the tokens
 of a prompt are known.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from kv_store.arenas.arena import ArenaSlot
 STEP_DEADLINE_MIN_S = 30.0  # far longer than any step, far shorter than timeouts of clients
 STEP_DEADLINE_FACTOR = 20.0  # a step that takes 20 times its prediction is a hang
 CHUNK_AHEAD_MS_MAX = 20.0  # a turn that arrives waits for it, and a longer one hides little more
+QUEUE_MS_MAX = 20.0  # of all steps, for a third one and more: where steps are longer, two hide all
 STUCK_FACTOR = 2.0  # of the deadline, which ends a step in any case
 
 
@@ -65,23 +66,47 @@ class InFlightStep(NamedTuple):
         return any(part.turn.session is session for part in self.parts)
 
 
-def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> InFlightStep | None:
-    """Build the frame of the step after `last`, which is in flight, for some of its sessions. None
-    if the plan is for anything else, or if slots are lacking."""
+class Reach(NamedTuple):
+    """Where the steps in flight leave a session: the position behind their tokens, and how many of
+    its tokens they sample."""
+
+    end: int
+    samples: int
+
+
+def reaches_of(steps: Iterable[InFlightStep]) -> dict[int, Reach]:
+    """Where steps in flight, oldest first, leave their sessions, but for those with an entry that
+    will be void."""
+    found: dict[int, Reach] = {}
+    void = set[int]()
+    for step in steps:
+        for (turn, n, wants), entry in zip(step.parts, step.step.entries, strict=True):
+            end, samples = found.get(entry.session, Reach(turn.session.frontier, 0))
+            if entry.start == end:
+                found[entry.session] = Reach(end + n, samples + wants)
+            else:
+                void.add(entry.session)
+    return {key: reach for key, reach in found.items() if key not in void}
+
+
+def prepare_ahead(
+    plan: scheduler.StepPlan, steps: Sequence[InFlightStep], kv: LaneKv
+) -> InFlightStep | None:
+    """Build the frame of the step after `steps`, which are in flight, for some sessions of the last
+    one. None if the plan is for anything else, or if slots are lacking."""
+    last, reaches = steps[-1], reaches_of(steps)
     parts = {
         entry.session: part
         for part, entry in zip(last.parts, last.step.entries, strict=True)
-        if entry.start == part.turn.session.frontier  # else it will be void
+        if entry.session in reaches
     }
-    planned = [(parts[key], n) for key, n in plan.batch if key in parts]
-    n_decodes = sum([part.wants for part, _ in planned])
+    planned = [(parts[key], reaches[key], n) for key, n in plan.batch if key in parts]
+    n_decodes = sum([part.wants for part, _, _ in planned])
     is_plain = not (plan.admit or plan.preempt or plan.shed) and len(planned) == len(plan.batch)
     is_short = n_decodes == len(planned) or plan.predicted_ms <= CHUNK_AHEAD_MS_MAX
     if not (planned and is_plain and is_short and all(_is_plain(*one) for one in planned)):
         return None
-    ends = {
-        part.turn.session: part.turn.session.frontier + part.n_tokens + n for part, n in planned
-    }
+    ends = {part.turn.session: reach.end + n for part, reach, n in planned}
     if not all(kv.slots.ensure(session, end) for session, end in ends.items()):
         return None
     codes, tokens, history = array("Q"), array("i"), array("i")
@@ -89,9 +114,9 @@ def prepare_ahead(plan: scheduler.StepPlan, last: InFlightStep, kv: LaneKv) -> I
     rows: list[StepEntry] = []
     fills: list[tuple[Turn, int, ArenaSlot]] = []
     recomputed = 0
-    for (part, n), (session, end) in zip(planned, ends.items(), strict=True):
+    for (part, reach, n), (session, end) in zip(planned, ends.items(), strict=True):
         turn, start, n_pages, sample = part.turn, end - n, pages_for(end), [0] * part.wants
-        wants = end == len(session.tokens) + part.wants
+        wants = end == len(session.tokens) + reach.samples
         n_history = min(turn.history_tokens, end) if wants else 0
         codes.extend(session.kv.codes[:n_pages])
         tokens.extend([*session.tokens[start:end], *sample])
@@ -139,32 +164,35 @@ def frame(
     )
 
 
-def _is_plain(part: StepEntry, n_tokens: int) -> bool:
+def _is_plain(part: StepEntry, reach: Reach, n_tokens: int) -> bool:
     """Whether the next `n_tokens` of a session need nothing but their pages: they are the sample of
-    this part, or known."""
+    this part, or known. A history would lack all samples but the last one."""
     turn, session = part.turn, part.turn.session
-    kv, end = session.kv, session.frontier + part.n_tokens + n_tokens
-    is_next = end == len(session.tokens) + 1 and n_tokens == 1
+    kv, end = session.kv, reach.end + n_tokens
+    is_next = end == len(session.tokens) + reach.samples and n_tokens == 1
+    is_next = is_next and (reach.samples == 1 or not turn.history_tokens)
     is_scored = turn.scores is not None and not turn.scores.is_complete
     is_bound = kv.held or kv.later or kv.pending or kv.cut_off or turn.shared_with or is_scored
     is_bound = is_bound or session.suspect or turn.masks_are_slow or turn.needs_match
     return not is_bound and (is_next if part.wants else end <= len(session.tokens))
 
 
-def view_after(view: scheduler.LaneView, last: InFlightStep, now_ms: float) -> scheduler.LaneView:
-    """The view as it will be once `last` is committed, if no turn ends early."""
-    parts = {part.turn.session.key: part for part in last.parts}
+def view_after(
+    view: scheduler.LaneView, steps: Sequence[InFlightStep], now_ms: float
+) -> scheduler.LaneView:
+    """The view as it will be once `steps` are committed, if no turn ends early."""
+    reaches = reaches_of(steps)
+    turns = {part.turn.session.key: part.turn for step in steps for part in step.parts}
     rows: list[TurnRow] = []
     for row in view.running:
-        part = parts.get(row.key)
-        if part is None:
+        reach = reaches.get(row.key)
+        if reach is None:
             rows.append(row)
             continue
-        generation = part.turn.generation
-        if generation.completion_tokens + part.wants < generation.request.tokens_max:
-            n = part.n_tokens
-            left = row.to_compute - n + part.wants
-            rows.append(row._replace(frontier=row.frontier + n, to_compute=left, served_ms=now_ms))
+        generation, end = turns[row.key].generation, reach.end
+        if generation.completion_tokens + reach.samples < generation.request.tokens_max:
+            left = row.to_compute - (end - row.frontier) + reach.samples
+            rows.append(row._replace(frontier=end, to_compute=left, served_ms=now_ms))
     return replace(view, running=tuple(rows))
 
 
@@ -228,14 +256,18 @@ class InFlightSteps:
     def _send_mask(self, session: int, position: int, bits: bytes) -> None:
         self._lane.note(wire.Mask(session, position, bits))
 
-    def send_ahead(self, view: scheduler.LaneView, kv: LaneKv, now_ms: float) -> None:
-        """Send the step after the only one in flight, if it can be ahead; `view`: the lane's now,
-        in which that step is not committed."""
-        (last,) = self._steps
-        plan = scheduler.plan(view_after(view, last, now_ms), now_ms)
-        if (ahead := prepare_ahead(plan, last, kv)) is not None:
-            self.add(ahead, now_ms)
-            self.send()
+    def send_ahead(self, view: scheduler.LaneView, kv: LaneKv, now_ms: float) -> bool:
+        """Send the step after those in flight, if it can be ahead; `view`: the lane's now, in which
+        they are not committed. Returns whether it was sent."""
+        plan = scheduler.plan(view_after(view, self._steps, now_ms), now_ms)
+        queue_ms = sum([step.predicted_ms for step in self._steps]) + plan.predicted_ms
+        if len(self._steps) > 1 and queue_ms > QUEUE_MS_MAX:
+            return False
+        if (ahead := prepare_ahead(plan, self._steps, kv)) is None:
+            return False
+        self.add(ahead, now_ms)
+        self.send()
+        return True
 
     async def answer(self) -> tuple[InFlightStep, wire.StepDone]:
         """Wait for the answer to the oldest step, which is in flight no more. Errors as of

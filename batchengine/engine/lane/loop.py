@@ -336,19 +336,23 @@ class LaneLoop:
         self._in_flight.send()
         self._in_flight.send_masks()
         while self._in_flight:
-            self._send_ahead()
+            while self._send_ahead():
+                pass
             self._emit()
             await self._commit_oldest()
 
-    def _send_ahead(self) -> None:
-        """Send the step after the one in flight, unless something comes between the two."""
+    def _send_ahead(self) -> bool:
+        """Send the step after those in flight, unless something comes between; whether it was."""
+        if not self.lane.alive or len(self._in_flight) >= self.config.steps_in_flight:
+            return False
         if self._in_flight.are_ahead:
             self.kv.poll()
             self._look_at_changed()
         due = self._is_asked, self.is_paused, self._transfers.is_due, self.recomputes, self.stages
-        has_room = self.lane.alive and len(self._in_flight) < self.config.steps_in_flight
-        if has_room and not (any(due) or self.kv.awaits_boundary):
-            self._in_flight.send_ahead(self.seats.view(self.cost), self.kv, self.seats.now_ms())
+        if any(due) or self.kv.awaits_boundary:
+            return False
+        view, now_ms = self.seats.view(self.cost), self.seats.now_ms()
+        return self._in_flight.send_ahead(view, self.kv, now_ms)
 
     async def _commit_oldest(self) -> None:
         in_flight, done = await self._in_flight.answer()

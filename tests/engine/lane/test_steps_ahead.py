@@ -44,10 +44,11 @@ SAMPLINGS = (
 LIMITS = StepLimits(tokens_max=16, entries_max=4, context_tokens=2048, vocab_size=2048)
 
 
-async def test_decodes_are_sent_ahead(site: Site, reference: Reference) -> None:
+@pytest.mark.parametrize("depth", [2, 3])
+async def test_decodes_are_sent_ahead(site: Site, reference: Reference, depth: int) -> None:
     """Also over the end of a page, and with penalties that see the token not known yet."""
     prompts = [words(i, n) for i, n in enumerate((40, 250, 300))]
-    async with running_engine(site, lane__steps_in_flight=2) as engine:
+    async with running_engine(site, lane__steps_in_flight=depth) as engine:
         asked = [
             request(prompt, 60, sampling=sampling)
             for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
@@ -60,11 +61,14 @@ async def test_decodes_are_sent_ahead(site: Site, reference: Reference) -> None:
         assert answer.tokens == reference.tokens(prompt, 60, sampling)
 
 
-async def test_the_entry_after_an_early_end_is_void(site: Site, reference: Reference) -> None:
+@pytest.mark.parametrize("depth", [2, 3])
+async def test_the_entry_after_an_early_end_is_void(
+    site: Site, reference: Reference, depth: int
+) -> None:
     """A stop string ends one turn while its next entry is computed; its session then goes on."""
     prompt = words(8, 40)
     expected = reference.tokens(prompt, 30)
-    async with running_engine(site, lane__steps_in_flight=2) as engine:
+    async with running_engine(site, lane__steps_in_flight=depth) as engine:
         answer = await read(engine.submit(request(prompt, 30)))
         stop = answer.text[len(answer.text) // 2 :][:6]
         meter = engine.state.lanes[0].meter
@@ -83,11 +87,14 @@ async def test_the_entry_after_an_early_end_is_void(site: Site, reference: Refer
     assert meter.void
 
 
-async def test_constrained_answers_are_sent_ahead(site: Site, reference: Reference) -> None:
+@pytest.mark.parametrize("depth", [2, 3])
+async def test_constrained_answers_are_sent_ahead(
+    site: Site, reference: Reference, depth: int
+) -> None:
     """Their masks follow the commit of the step before; the entry after the end has none."""
     asked = [constrained(words(i, 40 + i), LONG) for i in range(3)]
     free = request(words(9, 50), 90)
-    async with running_engine(site, lane__steps_in_flight=2) as engine:
+    async with running_engine(site, lane__steps_in_flight=depth) as engine:
         generations = [engine.submit(one) for one in (*asked, free)]
         answers = await asyncio.gather(*map(read, generations))
         meter = engine.state.lanes[0].meter
@@ -142,6 +149,34 @@ async def test_short_chunks_of_a_prompt_are_sent_ahead_beside_decodes(
         assert other.tokens == reference.tokens(one, 400)[: len(other.tokens)]
 
 
+async def test_a_third_step_is_in_flight_while_all_are_short(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless a history lacks more than the last sample, which the worker knows alone."""
+    found: list[int] = []
+    async with running_engine(site, lane__steps_in_flight=3) as engine:
+        lane = engine.state.lanes[0]
+        for queue_ms, sampling in ((1e6, SAMPLINGS[1]), (0.0, SAMPLINGS[1]), (1e6, SAMPLINGS[2])):
+            monkeypatch.setattr(inflight, "QUEUE_MS_MAX", queue_ms)
+            deepest: list[int] = []
+            lane.lane.post = watched_depth(lane, deepest)  # type: ignore[method-assign]
+            answer = await read(engine.submit(request(words(3, 40), 30, sampling=sampling)))
+            assert answer.tokens == reference.tokens(words(3, 40), 30, sampling)
+            found.append(max(deepest))
+    assert found == [3, 2, 2]
+
+
+def watched_depth(loop: LaneLoop, depths: list[int]) -> Callable[..., Any]:
+    """`post`, which notes how many steps are in flight with each."""
+    post = loop.lane.post
+
+    def watched(step: wire.Step, payload: bytes, **how: Any) -> Any:
+        depths.append(len(loop._in_flight))
+        return post(step, payload, **how)
+
+    return watched
+
+
 async def test_short_chunks_of_a_prompt_alone_are_sent_ahead(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,13 +218,14 @@ async def test_a_page_of_a_step_ahead_may_be_that_of_a_session_at_rest(
         assert answer.tokens == reference.tokens([*prompt, 9], 5)
 
 
+@pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("end", ["stop", "cancel", "move", "kill"])
 async def test_a_page_of_a_step_ahead_is_given_back(
-    site: Site, reference: Reference, end: str
+    site: Site, reference: Reference, end: str, depth: int
 ) -> None:
     """The turn ends, moves to another lane or loses its worker while the page is taken."""
     lanes = tuple(
-        LaneConfig(name, threads=1, tier=tier, steps_in_flight=2)
+        LaneConfig(name, threads=1, tier=tier, steps_in_flight=depth)
         for name, tier in (("fast", "fast"), ("bulk", "bulk"))
     )
     async with running_engine(site, lanes=lanes, router__promote_auto=False) as engine:

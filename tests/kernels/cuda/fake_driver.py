@@ -1,7 +1,7 @@
 """The functions of `cuda.bindings.driver` that CudaGpu calls, over an emulated GPU.
 
 Work that was queued on a stream happens when the stream is waited for, by the host or by another
-stream, so that an early change of pinned memory is seen.
+stream, so that an early change of pinned memory is seen; a piece of it with each look at an event.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Status(enum.Enum):
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_NOT_READY = 600
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
 
 
@@ -81,7 +82,7 @@ class FakeDriver:
                 return self.fail[name], None
             given = getattr(self, "_" + name)(*arguments) if hasattr(type(self), "_" + name) else 0
             if isinstance(given, Status):
-                return given, None
+                return (given,) if given is Status.CUDA_SUCCESS else (given, None)
             return (Status.CUDA_SUCCESS, *given) if isinstance(given, tuple) else (Status(0), given)
 
         return call
@@ -165,8 +166,26 @@ class FakeDriver:
 
     def _cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[()]:
         of = self.events[event]
-        self.queues[stream].append(lambda: self._run(*of))
+        if of[0]:
+            self.queues[stream].append(lambda: self._run(*of))
         return ()
+
+    def _cuEventQuery(self, event: int) -> Status:
+        stream, end = self.events[event]
+        if not stream or self.ended[stream] >= end:
+            return Status.CUDA_SUCCESS
+        done = self._ran(stream, self.ended[stream] + 1)
+        return Status.CUDA_ERROR_NOT_READY if done is Status.CUDA_SUCCESS else done
+
+    def _cuEventSynchronize(self, event: int) -> Status:
+        return self._ran(*self.events[event])
+
+    def _ran(self, stream: int, end: int) -> Status:
+        try:
+            self._run(stream, end)
+        except EmulatorFault:
+            return Status.CUDA_ERROR_ILLEGAL_ADDRESS
+        return Status.CUDA_SUCCESS
 
     def _run(self, stream: int, end: int) -> None:
         """Do the first `end` pieces of work of a stream, but for those that have ended."""
@@ -175,11 +194,7 @@ class FakeDriver:
             self.queues[stream].pop(0)()
 
     def _cuStreamSynchronize(self, stream: int) -> Status:
-        try:
-            self._run(stream, self.ended[stream] + len(self.queues[stream]))
-        except EmulatorFault:
-            return Status.CUDA_ERROR_ILLEGAL_ADDRESS
-        return Status.CUDA_SUCCESS
+        return self._ran(stream, self.ended[stream] + len(self.queues[stream]))
 
     def _cuModuleGetFunction(self, module: str, name: bytes) -> str | Status:
         known = name.decode() in self.gpu.kernels()
