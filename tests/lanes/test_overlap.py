@@ -399,12 +399,16 @@ def first_decode(side: Side, fed: Sequence[Sequence[int]], past: int) -> Any:
     return side.step(last, [own[-1:] for own in fed], {}, histories=histories)
 
 
-@pytest.mark.parametrize(("sessions", "past"), [(2, 0), (LATE_ENTRIES_MIN, 5)])
+@pytest.mark.parametrize(
+    ("sessions", "past", "is_early"), [(2, 0, True), (2, 5, False), (LATE_ENTRIES_MIN, 5, True)]
+)
 def test_a_step_that_takes_samples_on_the_gpu_gives_the_bits_of_the_cpu(
-    sides: tuple[Side, Side, FakeDriver], sessions: int, past: int
+    sides: tuple[Side, Side, FakeDriver], sessions: int, past: int, is_early: bool
 ) -> None:
-    """It is given before the samples are known, also as the ends of histories of `past` tokens."""
+    """It is given before the samples are known, also as the ends of histories of `past` tokens, and
+    is computed before the host has finished the step before, or later."""
     cpu, gpu, fake = sides
+    fake.is_early = is_early
     rng = np.random.default_rng(5)
     fed = [rng.integers(0, 100, 250).tolist() for _ in range(sessions)]
     running, want = (first_decode(side, fed, past) for side in (gpu, cpu))

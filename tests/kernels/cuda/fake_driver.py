@@ -47,7 +47,8 @@ class Attributes:
 
 
 class FakeDriver:
-    """`fail[name]` is the status of the next calls of a function."""
+    """`fail[name]` is the status of the next calls of a function. is_early: a wait for an event
+    lets all queued work of its stream happen."""
 
     CUresult = Status
     CUdevice_attribute = Attributes()
@@ -70,6 +71,7 @@ class FakeDriver:
         self.events: dict[int, tuple[int, int]] = {}  # stream, and its pieces before the event
         self.capturing: list[Callable[[], None]] = []
         self.version = 13020
+        self.is_early = False
         self.launches: list[tuple[str, bool]] = []  # kernels; whether they may begin early
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
@@ -178,7 +180,10 @@ class FakeDriver:
         return Status.CUDA_ERROR_NOT_READY if done is Status.CUDA_SUCCESS else done
 
     def _cuEventSynchronize(self, event: int) -> Status:
-        return self._ran(*self.events[event])
+        stream, end = self.events[event]
+        if self.is_early:
+            end = self.ended[stream] + len(self.queues[stream])
+        return self._ran(stream, end)
 
     def _ran(self, stream: int, end: int) -> Status:
         try:
