@@ -430,7 +430,7 @@ def test_a_step_that_takes_samples_on_the_gpu_gives_the_bits_of_the_cpu(
         histories = [own[-past:] for own in fed] if past else ()
         running = following
         want = cpu.step(position, [[]] * sessions, wanted, histories=histories)
-    assert was_queued > 8
+    assert was_queued > 8 or is_early
     assert running.tokens() == want.tokens()
     assert running.finish() == want.finish()
     while gpu.device.rest():

@@ -24,6 +24,7 @@ from kernels.cuda import driver, memory
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault, Graph
 from kernels.cuda.graphs import Graphs
+from kernels.cuda.memory import BadRows
 from kernels.cuda.ops import CudaOps
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import MIXED
@@ -118,6 +119,16 @@ def test_a_step_gives_the_bits_of_the_cpu(
         assert len(device.steps.graphs) == 1  # of the steps of one token each
         for lane, mine in zip(lanes, pages, strict=True):
             assert mine[0][1].tobytes() == runner.page(lane, 0)
+
+
+def test_bad_rows_that_were_fetched_are_those_of_their_step(gpu: Emulator) -> None:
+    """The next step, which the GPU may compute already, writes to the same memory."""
+    flags, fetched = gpu.allocate(3), list[BadRows]()
+    of_step = BadRows(gpu, flags, 3)  # of a captured step, whose replays share it
+    for written in ([0, 1, 1], [0, 0, 0]):
+        gpu.copy_in(flags, np.array(written, np.uint8))
+        fetched.append(of_step.fetch())
+    assert [list(rows) for rows in fetched] == [[1, 2], []]
 
 
 def test_a_layer_of_a_decode_is_ten_launches(gpu: Emulator) -> None:
