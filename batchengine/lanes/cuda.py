@@ -523,7 +523,7 @@ class GpuSteps:
             return cast(list[BadRows], bad_rows)
 
         stepper.set(tokens, entries, pages)
-        self._ops.stage(tokens, wanted, taken)
+        self._ops.stage(self._batch, tokens, wanted, taken)
         if len(tokens) > len(entries):
             bad_rows = launch()
         else:

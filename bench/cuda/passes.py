@@ -26,6 +26,7 @@ from bench.models.synthetic import Shape
 from bench.models.tensors import aligned
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.memory import Batch
 from kernels.cuda.ops import CudaOps
 
 Row = dict[str, float | str]
@@ -238,7 +239,7 @@ class Passes:
         entries = np.array([[1, start, needed]] * batch, np.int32)
         tokens, pages = self._random_tokens(batch), self._reserve(batch * needed)
         stepper.set(tokens, entries, pages)
-        self._ops.stage(tokens, wanted)
+        self._ops.stage(cast(Batch, stepper.batch), tokens, wanted)
 
         def run() -> None:
             stepper.start(wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -14,6 +14,7 @@ import kernels
 from kernels.cuda.gpu import Gpu
 
 BLOCK, SPAN = 32, 128  # values with one scale, and values that are laid out together
+ALIGNMENT = 256  # of the arrays of a parcel
 TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
 TILE_BYTES = 32  # of an AttendTile of attention.cu
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
@@ -48,6 +49,25 @@ class Scratch:
         if array.nbytes:
             self._gpu.copy_in(address, np.ascontiguousarray(array))
         return address
+
+
+class Parcel:
+    """Arrays that are copied to the GPU together, as each copy costs the GPU two microseconds."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._memory = Scratch(gpu)
+
+    def send(self, arrays: Sequence[NDArray[np.generic]]) -> list[int]:
+        """The addresses of copies, until the next call. An array's is the same one as long as those
+        before it have the same sizes, but for parcels that are larger than all before. Raises
+        MemoryError."""
+        ends = np.cumsum([-(-max(1, array.nbytes) // ALIGNMENT) for array in arrays]) * ALIGNMENT
+        starts = [0, *ends[:-1].tolist()]
+        parcel = np.zeros(int(ends[-1]), np.uint8)
+        for at, array in zip(starts, arrays, strict=True):
+            parcel[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        base = self._memory.put(parcel)
+        return [base + at for at in starts]
 
 
 class Rows:
@@ -170,8 +190,9 @@ class Batch:
 
     def __init__(self, gpu: Gpu, tokens_max: int, entries_max: int, pages_max: int) -> None:
         self._limits = tokens_max, entries_max, pages_max
-        self._positions, self._written = Scratch(gpu), Scratch(gpu)
-        self._pages = Scratch(gpu)
+        self._parcel = Parcel(gpu)
+        self._unsent: list[NDArray[np.generic]] = []  # positions, written, tables of tiles, pages
+        self._sent = 0, 0, 0  # addresses of positions, written, pages
         self._entries: list[tuple[int, int, int]] = []
         self._tiles: dict[tuple[int, int, int], Tiles] = {}  # by heads, of all steps so far
         self._memory = defaultdict[tuple[int, int, int], tuple[Scratch, ...]](
@@ -193,13 +214,31 @@ class Batch:
         positions = np.arange(len(tokens)) + np.repeat(starts - first_row, counts)
         first_page = np.repeat(np.cumsum(n_pages) - n_pages, counts)
         written = page_addresses[first_page + positions // kernels.PAGE_TOKENS]
-        self._positions.put(positions.astype(np.int32))
-        self._written.put(written)
-        self._pages.put(page_addresses)
         self._entries = [(int(n), int(start), int(pages)) for n, start, pages in entries.tolist()]
+        tables: list[I32] = []
         for heads in self._tiles:
-            self._tiles[heads] = self._make_tiles(*heads)
+            table, self._tiles[heads] = self._make_tiles(*heads)
+            tables.append(table)
+        self._unsent = [positions.astype(np.int32), written, *tables, page_addresses]
         self.n_tokens = len(tokens)
+
+    def send(
+        self, before: Sequence[NDArray[np.generic]] = (), after: Sequence[NDArray[np.generic]] = ()
+    ) -> list[int]:
+        """Copy what `set` was given, with other arrays before and after it, whose addresses are
+        returned, in one copy. What is not sent is, once it is asked for. Raises MemoryError."""
+        addresses = self._parcel.send([*before, *self._unsent, *after])
+        end = len(before) + len(self._unsent)
+        positions, written, *tables, pages = addresses[len(before) : end]
+        self._sent, self._unsent = (positions, written, pages), []
+        for heads, table in zip(self._tiles, tables, strict=True):
+            self._tiles[heads] = replace(self._tiles[heads], table=table)
+        return addresses[: len(before)] + addresses[end:]
+
+    def _addresses(self) -> tuple[int, int, int]:
+        if self._unsent:
+            self.send()
+        return self._sent
 
     @property
     def launches(self) -> tuple[tuple[TileRun, ...], ...]:
@@ -209,26 +248,29 @@ class Batch:
     @property
     def positions(self) -> int:
         """int32 of each token."""
-        return self._positions.address
+        return self._addresses()[0]
 
     @property
     def written(self) -> int:
         """The page of each token, by address."""
-        return self._written.address
+        return self._addresses()[1]
 
     @property
     def pages(self) -> int:
         """The pages of all entries, by address."""
-        return self._pages.address
+        return self._addresses()[2]
 
     def tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
         """The query rows of the step in tiles for `attend`, the same for every layer."""
         heads = n_head, n_kv_head, head_dim
+        self._addresses()
         if heads not in self._tiles:
-            self._tiles[heads] = self._make_tiles(*heads)
+            table, tiles = self._make_tiles(*heads)
+            self._tiles[heads] = replace(tiles, table=self._memory[heads][0].put(table))
         return self._tiles[heads]
 
-    def _make_tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
+    def _make_tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> tuple[I32, Tiles]:
+        """The table, and the tiles, which have no address of it yet."""
         group = n_head // n_kv_head
         most = ACCUMULATOR_BYTES // (4 * TILE_ROWS * (head_dim + 2))
         table: list[tuple[int, ...]] = []
@@ -250,13 +292,10 @@ class Batch:
                 deepest, largest = max(deepest, superpages), max(largest, used)
             if used:
                 launches.append(_tile_run(rows_max, each, first, len(table), deepest))
-        at, m, denominators, o = self._memory[n_head, n_kv_head, head_dim]
+        _, m, denominators, o = self._memory[n_head, n_kv_head, head_dim]
         n = 4 * largest * TILE_ROWS
-        return Tiles(
-            at.put(np.array(table, np.int32)),
-            tuple(launches),
-            *(m.reserve(n), denominators.reserve(n), o.reserve(n * head_dim)),
-        )
+        memory = m.reserve(n), denominators.reserve(n), o.reserve(n * head_dim)
+        return np.array(table, np.int32), Tiles(0, tuple(launches), *memory)
 
     def _tiles_of(self, group: int, rows_max: int) -> Iterator[tuple[int, ...]]:
         """The first values of each AttendTile of the entries whose tiles have up to `rows_max`."""

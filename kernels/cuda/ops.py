@@ -24,6 +24,7 @@ from kernels.cuda.memory import (
     BadRows,
     Batch,
     KvRows,
+    Parcel,
     Queries,
     Rows,
     Scratch,
@@ -90,6 +91,11 @@ class BegunSample:
         return [kernels.Sampled(*one) for one in zip(tokens, chances, top, strict=True)]
 
 
+def _arrays_of(taken: Taken) -> tuple[I32, I32]:
+    """Sources and places of `take_samples`."""
+    return np.array(list(taken.values()), np.int32), np.array(list(taken), np.int32)
+
+
 class CudaOps:
     """The kernels bound to one GPU, and to a pool for what the CPU does."""
 
@@ -97,10 +103,9 @@ class CudaOps:
         self._gpu = gpu
         self._pool = pool
         self._held: dict[Held, int] = {}
-        self._indices, self._for_staged = Scratch(gpu), (Scratch(gpu), Scratch(gpu))
+        self._indices = Scratch(gpu)
         self._staged: list[tuple[I32, int]] = []  # with their addresses
-        self._given = [Scratch(gpu) for _ in range(5)]  # parameters of `sample`
-        self._taken = Scratch(gpu), Scratch(gpu)  # parameters of `take_samples`
+        self._given = Parcel(gpu)  # parameters of `sample`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
         self._partials = Scratch(gpu)  # sums of segments
         self.make_rows = partial(Rows, gpu)
@@ -136,24 +141,21 @@ class CudaOps:
 
     # -- rows
 
-    def stage(self, tokens: I32, wanted: I32, taken: Taken = NOTHING_TAKEN) -> None:
-        """Copy what `embed` and `take_rows` are given in the next step, which copy nothing then.
+    def stage(self, batch: Batch, tokens: I32, wanted: I32, taken: Taken = NOTHING_TAKEN) -> None:
+        """Copy what `batch` was set to, and what `embed` and `take_rows` are given in that step,
+        which copy nothing then.
 
         taken: the tokens that are those of the last `begin_sample`.
         """
-        given = zip((tokens, wanted), self._for_staged, strict=True)
-        self._staged = [(array, to.put(array)) for array, to in given]
-        self._take_samples(taken, self._staged[0][1])
+        sent = batch.send((tokens, wanted), _arrays_of(taken))
+        self._staged = [(tokens, sent[0]), (wanted, sent[1])]
+        self._take_samples(taken, sent[2:], sent[0])
 
-    def _take_samples(self, taken: Taken, address: int) -> None:
-        """Write tokens of the last `begin_sample` to places of an array at an address."""
-        if not taken:
-            return
-        targets = np.array(list(taken), np.uint64) * np.uint64(4) + np.uint64(address)
-        sources = np.array(list(taken.values()), np.int32)
-        given = [to.put(array) for to, array in zip(self._taken, (sources, targets), strict=True)]
-        arguments = [self._out.address, *given, len(taken)]
-        self._gpu.launch("take_samples", (-(-len(taken) // THREADS), 1, 1), THREADS, arguments)
+    def _take_samples(self, taken: Taken, arrays: Sequence[int], out: int) -> None:
+        """Write tokens of the last `begin_sample` to an array."""
+        if taken:
+            arguments = [self._out.address, *arrays, len(taken), out]
+            self._gpu.launch("take_samples", (-(-len(taken) // THREADS), 1, 1), THREADS, arguments)
 
     def _indices_of(self, array: I32) -> int:
         """The address of a copy."""
@@ -417,17 +419,17 @@ class CudaOps:
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < vocab):
                 raise ValueError("sample: a token that is not in the vocabulary")
         words = np.array([len(spec.mask) for spec in rows])
-        if not np.isin(words, (0, -(-vocab // 32))).all():
+        if not ((words == 0) | (words == -(-vocab // 32))).all():
             raise ValueError("sample: a mask has another size")
         table["first_mask"] = np.where(words > 0, np.cumsum(words) - words, -1)
         masks = np.concatenate([spec.mask for spec in rows])
         given = table, history, bias["token"], bias["value"], masks
         n_best = max(0, int(table["logprobs"].max()))
         got = np.empty(2 * n * (1 + n_best), np.int32)
-        copied = [to.put(array) for to, array in zip(self._given, given, strict=True)]
         ends = (table["first_history"] + table["n_history"] - 1).tolist()
         lasts = {ends[row]: of for row, of in taken.items() if table["n_history"][row]}
-        self._take_samples(lasts, copied[1])  # from what is overwritten now
+        *copied, sources, places = self._given.send((*given, *_arrays_of(lasts)))
+        self._take_samples(lasts, (sources, places), copied[1])  # from what is overwritten now
         tokens = self._out.reserve(got.nbytes)
         logprobs, top_tokens = tokens + 4 * n, tokens + 8 * n
         arguments = [

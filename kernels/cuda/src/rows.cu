@@ -108,14 +108,14 @@ KERNEL(take_rows, 256, gpu::In<float> x, int stride, gpu::In<int32_t> indices, i
         out[to * out_stride + k] = x[from * stride + k];
 }
 
-// The token sampled[sources[i]], 0 where there is none, goes to the address targets[i], for n of them.
-KERNEL(take_samples, 256, gpu::In<int32_t> sampled, gpu::In<int32_t> sources, gpu::In<uint64_t> targets,
-       int n) {
+// out[places[i]] = the token sampled[sources[i]], 0 where there is none, for n of them.
+KERNEL(take_samples, 256, gpu::In<int32_t> sampled, gpu::In<int32_t> sources, gpu::In<int32_t> places,
+       int n, gpu::Out<int32_t> out) {
     gpu::begin();
     const int i = gpu::block() * gpu::threads() + gpu::thread();
     if (i >= n) return;
     const int32_t token = sampled[sources[i]];
-    gpu::out_at<int32_t>(targets[i])[0] = token < 0 ? 0 : token;
+    out[places[i]] = token < 0 ? 0 : token;
 }
 
 // bad[i] becomes 1 if row i holds a NaN or an infinity, else 0. Grid: rows.
