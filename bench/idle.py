@@ -1,15 +1,17 @@
-"""How long a GPU waits for its host between the steps of decodes, on a modelled GPU.
+"""How long a GPU waits for its host between steps of decodes, on a modelled GPU.
 
 The GPU computes nothing: a step takes as long as the model of a GPU says. Everything else is the
-engine, its worker and the pages of an 8B shape, on this machine. `idle` is the share of the time in
-which the GPU had no step, between the first and the last step of all sessions together; pages of
-sessions begin together, which is the worst case for what the host stores.
+engine, its worker and the pages of an 8B shape, on this machine; what the driver takes of the host
+is left out. `idle` is the share of the time, between the first and the last step of all sessions,
+in which the GPU had no step: the median over runs, which take turns between the depths (steps in
+flight). Pages of sessions begin together, which is the worst case for what the host stores.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +20,6 @@ from typing import Any
 
 from batchengine.child.command import python_command
 from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
-from batchengine.config.settings import RouterConfig
 from batchengine.engine import Engine
 from bench import report
 from bench.cuda.serving.engines import START_S, Stream, ask, until
@@ -27,87 +28,100 @@ from bench.models.synthetic import PRESETS, write_synthetic
 
 # KV of an 8B model; the rest is small, as nothing reads it.
 SHAPE = replace(PRESETS["tiny"], n_layer=32, n_kv_head=8, n_head=32, head_dim=128, context=4096)
-GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step, and of each token (an H200)
-BATCHES, TOKENS = (1, 16, 64), 200
+GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step and of each token: an H200, about
+BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 200, 40
 PROMPT = 8  # tokens
-LANE, BUDGET_BYTES = "gpu", 6 << 30
+BUDGET_BYTES, VRAM_BYTES = 6 << 30, 64 << 30
 SKIPPED = 8  # steps of all sessions, before the first that counts
 
+Row = dict[str, float]
 
-async def run(folder: Path, model: Path, gpu: tuple[float, float], batch: int, depth: int) -> float:
-    """Decode `TOKENS` of `batch` sessions; returns seconds of one token of all."""
-    steps = folder / "steps"
-    lane = LaneConfig(
-        LANE, kind="cuda", threads=1, tier="fast", vram_bytes=64 << 30, steps_in_flight=depth
-    )
-    config = Config(
-        model=ModelConfig(path=str(model), id="idle"),
-        lanes=(lane,),
-        store=StoreConfig(dir=str(folder / "kv"), budget_bytes=BUDGET_BYTES, allow_volatile=True),
-        limits=LimitsConfig(context_tokens=1024),
-        router=RouterConfig(),
-        cache_dir=str(folder / "cache"),
-    )
-    given = ",".join(map(str, gpu))
-    command = python_command("bench.cuda.serving.modelled_worker", given, str(steps))
-    engine = Engine(config, worker_command=command)
-    await engine.start(lambda _: None)
-    try:
-        await until(lambda: all(of["state"] == "ready" for of in engine.lanes()), START_S)
-        streams = [Stream() for _ in range(batch)]
-        asked = [ask(tuple(range(10 + i, 10 + i + PROMPT)), TOKENS) for i in range(batch)]
-        await asyncio.gather(
-            *(one.read(engine, request) for one, request in zip(streams, asked, strict=True))
+
+class Scene:
+    """A model, and engines with a lane on a modelled GPU."""
+
+    def __init__(self, folder: Path, tokens: int) -> None:
+        """tokens: of each answer."""
+        self._folder, self._tokens = folder, tokens
+        self._model = folder / "model.gguf"
+        write_synthetic(self._model, SHAPE)
+
+    def measure(self, gpu: tuple[float, float], batch: int, depth: int) -> Row:
+        """Decode `batch` sessions together. gpu: ms of a step, and of each of its tokens."""
+        steps = self._folder / "steps"
+        tpot_ms = asyncio.run(self._decode(gpu, batch, depth, steps))
+        return idle_row(read_steps(steps), batch) | {"tpot_ms": round(tpot_ms, 3)}
+
+    async def _decode(self, gpu: tuple[float, float], batch: int, depth: int, steps: Path) -> float:
+        lane = LaneConfig(
+            "gpu", kind="cuda", threads=1, vram_bytes=VRAM_BYTES, steps_in_flight=depth
         )
-    finally:
-        await engine.stop(0.0)
-    return statistics.median(one.tpot_ms for one in streams)
-
-
-def idle_share(steps: Sequence[ModelledStep], batch: int) -> dict[str, float]:
-    """Of the time from the first to the last step of all sessions: the share without a step."""
-    most = max(step.tokens for step in steps if step.tokens <= batch)
-    whole = [i for i, step in enumerate(steps) if step.tokens == most][SKIPPED:]
-    first, last = steps[whole[0]], steps[whole[-1]]
-    busy = sum(step.end - step.begin for step in steps[whole[0] : whole[-1]])
-    gaps = [
-        after.begin - before.end
-        for before, after in zip(
-            steps[whole[0] : whole[-1]], steps[whole[0] + 1 : whole[-1] + 1], strict=True
+        store = StoreConfig(
+            dir=str(self._folder / "kv"), budget_bytes=BUDGET_BYTES, allow_volatile=True
         )
-    ]
+        config = Config(
+            model=ModelConfig(path=str(self._model), id="idle"),
+            lanes=(lane,),
+            store=store,
+            limits=LimitsConfig(context_tokens=1024),
+            cache_dir=str(self._folder / "cache"),
+        )
+        module, model = "bench.cuda.serving.modelled_worker", ",".join(map(str, gpu))
+        engine = Engine(config, worker_command=python_command(module, model, str(steps)))
+        await engine.start(lambda _: None)
+        try:
+            await until(lambda: all(of["state"] == "ready" for of in engine.lanes()), START_S)
+            streams = [Stream() for _ in range(batch)]
+            prompts = [tuple(range(10 + i, 10 + i + PROMPT)) for i in range(batch)]
+            readers = [
+                stream.read(engine, ask(prompt, self._tokens))
+                for stream, prompt in zip(streams, prompts, strict=True)
+            ]
+            await asyncio.gather(*readers)
+        finally:
+            await engine.stop(0.0)
+        return statistics.median(stream.tpot_ms for stream in streams)
+
+
+def idle_row(steps: Sequence[ModelledStep], batch: int) -> Row:
+    """From the first to the last step of `batch` tokens: the share without a step, and the times
+    between steps."""
+    whole = [i for i, step in enumerate(steps) if step.tokens == batch][SKIPPED:]
+    part = steps[whole[0] : whole[-1] + 1]
+    gaps = [after.begin - before.end for before, after in itertools.pairwise(part)]
     return {
-        "idle": round(1 - busy / (last.begin - first.begin), 4),
+        "idle": round(sum(gaps) / (part[-1].begin - part[0].begin), 4),
         "gap_ms": round(1000 * statistics.median(gaps), 3),
         "gap_ms_max": round(1000 * max(gaps), 3),
-        "step_ms": round(1000 * (first.end - first.begin), 3),
+        "step_ms": round(1000 * (part[0].end - part[0].begin), 3),
     }
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench idle", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench idle", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one batch, once")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--depths", type=int, nargs="+", default=[2], help="steps in flight")
+    parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS, help="steps in flight")
     parser.add_argument("--json")
     options = parser.parse_args(argv)
     batches, repeats = ((4,), 1) if options.quick else (BATCHES, options.repeats)
+    models = {"8b": GPUS["8b"]} if options.quick else GPUS
     found: dict[str, Any] = {}
+    rows: dict[str, list[Row]] = {}
     with report.memory_folder("idle-", 2 * BUDGET_BYTES) as folder:
-        model = folder / "model.gguf"
-        write_synthetic(model, SHAPE)
-        for name, gpu in GPUS.items():
+        scene = Scene(folder, QUICK_TOKENS if options.quick else TOKENS)
+        for model, gpu in models.items():
             for batch in batches:
-                for depth in options.depths:
-                    rows: list[dict[str, float]] = []
-                    for _ in range(repeats):
-                        tpot_ms = asyncio.run(run(folder, model, gpu, batch, depth))
-                        steps = read_steps(folder / "steps")
-                        rows.append(idle_share(steps, batch) | {"tpot_ms": round(tpot_ms, 3)})
-                    middle = sorted(rows, key=lambda row: row["idle"])[len(rows) // 2]
-                    key = f"{name} b{batch}" + (f" depth {depth}" if depth else "")
-                    found[key] = middle["idle"]
-                    low, high = min(r["idle"] for r in rows), max(r["idle"] for r in rows)
-                    print(f"{key:<18} {middle}  [{low:.3f} … {high:.3f}]", flush=True)
-    report.finish({"idle": found}, details={}, json_path=options.json)
+                keys = {f"{model} b{batch} depth {depth}": depth for depth in options.depths}
+                for _ in range(repeats):
+                    for key, depth in keys.items():
+                        rows.setdefault(key, []).append(scene.measure(gpu, batch, depth))
+                for key in keys:
+                    idle, tpot = ([row[name] for row in rows[key]] for name in ("idle", "tpot_ms"))
+                    found[key] = statistics.median(idle)
+                    spread = f"{found[key]:.3f} [{min(idle):.3f} … {max(idle):.3f}]"
+                    step, token = rows[key][0]["step_ms"], statistics.median(tpot)
+                    times = f"a step {step} ms, a token in {token:.2f} ms"
+                    print(f"{key:<18} idle {spread}, {times}", flush=True)
+    report.finish({"idle": found}, details=rows, json_path=options.json)
     return 0

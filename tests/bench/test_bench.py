@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 import kernels
+from bench.cuda.serving.modelled_worker import ModelledStep
 from bench.engine import SETTINGS
+from bench.idle import idle_row
 from bench.models import synthetic
 from bench.models.llama import LlamaContext, LlamaModel
 
@@ -152,3 +154,19 @@ def test_hop_measures_both_kinds_of_links(tmp_path: Path, cache: Path) -> None:
         assert isinstance(found, list)
         low, high = found
         assert low <= result[key] <= high < 100_000
+
+
+def test_idle_measures_every_depth(tmp_path: Path, cache: Path) -> None:
+    result = run_bench("idle", tmp_path / "r.json", cache)
+    idle = result["idle"]
+    assert isinstance(idle, dict)
+    assert len(idle) == 3
+    assert all(0.0 <= share < 1.0 for share in idle.values())
+
+
+def test_idle_is_the_time_between_steps_of_all_sessions() -> None:
+    step = ModelledStep
+    whole = [step(2, float(at), at + 0.75) for at in range(20)]
+    steps = [step(1, -9.0, -8.0), *whole, step(1, 30.0, 31.0)]
+    row = idle_row(steps, 2)
+    assert (row["idle"], row["gap_ms"], row["step_ms"]) == (0.25, 250.0, 750.0)
