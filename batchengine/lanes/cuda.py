@@ -296,15 +296,15 @@ class CudaDevice(HostDevice):
         histories = {row: taken[entry] for row, entry in enumerate(wanting) if entry in taken}
         return Launched(wanting, wanted, ends, bad_rows, rows, histories)
 
-    def begin_sample(self, batch: StepInput, launched: Launched) -> Sampling:
+    def begin_sample(self, batch: StepInput, launched: Launched) -> GpuSampling:
         """Have the GPU sample, once the masks are here. Raises MemoryError."""
         if self._steps is None:
             raise RuntimeError("begin_sample before load")
         masks = batch.masks(batch.entries)
         begun = self._steps.sample(sample_specs(batch, masks), launched.histories)
-        return Sampling(late_masks(batch, masks), begun, self._steps.gpu.mark())
+        return GpuSampling(late_masks(batch, masks), begun, self._steps.gpu.mark())
 
-    def choose(self, batch: StepInput, launched: Launched, sampling: Sampling) -> HostOutput:
+    def choose(self, batch: StepInput, launched: Launched, sampling: GpuSampling) -> HostOutput:
         """Wait for what was sampled; everything of the step is on the host then. The output has no
         digests yet. Raises MemoryError if there are scores."""
         if self._steps is None:
@@ -415,7 +415,7 @@ class Launched(NamedTuple):
     histories: Taken
 
 
-class Sampling(NamedTuple):
+class GpuSampling(NamedTuple):
     """What a GPU samples; the entries whose mask is late; the point at which it has ended."""
 
     late: tuple[int, ...]
@@ -434,7 +434,7 @@ class GpuStep:
         addresses: U64Array,
         rows: BatchRows,
         launched: Launched,
-        sampling: Sampling | None,
+        sampling: GpuSampling | None,
     ) -> None:
         """sampling: None if masks lack for it."""
         self._device, self._batch = device, batch

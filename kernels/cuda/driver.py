@@ -90,7 +90,7 @@ class Stream:
         return StreamMark(self, event, self._next)
 
     def is_passed(self, mark: StreamMark) -> bool:
-        """Whether a mark, which nobody has waited for, is passed."""
+        """Whether a mark is passed, before any wait for it."""
         return self._call("cuEventQuery", mark.event) is not None
 
     def wait(self, mark: StreamMark) -> None:

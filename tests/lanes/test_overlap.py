@@ -443,10 +443,10 @@ def test_a_step_that_takes_samples_on_the_gpu_gives_the_bits_of_the_cpu(
 
 
 @pytest.mark.parametrize("sessions", [2, LATE_ENTRIES_MIN + 1])
-def test_a_row_of_a_token_that_nobody_knows_gets_no_record(
+def test_a_row_of_an_unknown_token_gets_no_record(
     sides: tuple[Side, Side, FakeDriver], sessions: int
 ) -> None:
-    """The step before has found the rows of session 1 unusable: what the GPU took has no name."""
+    """The step before has found the rows of session 1 unusable: the GPU took any token."""
     gpu = sides[1]
     running = first_decode(gpu, [[3, 4, 5]] * sessions, 0)
     following = gpu.step(3, [[]] * sessions, {}, after=running)

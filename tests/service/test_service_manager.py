@@ -143,7 +143,7 @@ async def test_the_watchdog_gets_no_ping_while_a_lane_is_stuck(
 
 
 def test_a_lane_is_stuck_once_a_step_outlives_its_deadline_twice() -> None:
-    steps = InFlightSteps(cast(Lane, None), lambda ms: None)
+    steps = InFlightSteps(cast(Lane, None), 1, lambda ms: None)
     assert not steps.is_stuck(1e9)
     step = InFlightStep(cast(Step, None), b"", [], [], [], None, predicted_ms=10_000.0)
     steps.add(step, 1000.0)

@@ -199,9 +199,10 @@ def view_after(
 class InFlightSteps:
     """The steps that a lane's worker has, oldest first."""
 
-    def __init__(self, lane: Lane, on_overhead: Callable[[float], None]) -> None:
-        """`on_overhead` is called with the ms of a step outside the worker."""
-        self._lane = lane
+    def __init__(self, lane: Lane, most: int, on_overhead: Callable[[float], None]) -> None:
+        """most: steps in flight. `on_overhead` is called with the ms of a step outside the
+        worker."""
+        self._lane, self._most = lane, most
         self._on_overhead = on_overhead
         self._steps: deque[InFlightStep] = deque()
         self._requests: deque[LaneRequest] = deque()
@@ -256,9 +257,19 @@ class InFlightSteps:
     def _send_mask(self, session: int, position: int, bits: bytes) -> None:
         self._lane.note(wire.Mask(session, position, bits))
 
-    def send_ahead(self, view: scheduler.LaneView, kv: LaneKv, now_ms: float) -> bool:
-        """Send the step after those in flight, if it can be ahead; `view`: the lane's now, in which
-        they are not committed. Returns whether it was sent."""
+    def fill(
+        self,
+        view: Callable[[], scheduler.LaneView | None],
+        kv: LaneKv,
+        now_ms: Callable[[], float],
+    ) -> None:
+        """Send the steps after those in flight that can be ahead. `view`: the lane's now, in which
+        none of them is committed; None: no further step is sent."""
+        while len(self._steps) < self._most and (now := view()) is not None:
+            if not self._send_ahead(now, kv, now_ms()):
+                return
+
+    def _send_ahead(self, view: scheduler.LaneView, kv: LaneKv, now_ms: float) -> bool:
         plan = scheduler.plan(view_after(view, self._steps, now_ms), now_ms)
         queue_ms = sum([step.predicted_ms for step in self._steps]) + plan.predicted_ms
         if len(self._steps) > 1 and queue_ms > QUEUE_MS_MAX:

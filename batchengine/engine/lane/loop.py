@@ -98,7 +98,7 @@ class LaneLoop:
         self._is_asked = False  # for a moment between two steps
         self._cancelled: list[Turn] = []
         self._changes: list[Callable[[], None]] = []
-        self._in_flight = InFlightSteps(lane, self.meter.add_overhead)
+        self._in_flight = InFlightSteps(lane, config.steps_in_flight, self.meter.add_overhead)
         self._paused = False
 
     def __repr__(self) -> str:
@@ -336,23 +336,18 @@ class LaneLoop:
         self._in_flight.send()
         self._in_flight.send_masks()
         while self._in_flight:
-            while self._send_ahead():
-                pass
+            self._in_flight.fill(self._view_ahead, self.kv, self.seats.now_ms)
             self._emit()
             await self._commit_oldest()
 
-    def _send_ahead(self) -> bool:
-        """Send the step after those in flight, unless something comes between; whether it was."""
-        if not self.lane.alive or len(self._in_flight) >= self.config.steps_in_flight:
-            return False
+    def _view_ahead(self) -> scheduler.LaneView | None:
+        """The view for a step after those in flight; None if something comes between."""
         if self._in_flight.are_ahead:
             self.kv.poll()
             self._look_at_changed()
         due = self._is_asked, self.is_paused, self._transfers.is_due, self.recomputes, self.stages
-        if any(due) or self.kv.awaits_boundary:
-            return False
-        view, now_ms = self.seats.view(self.cost), self.seats.now_ms()
-        return self._in_flight.send_ahead(view, self.kv, now_ms)
+        is_free = self.lane.alive and not (any(due) or self.kv.awaits_boundary)
+        return self.seats.view(self.cost) if is_free else None
 
     async def _commit_oldest(self) -> None:
         in_flight, done = await self._in_flight.answer()
