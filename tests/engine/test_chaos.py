@@ -82,7 +82,7 @@ async def test_answers_under_random_load_and_kills_are_right(
         lane__entries_max=rng.choice([2, 4]),
         lane__chunk_tokens_max=rng.choice([32, 256]),
         lane__tokens_per_step=288,
-        lane__steps_in_flight=1 + seed % 2,
+        lane__steps_in_flight=1 + seed % 3,
     ) as engine:
         chaos = Chaos(engine, rng)
         names = ["a", "b", "c", None, None, None]

@@ -175,7 +175,7 @@ class World:
                 places=rng.choice([6, 8, 16]),
                 chunk_tokens_max=rng.choice([32, 128, 256]),
                 tokens_per_step=288,
-                steps_in_flight=self.tape(f"ahead{i}").choice([1, 2]),
+                steps_in_flight=self.tape(f"ahead{i}").choice([1, 2, 3]),
             )
             for i, tier in enumerate(tiers)
         )
