@@ -251,6 +251,8 @@ def scored(
 
     The numbers come from the kernel that samples, with a mask of one token.
     """
+    if not any(len(tokens) for tokens in batch.scored):
+        return (), []
     firsts = np.cumsum(batch.shape[:, 0]) - batch.shape[:, 0]
     asked = [
         (index, int(firsts[index]) + offset, token)

@@ -282,7 +282,7 @@ class HostMemory:
         is_open = codes >= np.uint64(wire.ARENA_BIT)
         self._check_open(slots[is_open])
         bases = np.full(len(codes), self._base, np.uint64)
-        for index in np.unique(codes[~is_open] >> np.uint64(32)).tolist():
+        for index in set((codes[~is_open] >> np.uint64(32)).tolist()):
             extent = self._extent(index)
             mine = ~is_open & ((codes >> np.uint64(32)) == index)
             if int(slots[mine].max()) >= extent.slots:

@@ -86,6 +86,7 @@ class BadRows(Sequence[int]):
         self._gpu, self._address = gpu, address
         self._flags = np.zeros(rows, np.uint8)
         self._is_fetched = False
+        self._found: list[int] | None = None
 
     def fetch(self) -> BadRows:
         """Those of the launches so far, for which the wait for a later mark is enough."""
@@ -95,10 +96,11 @@ class BadRows(Sequence[int]):
         return rows
 
     def _indices(self) -> list[int]:
-        if not self._is_fetched:
-            self._gpu.copy_out(self._address, self._flags)
-            self._is_fetched = True
-        return np.flatnonzero(self._flags).tolist()
+        if self._found is None:
+            if not self._is_fetched:
+                self._gpu.copy_out(self._address, self._flags)
+            self._found = np.flatnonzero(self._flags).tolist()
+        return self._found
 
     def __len__(self) -> int:
         return len(self._indices())

@@ -405,6 +405,7 @@ class Scene:
         self.following: dict[int, int] = {}  # session -> its token there, if the step counts
         self.seals: list[tuple[Player, int, ArenaSlot]] = []
         self.imports: list[tuple[Player, wire.ImportRows]] = []
+        self.moving: list[tuple[Player, wire.ImportRows]] = []  # in flight
         self.tails, self.touch = list[wire.Digest](), list[int]()
 
     def send(self, message: Any, payload: bytes = b"") -> None:
@@ -417,6 +418,7 @@ class Scene:
             first = page_start(one.to.page)
             ids.extend(player.session.tokens[first : first + one.rows])
         imports = tuple([one for _, one in self.imports])
+        self.moving, self.imports = self.moving + self.imports, []
         freed, self.freed[:] = tuple(self.freed), []
         self.named += freed
         labels, touch, digest = self.slots.take_labels(), tuple(self.touch), tuple(self.tails)
@@ -471,7 +473,7 @@ class Scene:
 
     def add_chores(self) -> None:
         """Digest tails of idle sessions, touch pages, import rows from the own arena."""
-        rng, self.imports = self.rng, []
+        rng = self.rng
         idle = [player for player in self.players.values() if player.state == "idle"]
         for player in idle:
             session, kv = player.session, player.session.kv
@@ -627,14 +629,14 @@ class Scene:
 
     def _install(self) -> None:
         """Replace slots by those that their rows were imported to."""
-        for player, one in self.imports:
+        for player, one in self.moving:
             session, kv = player.session, player.session.kv
             old, kv.open[0] = kv.open[0], ArenaSlot(one.to.slot, one.to.gen)
             kv.codes[one.to.page] = kv.open[0].code
             self.slots.free(old)
             session.epoch, player.state = one.to.epoch, "idle"
             self.slots.make_reclaimable(session)
-        self.imports = []
+        self.moving = []
 
     # ---------------------------------------------------------------------------- sessions
 
