@@ -42,6 +42,7 @@ CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefi
 KEY_CHARS_MIN = 8
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
+STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 3}  # by kind of lane
 GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 
@@ -418,7 +419,7 @@ def _derive_lanes(
                 threads=threads,
                 cores=cores,
                 tier=tier,
-                steps_in_flight=lane.steps_in_flight or (3 if lane.kind == "cuda" else 1),
+                steps_in_flight=lane.steps_in_flight or STEPS_IN_FLIGHT[lane.kind],
             )
         )
     return tuple(derived)

@@ -1,8 +1,9 @@
 """Whole forward passes on a GPU: decoding by batch, and prefill by length.
 
 A step is what a lane does for one: tokens and pages set, the layers, logits, sampling, the new rows
-stored and hashed on the host. Times are wall-clock times until all of it is done. A lane gives the
-GPU the next decode before it stores and hashes: `on the device` has such a step's time.
+hashed and stored on the host, those of decodes of many entries by tiles. As in a lane, the GPU has
+the next decode, which takes the samples of the one before, before the host waits for that; `on the
+device` are the launches alone. A prefill waits for the end of each step.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from batchengine.lanes.cuda import GpuSteps, upload_weights
+from batchengine.lanes.cuda import LATE_ENTRIES_MIN, GpuSteps, upload_weights
+from batchengine.lanes.late_rows import LateRows
 from batchengine.model import CpuOps, Ops, Stepper
 from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds
@@ -25,11 +27,21 @@ from bench.cuda.weights import layer_parameters, random_model, streamed_bytes
 from bench.models.synthetic import Shape
 from bench.models.tensors import aligned
 from kernels.cuda.driver import CudaGpu
-from kernels.cuda.gpu import Gpu
-from kernels.cuda.memory import Batch
-from kernels.cuda.ops import CudaOps
+from kernels.cuda.gpu import Gpu, Mark
+from kernels.cuda.memory import BadRows, Batch
+from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, CudaOps
 
 Row = dict[str, float | str]
+
+
+class Begun(NamedTuple):
+    """A step that the GPU was given."""
+
+    entries: NDArray[np.int32]
+    bad_rows: list[BadRows]
+    rows: kernels.KvRows
+    begun: BegunSample
+    end: Mark
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +88,7 @@ class Passes:
         self._pages: list[int] = []
         self._on_host = kernels.Batch(self._tokens_max, entries_max, pages_max)
         self._host_pages: list[NDArray[np.uint8]] = []
+        self._late = LateRows(self._pool, model.shape, self._host_page, lambda *_: None)
 
     # -- steps
 
@@ -92,28 +105,47 @@ class Passes:
     def _random_tokens(self, n: int) -> NDArray[np.int32]:
         return self._rng.integers(0, self._model.spec.n_vocab, n).astype(np.int32)
 
-    def _step(self, entries: NDArray[np.int32], pages: NDArray[np.uint64]) -> None:
-        """One step, to its end. Raises ArithmeticError if a row is not finite."""
-        stepper, n = self._stepper, int(entries[:, 0].sum())
-        ends = np.cumsum(entries[:, 0], dtype=np.int32) - np.int32(1)
-        bad_rows, rows = self._steps.begin(self._random_tokens(n), entries, pages, ends)
+    def _begin(
+        self, entries: NDArray[np.int32], pages: NDArray[np.uint64], *, is_fed: bool = False
+    ) -> Begun:
+        """Give the GPU a step. is_fed: its tokens are the samples of the one before."""
+        ends = np.cumsum(entries[:, 0], dtype=np.int32)
+        tokens, wanted = self._random_tokens(int(ends[-1])), ends - np.int32(1)
+        taken = {i: i for i in range(len(ends))} if is_fed else NOTHING_TAKEN
+        bad_rows, rows = self._steps.begin(tokens, entries, pages, wanted, taken)
         specs = [kernels.SampleSpec(temperature=0.0) for _ in ends]
-        samples = self._ops.sample(cast(Any, stepper.logits_rows), specs)
-        kernels.step_digests(self._pool, rows, np.arange(n, dtype=np.uint64))
-        self._on_host.set(np.zeros(n, np.int32), entries, self._addresses_on_host(entries))
-        kernels.store_rows(self._pool, rows, self._on_host)
-        if stepper.nonfinite(ends, bad_rows) or any(sample.nonfinite for sample in samples):
+        return Begun(
+            entries, bad_rows, rows, self._steps.sample(specs, NOTHING_TAKEN), self._gpu.mark()
+        )
+
+    def _finish(self, step: Begun) -> float:
+        """Wait for a step, and do what is left on the host; returns when the GPU had computed it
+        (s). Raises ArithmeticError if a row is not finite."""
+        step.end.wait()
+        at, n = time.perf_counter(), int(step.entries[:, 0].sum())
+        samples, bad = step.begun.chosen(), [index for rows in step.bad_rows for index in rows]
+        digests = kernels.step_digests(self._pool, step.rows, np.arange(n, dtype=np.uint64))
+        if n == len(step.entries) >= LATE_ENTRIES_MIN:
+            places = (step.entries[:, 1] % kernels.PAGE_TOKENS).tolist()
+            self._late.add(range(n), places, step.rows.view(n), [0] * n, digests)
+        else:
+            on_host = self._addresses_on_host(step.entries)
+            self._on_host.set(np.zeros(n, np.int32), step.entries, on_host)
+            kernels.store_rows(self._pool, step.rows, self._on_host)
+        if bad or any(sample.nonfinite for sample in samples):
             raise ArithmeticError("a row of the random model is not finite")
+        return at
 
     def _addresses_on_host(self, entries: NDArray[np.int32]) -> NDArray[np.uint64]:
         """A page on the host for each page of a step; those of prompts and of decodes are other
         ones."""
         n_pages = int(entries[:, 2].sum())
-        while len(self._host_pages) < n_pages:
+        return np.array([self._host_page(index) for index in range(n_pages)], np.uint64)
+
+    def _host_page(self, index: int) -> int:
+        while len(self._host_pages) <= index:
             self._host_pages.append(aligned(self._model.shape.payload_bytes))
-        return np.array(
-            [kernels.address_of(page) for page in self._host_pages[:n_pages]], np.uint64
-        )
+        return kernels.address_of(self._host_pages[index])
 
     # -- figures
 
@@ -179,14 +211,11 @@ class Passes:
         for batch in sizes.batches:
             try:
                 pages = self._reserve(batch * per_entry)
-                times = [
-                    self._decode_s(batch, sizes.context + i, per_entry, pages)
-                    for i in range(2 * sizes.steps)
-                ]
+                ended = self._decode(batch, per_entry, pages)
             except MemoryError as error:
                 found[str(batch)] = {"not_measured": f"memory of the GPU: {error}"}
                 continue
-            step_s = statistics.median(times[sizes.steps :])
+            step_s = statistics.median(np.diff(ended[sizes.steps - 1 :]).tolist())
             n_bytes = self._step_bytes(batch)
             found[str(batch)] = {
                 "step_ms": round(step_s * 1000, 3),
@@ -203,13 +232,19 @@ class Passes:
         kv = self._model.shape.payload_bytes / kernels.PAGE_TOKENS * self._sizes.context
         return streamed_bytes(self._model) + batch * kv
 
-    def _decode_s(self, batch: int, start: int, per_entry: int, pages: NDArray[np.uint64]) -> float:
-        needed = start // kernels.PAGE_TOKENS + 1
-        own = pages.reshape(batch, per_entry)[:, :needed].reshape(-1).copy()
-        entries = np.array([[1, start, needed]] * batch, np.int32)
-        started = time.perf_counter()
-        self._step(entries, own)
-        return time.perf_counter() - started
+    def _decode(self, batch: int, per_entry: int, pages: NDArray[np.uint64]) -> list[float]:
+        """Decode, a token of each entry in a step; when the GPU had computed each step (s)."""
+        ended, running = list[float](), None
+        for start in range(self._sizes.context, self._sizes.context + 2 * self._sizes.steps + 1):
+            needed = start // kernels.PAGE_TOKENS + 1
+            own = pages.reshape(batch, per_entry)[:, :needed].reshape(-1).copy()
+            entries = np.array([[1, start, needed]] * batch, np.int32)
+            following = self._begin(entries, own, is_fed=running is not None)
+            if running is not None:
+                ended.append(self._finish(running))
+            running = following
+        self._gpu.synchronize()
+        return ended
 
     def decode_on_device(self, copy_gbps: float) -> dict[str, Row]:
         """The same steps without the host: the launches of a step, replayed. ms_in_turn: if no
@@ -279,5 +314,5 @@ class Passes:
         for start in range(0, length, self._sizes.chunk):
             n = min(self._sizes.chunk, length - start)
             needed = -(-(start + n) // kernels.PAGE_TOKENS)
-            self._step(np.array([[n, start, needed]], np.int32), pages[:needed].copy())
+            self._finish(self._begin(np.array([[n, start, needed]], np.int32), pages[:needed]))
         return time.perf_counter() - started

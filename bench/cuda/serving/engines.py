@@ -14,6 +14,7 @@ import numpy as np
 
 from batchengine.child.command import python_command
 from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
+from batchengine.config.loading import STEPS_IN_FLIGHT
 from batchengine.config.settings import RouterConfig
 from batchengine.core import DoneEvent, ErrorEvent, GenerationRequest, Sla, SlaClass, TokenEvent
 from batchengine.engine import Engine, Generation
@@ -74,7 +75,12 @@ async def running(
     made = {
         CPU: LaneConfig(name=CPU, threads=max(1, cores - SPARE_CORES), tier="bulk"),
         GPU: LaneConfig(
-            name=GPU, kind="cuda", threads=beside, tier="fast", vram_bytes=site.vram_bytes
+            name=GPU,
+            kind="cuda",
+            threads=beside,
+            tier="fast",
+            vram_bytes=site.vram_bytes,
+            steps_in_flight=STEPS_IN_FLIGHT["cuda"],
         ),
     }
     made[PART] = replace(made[GPU], name=PART, multiprocessors_max=PART_MULTIPROCESSORS)
