@@ -264,6 +264,7 @@ class Worker:
         begun, self._begun = self._begun, None
         if begun is None or begun.step is not step:
             begun = self._begin(step, payload)
+        self._sampled = {}  # a step behind one that fails has none to take
         if isinstance(begun, RefusedStep):
             raise begun.error
         output = NO_OUTPUT
@@ -310,11 +311,14 @@ class Worker:
         device, memory, limits = self._device, self._memory, self._limits
         if device is None or memory is None or limits is None:
             raise errors.STEP_BEFORE_ATTACH()
+        sampled: Mapping[int, int] = {}
+        if after is None:
+            sampled, self._sampled = self._sampled, {}
         batch = unpack(step, payload, limits)
         self._keep_masks(step)
         batch.masks = self._wait_masks
         if after is None:
-            take_samples(batch, self._sampled)
+            take_samples(batch, sampled)
         memory.check(step)
         if self._ring is not None:
             self._ring.stages.reused(step)
