@@ -221,10 +221,10 @@ class Decoder(Generic[M]):
 
 
 class BlockingLink(Generic[M]):
-    """The blocking end of a link: one frame at a time, received into buffers that are reused.
+    """The blocking end of a link: one frame at a time.
 
-    Payloads have buffers of their own, so that each begins at an aligned address, and two of them:
-    while a payload is used, that of the next frame may come.
+    Each payload has memory of its own, which begins at an aligned address: it is used while those
+    of further frames come.
     """
 
     def __init__(self, sock: socket.socket, schema: LinkSchema[M]) -> None:
@@ -233,28 +233,20 @@ class BlockingLink(Generic[M]):
         self._schema = schema
         self._head = memoryview(bytearray(HEADER.size))
         self._meta = memoryview(bytearray(RECEIVE_BYTES))
-        self._payload = memoryview(bytearray(RECEIVE_BYTES))
-        self._payload_before = memoryview(bytearray(RECEIVE_BYTES))
 
     def send(self, frame: bytes) -> None:
         """Send one encoded frame; returns when the socket has taken all of it."""
         self._sock.sendall(frame)
 
     def receive(self) -> Frame[M] | None:
-        """The next frame, or None when the other side closed between two frames.
-
-        The last payload but one is overwritten.
-        """
+        """The next frame, or None when the other side closed between two frames."""
         if not self._fill(self._head, at_boundary=True):
             return None
         header = self._schema.parse_header(self._head)
         self._meta = _at_least(self._meta, header.meta_len)
         meta = self._meta[: header.meta_len]
         self._fill(meta, at_boundary=False)
-        if header.payload_len:
-            self._payload, self._payload_before = self._payload_before, self._payload
-        self._payload = _at_least(self._payload, header.payload_len)
-        payload = self._payload[: header.payload_len]
+        payload = memoryview(bytearray(header.payload_len))
         self._fill(payload, at_boundary=False)
         return self._schema.parse_body(header, meta, payload.toreadonly())
 

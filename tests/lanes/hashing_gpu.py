@@ -1,0 +1,250 @@
+"""A GPU whose rows are hashes, for tests of the memory of a lane.
+
+A row is the hash of all rows before it and of its token. The GPU computes when it is waited for,
+piece by piece, or at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+import kernels
+from batchengine.core import PAGE_TOKENS
+from batchengine.lanes.cuda import NOTHING_TAKEN, CudaDevice, Launched, Taken
+from batchengine.lanes.page_cache import PageCache
+from batchengine.lanes.step_input import StepInput
+from batchengine.wire import lane as wire
+from bench.models.tensors import aligned
+from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
+from kernels.cuda.memory import BadRows, KvRows
+from kernels.cuda.ops import BegunSample
+from kv_store.layout import PageLayout
+
+LAYOUT = PageLayout(1, 1, 32)
+SHAPE, WIDTH = kernels.PageShape(1, 1, 32), LAYOUT.row_bytes
+VOCAB, ENTRIES, TOKENS = 64, 20, 500  # entries and tokens of a step, at most
+BAD = bytes([255]) * WIDTH  # a row that is not finite
+FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, LAYOUT.payload_bytes, VOCAB, {})
+
+
+def row_of(before: bytes | bytearray, token: int) -> bytes:
+    """The row of a token behind these rows."""
+    state = xxhash.xxh3_64_digest(before, token & 0xFFFF)
+    return hashlib.shake_128(state).digest(WIDTH)
+
+
+def token_of(row: bytes, mask: bytes) -> int:
+    """The sample of a row; -1 if it is not finite."""
+    bits = int.from_bytes(mask, "little") if mask else (1 << VOCAB) - 1
+    allowed = [token for token in range(VOCAB) if bits >> token & 1]
+    return -1 if row == BAD else allowed[int.from_bytes(row[:4], "little") % len(allowed)]
+
+
+def mask_of(session: int, position: int) -> bytes:
+    """The mask of a session with masks."""
+    return xxhash.xxh3_64_digest(b"%d %d" % (session, position))
+
+
+class LazyGpu(Gpu):
+    """Arrays by address. Work ends when it is waited for, with a look at a mark, or by chance at
+    once; what is copied aside, by chance as early or as late as it may."""
+
+    facts = DeviceFacts("", 0, 0, (0, 0))
+
+    def __init__(self, rng: random.Random, pages: int) -> None:
+        super().__init__()
+        self._rng, self._pages = rng, pages
+        self._haste = rng.choice([0.0, 0.05, 1.0])
+        self.held: dict[int, np.ndarray[Any, Any]] = {}
+        self._queue: deque[Callable[[], None]] = deque()
+        self._aside: deque[tuple[int, Callable[[], None]]] = deque()  # what it comes after, copy
+        self.ended = self._forked = self._aside_ended = 0
+
+    @property
+    def begun(self) -> int:
+        return self.ended + len(self._queue)
+
+    def begin(self, work: Callable[[], None]) -> None:
+        self._queue.append(work)
+        if self._rng.random() < self._haste:
+            self.run(self.begun)
+
+    def run(self, end: int) -> None:
+        """Do the first `end` pieces of work, but for those that have ended."""
+        while self.ended < end:
+            self.ended += 1
+            self._queue.popleft()()
+
+    def _run_aside(self, end: int) -> None:
+        while self._aside_ended < end:
+            after, copy = self._aside.popleft()
+            self._aside_ended += 1
+            self.run(after)
+            copy()
+
+    def _allocate(self, n_bytes: int) -> int:
+        if sum(len(one) == LAYOUT.payload_bytes for one in self.held.values()) == self._pages:
+            raise MemoryError
+        memory = aligned(n_bytes)
+        memory[:] = 255
+        self.held[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def _free(self, address: int) -> None:
+        self.run(self.begun)
+        del self.held[address]
+
+    def _copy(self, address: int, array: np.ndarray[Any, Any]) -> Callable[[], None]:
+        target, given = self.held[address], array.tobytes()
+        return lambda: target.__setitem__(slice(len(given)), np.frombuffer(given, np.uint8))
+
+    def copy_in(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        self.begin(self._copy(address, array))
+
+    def copy_aside(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        self._aside.append((self._forked, self._copy(address, array)))
+        if self._rng.random() < 0.5:
+            self._run_aside(self._aside_ended + len(self._aside))
+
+    def fork(self) -> None:
+        self._forked = self.begun
+
+    def join(self) -> None:
+        end = self._aside_ended + len(self._aside)
+        self.begin(lambda: self._run_aside(end))
+
+    def fetch(self, address: int, array: np.ndarray[Any, Any]) -> None:
+        source, target = self.held[address], array.reshape(-1).view(np.uint8)
+        self.begin(lambda: target.__setitem__(slice(None), source[: len(target)]))
+
+    def pin(self, array: np.ndarray[Any, Any]) -> None: ...
+
+    def synchronize(self) -> None:
+        self.run(self.begun)
+
+    def mark(self) -> LazyMark:
+        return LazyMark(self, self.begun)
+
+    def wait(self, end: int) -> None:
+        self.run(end if self._rng.random() < 0.5 else self.begun)
+
+    def _launch(self, launch: KernelLaunch) -> None:
+        raise AssertionError
+
+    def capture(self, run: Callable[[], None]) -> Graph:
+        raise AssertionError
+
+
+class LazyMark:
+    def __init__(self, gpu: LazyGpu, end: int) -> None:
+        self._gpu, self._end = gpu, end
+
+    @property
+    def is_passed(self) -> bool:
+        self._gpu.run(min(self._end, self._gpu.ended + 1))
+        return self._gpu.ended >= self._end
+
+    def wait(self) -> None:
+        self._gpu.wait(self._end)
+
+
+class HashSteps:
+    """`GpuSteps` that reads and writes rows of pages by address. computed: tokens and rows of each
+    entry, by session and first position."""
+
+    def __init__(self, gpu: LazyGpu, refusals: int) -> None:
+        self.gpu, self.stepper = gpu, SimpleNamespace(logits_max=ENTRIES)
+        self.pool, self.refusals = kernels.Pool(1), refusals
+        self.fails = set[
+            tuple[int, int]
+        ]()  # entries whose last row, or only its sample, is not finite
+        self.computed: dict[tuple[int, int], tuple[list[int], bytes]] = {}
+        self.rows: dict[int, bytearray] = {}  # that each session should have
+        self.batch: StepInput
+        self._rows, self._flags = KvRows(gpu, TOKENS, SHAPE), gpu.allocate(TOKENS)
+        self._made = kernels.KvRows(TOKENS, SHAPE)
+        self._pages = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
+        self._wanted, self._sampled = list[bytes](), list[int]()
+
+    def begin(
+        self, tokens: Any, entries: Any, pages: Any, wanted: Any, taken: Taken = NOTHING_TAKEN
+    ) -> tuple[list[Any], kernels.KvRows]:
+        batch, ids = self.batch, tokens.tolist()
+        self.gpu.begin(lambda: self._compute(batch, ids, entries, pages, wanted, taken))
+        fetched = self._rows.fetch(len(tokens))
+        return [BadRows(self.gpu, self._flags, len(tokens)).fetch(), []], fetched
+
+    def _compute(
+        self, batch: StepInput, ids: list[int], table: Any, pages: Any, wanted: Any, taken: Taken
+    ) -> None:
+        for at, row in taken.items():
+            ids[at] = self._sampled[row]
+        made, first, first_page, invalid = self._made.view(TOKENS), 0, 0, set[int]()
+        for entry, (n, start, n_pages) in zip(batch.entries, table.tolist(), strict=True):
+            on_gpu = [self.gpu.held[int(at)] for at in pages[first_page : first_page + n_pages]]
+            held = [LAYOUT.gather_rows(page.data, 0, PAGE_TOKENS).tobytes() for page in on_gpu]
+            rows = bytearray(b"".join(held)[: start * WIDTH])
+            known = self.rows[entry.session][: start * WIDTH]
+            assert rows[: len(known)] == known, f"pages on the GPU: {entry}"
+            is_bad = bool((np.frombuffer(rows, np.uint8).reshape(-1, WIDTH) == 255).all(1).any())
+            for i in range(first, first + n):
+                if i == first + n - 1 and (entry.session, start) in self.fails:
+                    invalid.add(i)
+                    is_bad = is_bad or start % 2 == 0
+                    del self.rows[entry.session][len(rows) :]  # when it computes them again
+                rows += BAD if is_bad else row_of(rows, ids[i])
+            self.computed[entry.session, start] = ids[first : first + n], bytes(rows)[-n * WIDTH :]
+            made[first : first + n] = np.frombuffer(rows[-n * WIDTH :], np.uint8).reshape(n, -1)
+            first, first_page = first + n, first_page + n_pages
+        self.store(made[:first].tobytes(), table, pages)
+        self.gpu.held[self._rows.address][: first * WIDTH] = made[:first].reshape(-1)
+        self.gpu.held[self._flags][:first] = (made[:first] == 255).all(1)
+        self._wanted = [BAD if i in invalid else made[i].tobytes() for i in wanted.tolist()]
+
+    def store(self, rows: bytes | bytearray, table: Any, pages: Sequence[int]) -> None:
+        """Write rows to pages at these addresses."""
+        n = len(rows) // WIDTH
+        self._made.view(n)[:] = np.frombuffer(rows, np.uint8).reshape(n, WIDTH)
+        self._pages.set(np.zeros(n, np.int32), table, np.array(pages, np.uint64))
+        kernels.store_rows(self.pool, self._made, self._pages)
+
+    def sample(self, specs: Sequence[kernels.SampleSpec], taken: Taken) -> BegunSample:
+        if self.refusals and random.Random(self.gpu.begun).random() < 0.01:
+            self.refusals -= 1
+            raise MemoryError
+        got, masks = np.zeros(2 * len(specs), np.int32), [spec.mask.tobytes() for spec in specs]
+
+        def run() -> None:
+            self._sampled = [token_of(*one) for one in zip(self._wanted, masks, strict=True)]
+            got[: len(specs)] = self._sampled
+
+        if specs:
+            self.gpu.begin(run)
+        return BegunSample(0, got, [0] * len(specs))
+
+
+class HashDevice(CudaDevice):
+    """A `CudaDevice` with `HashSteps`."""
+
+    def __init__(self, steps: HashSteps, pages_max: int) -> None:
+        super().__init__()
+        self._hashes, self._pages_max = steps, pages_max
+
+    def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
+        steps: Any = self._hashes
+        self._steps, self._pool = steps, self._hashes.pool
+        self._cache = PageCache(self._hashes.gpu, LAYOUT.payload_bytes, self._pages_max)
+        self._on_host = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
+        return FACTS
+
+    def launch(self, batch: StepInput, addresses: Any, taken: Taken = NOTHING_TAKEN) -> Launched:
+        self._hashes.batch = batch
+        return super().launch(batch, addresses, taken)
