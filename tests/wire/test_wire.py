@@ -338,6 +338,17 @@ def test_a_received_payload_of_any_size_is_aligned_and_read_only() -> None:
             assert np.frombuffer(payload, np.uint8).ctypes.data % 8 == 0
 
 
+def test_a_received_payload_stays_while_further_frames_come() -> None:
+    """A worker has three steps in flight, and takes them all while it waits for a mask."""
+    left, right = socket.socketpair()
+    with left, right:
+        link, sent = BlockingLink(right, LANE_LINK), [bytes([i]) * 64 for i in range(4)]
+        for payload in sent:
+            left.sendall(LANE_LINK.encode(Ping(), payload))
+        received = [link.receive() for _ in sent]
+        assert [bytes(frame.payload) for frame in received if frame is not None] == sent
+
+
 def test_the_asyncio_end_reports_bad_bytes_once() -> None:
     left, right = socket.socketpair()
 
