@@ -32,7 +32,7 @@ import numpy as np
 import kernels
 from batchengine.gguf import GgufFile
 from bench import report
-from bench.models.llama import LlamaContext, LlamaModel
+from bench.models.llama import LlamaContext, LlamaModel, has_amx
 from bench.models.llama_state import SequenceState
 from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
@@ -96,6 +96,8 @@ class Duel:
         )
         self.vocab = self.runner.spec.n_vocab
         self.llama = LlamaModel(self.path)
+        if has_amx():
+            print("llama.cpp keeps the layout of the file, which is slower: it fails with AMX")
         self.rng = np.random.default_rng(11)
         self._contexts: list[LlamaContext] = []
         self._sequences: list[LocalSequence] = []

@@ -29,16 +29,26 @@ def _quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     """Drops llama.cpp's log; errors come back as return codes."""
 
 
+def has_amx() -> bool:
+    """Whether llama.cpp, compiled here, would use the tiles of AMX."""
+    try:
+        return "amx_int8" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
 class LlamaModel:
     """A model file loaded by llama.cpp on the CPU. Close it after its contexts."""
 
     def __init__(self, path: str | os.PathLike[str], *, repack: bool = True) -> None:
-        """`repack` lets llama.cpp rearrange weights for the CPU, its faster setting."""
+        """`repack` lets llama.cpp rearrange weights for the CPU, its faster setting; not on a CPU
+        with AMX, where llama.cpp 0.3.36 of llama-cpp-python ended with an illegal instruction (a
+        tile load, 2026-11-26): `has_amx` says so to benches."""
         C.llama_log_set(_quiet, ctypes.c_void_p(0))
         C.llama_backend_init()
         params = C.llama_model_default_params()
         params.n_gpu_layers = 0
-        params.use_extra_bufts = repack
+        params.use_extra_bufts = repack and not has_amx()
         self._model = C.llama_model_load_from_file(os.fsencode(path), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
