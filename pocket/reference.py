@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import llama_cpp
 import numpy as np
 
+from bench.models.llama import has_amx
 from pocket.generate import Exchange, Turn, render
 
 
@@ -29,15 +31,23 @@ class Reference:
     """A loaded model."""
 
     def __init__(self, path: Path, context_tokens: int = 10_240, threads: int = 1) -> None:
-        self._llama = llama_cpp.Llama(
-            str(path),
-            n_ctx=context_tokens,
-            n_batch=512,
-            n_threads=threads,
-            n_threads_batch=threads,
-            flash_attn=False,
-            verbose=False,
-        )
+        library, defaults = llama_cpp.llama_cpp, llama_cpp.llama_model_default_params
+
+        def params() -> llama_cpp.llama_model_params:
+            made = defaults()
+            made.use_extra_bufts = not has_amx()
+            return made
+
+        with mock.patch.object(library, "llama_model_default_params", params):  # no argument of it
+            self._llama = llama_cpp.Llama(
+                str(path),
+                n_ctx=context_tokens,
+                n_batch=512,
+                n_threads=threads,
+                n_threads_batch=threads,
+                flash_attn=False,
+                verbose=False,
+            )
 
     def encode(self, text: str) -> list[int]:
         """Token ids; control tokens in the text count."""
