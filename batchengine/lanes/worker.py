@@ -298,7 +298,9 @@ class Worker:
             while self._begun is None and not self._received and not started.is_computed:
                 self._begin_next(begun, started)
                 time.sleep(POLL_S)
-        sampled = dict(started.tokens())
+        of_unknown = {begun.batch.entries[index].session for index in begun.batch.untaken}
+        tokens = started.tokens().items()
+        sampled = {session: token for session, token in tokens if session not in of_unknown}
         if isinstance(self._begun, BegunStep):
             take_samples(self._begun.batch, sampled)
         return sampled

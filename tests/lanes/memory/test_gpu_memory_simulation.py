@@ -48,7 +48,7 @@ from kv_store.arenas.arena import SIDECAR_BYTES, Arena, ArenaSlot, SlotOwner
 from kv_store.keys import payload_digest
 from kv_store.layout import ROW_RECORD_DTYPE, ROW_RECORDS_BYTES
 from kv_store.pages.extents import extent_path
-from tests.lanes.hashing_gpu import (
+from tests.lanes.memory.hashing_gpu import (
     ENTRIES,
     LAYOUT,
     SHAPE,
