@@ -52,7 +52,7 @@ class Scratch:
 
 
 class Parcel:
-    """Arrays that are copied to the GPU together, as each copy costs the GPU two microseconds."""
+    """Arrays that are copied to the GPU together: one call of the driver instead of many."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._memory = Scratch(gpu)
