@@ -32,6 +32,7 @@ GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step and of each t
 BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 200, 40
 PROMPT = 8  # tokens
 BUDGET_BYTES, VRAM_BYTES = 6 << 30, 64 << 30
+PLACES = 2 * max(BATCHES)  # open pages: one of each session, and those on their way
 SKIPPED = 8  # steps of all sessions, before the first that counts
 
 Row = dict[str, float]
@@ -54,7 +55,12 @@ class Scene:
 
     async def _decode(self, gpu: tuple[float, float], batch: int, depth: int, steps: Path) -> float:
         lane = LaneConfig(
-            "gpu", kind="cuda", threads=1, vram_bytes=VRAM_BYTES, steps_in_flight=depth
+            "gpu",
+            kind="cuda",
+            threads=1,
+            places=PLACES,
+            vram_bytes=VRAM_BYTES,
+            steps_in_flight=depth,
         )
         store = StoreConfig(
             dir=str(self._folder / "kv"), budget_bytes=BUDGET_BYTES, allow_volatile=True

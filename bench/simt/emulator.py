@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels/cuda/src"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-FLAGS = ("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror")
+FLAGS = (
+    *("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"),
+    # simt.cpp compares the calls by which threads reach a word: each stays one place.
+    *("-fno-omit-frame-pointer", "-fno-thread-jumps", "-fno-crossjumping", "-fno-tree-tail-merge"),
+)
 FILLS = (0xA5, 0xFF, 0x00, 0x7F)  # bytes of new memory, by seed: any value, NaN, zero, large
 INCLUDE = (f"-I{ROOT / 'kernels/csrc'}", f"-I{KERNELS}", f"-I{HERE}", "-DBATCHENGINE_SIMT")
 

@@ -63,6 +63,37 @@ KERNEL(shuffle_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     y[gpu::thread()] = value;
 }
 
+namespace {
+
+// One line of a helper, to which half of the threads come by one call and half by the other.
+GPU_FN int32_t neighbour(int32_t value) { return gpu::shuffle_xor(value, 1); }
+GPU_FN void all_here() { gpu::barrier(); }
+
+}  // namespace
+
+KERNEL(shuffle_by_two_calls, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const int i = gpu::thread();
+    int32_t value = x[i];
+    if (gpu::lane() < 16)
+        value = neighbour(value) + 1;
+    else
+        value = neighbour(value + 1);
+    y[i] = value;
+}
+
+KERNEL(barrier_by_two_calls, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const int i = gpu::thread();
+    if (i < N / 2) {
+        y[i] = x[i];
+        all_here();
+    } else {
+        all_here();
+        y[i] = x[i] + 1;
+    }
+}
+
 KERNEL(out_of_bounds, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     gpu::begin();
     y[gpu::thread()] = x[gpu::thread() + 1];
@@ -88,6 +119,12 @@ KERNEL(unwritten_shared, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     if (gpu::thread() > 0) shared[gpu::thread()] = x[gpu::thread()];
     gpu::barrier();
     y[gpu::thread()] = shared[0];
+}
+
+KERNEL(unwritten_global, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const int i = gpu::thread();
+    y[i] = x[i] + y[2 * N + i];
 }
 
 KERNEL(two_writers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {

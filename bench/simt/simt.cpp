@@ -125,8 +125,8 @@ enum class State { ready, at_barrier, in_exchange, done };
 struct Thread {
     State state = State::ready;
     void* stack = nullptr;
-    int line = 0;              // of the word it waits in
-    uint64_t generation = 0;   // of its warp's exchange when it began to wait
+    int line = 0;             // of the word it waits in
+    uint64_t generation = 0;  // of its warp's exchange when it began to wait
     uint32_t barriers = 0;
     bool has_waited = false;  // for the launches before
     std::deque<std::vector<std::function<void()>>> copies;  // committed groups
@@ -137,6 +137,7 @@ struct Warp {
     int arrived = 0;
     int kind = 0;
     int line = 0;
+    uint64_t calls = 0;  // see calls_to_here
     uint64_t generation = 0;
     uint32_t barriers = 0;
 };
@@ -148,6 +149,7 @@ struct Block {
     int at_barrier = 0;
     int n_done = 0;
     int barrier_line = 0;
+    uint64_t barrier_calls = 0;
     bool has_failed = false;
     std::string fault;
     const std::function<void()>* body = nullptr;
@@ -159,6 +161,17 @@ Block* block = nullptr;
 void yield() {
     Thread& self = block->threads[block->current];
     simt_switch(&self.stack, block->scheduler);
+}
+
+// The calls by which this thread came to the word that it is in: a number made of their return addresses.
+// Frames are linked through the frame pointer (-fno-omit-frame-pointer), and the first one of a fiber has
+// none before it.
+__attribute__((noinline)) uint64_t calls_to_here() {
+    uint64_t number = 0;
+    const void* const* frame = static_cast<void**>(__builtin_frame_address(0));
+    while ((frame = static_cast<const void* const*>(frame[0])))
+        number = (number ^ reinterpret_cast<uint64_t>(frame[1])) * 0x9E3779B97F4A7C15u;
+    return number;
 }
 
 void begin() {
@@ -239,10 +252,6 @@ bool is_before(const Mark& mark) {
            mark.warp_barriers < here.warp_barriers;
 }
 
-bool is_untouched(const Cell& cell) {
-    return cell.marks[static_cast<int>(Access::write)].thread == 0;
-}
-
 // Fails when the access races with an earlier one of another kind, or with an earlier write.
 void note(Cell& cell, Access access) {
     const uint32_t self = thread_number();
@@ -303,8 +312,10 @@ void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, 
     const auto first = static_cast<size_t>(static_cast<const uint8_t*>(p) - memory.base);
     for (size_t i = first; i < first + bytes; i++) {
         if (memory.cells[i].is_awaited) fail("a copy to this memory is under way");
-        if (is_of_block && access != Access::write && is_untouched(memory.cells[i]))
-            fail("reads shared memory that nothing has written");
+        if (access != Access::write && !memory.is_written[i])
+            fail(std::string("reads ") + (is_of_block ? "shared" : "global") +
+                 " memory that nothing has written, byte " + std::to_string(i));
+        memory.is_written[i] = true;
         note(memory.cells[i], access);
     }
 }
@@ -346,6 +357,10 @@ void barrier(int line) {
     if (now.at_barrier && now.barrier_line != line)
         fail("waits at the barrier of line " + std::to_string(line) + ", others at that of line " +
              std::to_string(now.barrier_line));
+    const uint64_t calls = calls_to_here();
+    if (now.at_barrier && now.barrier_calls != calls)
+        fail("waits at the barrier of line " + std::to_string(line) + ", which others reach by other calls");
+    now.barrier_calls = calls;
     now.barrier_line = self.line = line;
     self.state = State::at_barrier;
     if (++now.at_barrier == static_cast<int>(now.threads.size())) {
@@ -365,6 +380,10 @@ void exchange(Words& words, int kind, int line, void (*compute)(Words* lanes)) {
     if (warp.arrived && (warp.kind != kind || warp.line != line))
         fail("is in another word at line " + std::to_string(line) + " than lanes at line " +
              std::to_string(warp.line));
+    const uint64_t calls = calls_to_here();
+    if (warp.arrived && warp.calls != calls)
+        fail("is in the word at line " + std::to_string(line) + ", which other lanes reach by other calls");
+    warp.calls = calls;
     warp.kind = kind;
     warp.line = self.line = line;
     const uint64_t generation = warp.generation;
@@ -490,6 +509,7 @@ uint64_t simt_allocate(size_t bytes, int fill) {
     auto allocation = std::make_unique<simt::Allocation>();
     allocation->base = base;
     allocation->bytes = bytes;
+    allocation->is_written.resize(bytes);
     simt::allocations()[address] = std::move(allocation);
     return address;
 }
@@ -505,7 +525,9 @@ int simt_free(uint64_t address) {
 
 int simt_copy_in(uint64_t to, const void* from, size_t bytes) {
     return simt::guarded([&] {
-        simt::whole(to, bytes);
+        simt::Allocation& at = simt::whole(to, bytes);
+        const auto first = at.is_written.begin() + (to - reinterpret_cast<uint64_t>(at.base));
+        std::fill(first, first + bytes, true);
         std::memcpy(reinterpret_cast<void*>(to), from, bytes);
     });
 }

@@ -2,9 +2,10 @@
 // unchanged and its faults are found.
 //
 // Faults, each an exception that names the kernel, the thread and the place: an access outside an
-// allocation or a shared array, a misaligned one, a read of shared memory that nothing has written, two
-// accesses to one byte without a barrier between them (in shared memory, and in global memory within and
-// across blocks), an access to shared memory that a copy is under way to, a collective word that some threads do not reach, reach elsewhere, or never leave.
+// allocation or a shared array, a misaligned one, a read of memory that nothing has written, two accesses
+// to one byte without a barrier between them (in shared memory, and in global memory within and across
+// blocks), an access to shared memory that a copy is under way to, a collective word that some threads do
+// not reach, reach elsewhere or by other calls, or never leave.
 // With SIMT_UNCHECKED only the last kind is found, and pointers are plain: for running whole models.
 #pragma once
 
@@ -67,8 +68,9 @@ struct Cell {
 struct Allocation {
     uint8_t* base;
     size_t bytes;
-    std::vector<Cell> cells;  // of each byte; made when first touched
-    uint64_t launch = 0;      // that the cells are of
+    std::vector<bool> is_written;  // each byte, ever
+    std::vector<Cell> cells;       // of each byte; made when first touched
+    uint64_t launch = 0;           // that the cells are of
 };
 const Allocation* find(uint64_t address);
 
@@ -288,9 +290,10 @@ class alignas(16) Shared {
     simt::Element<T> operator[](int i) {
         if (run_ != simt::here.run) {
             std::memset(static_cast<void*>(value_), 0xA5, sizeof value_);
-            memory_ = {reinterpret_cast<uint8_t*>(value_), sizeof value_, {}};
+            memory_ = {reinterpret_cast<uint8_t*>(value_), sizeof value_, {}, {}};
+            memory_.is_written.resize(sizeof value_);
             memory_.cells.resize(sizeof value_);
-            memory_.launch = 0;  // not global: a byte that was not written has no value
+            memory_.launch = 0;  // not global
             run_ = simt::here.run;
         }
         return {value_ + i, &memory_};
