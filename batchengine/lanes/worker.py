@@ -10,6 +10,7 @@ Ends when the socket ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import select
 import socket
@@ -78,6 +79,7 @@ class RefusedStep(NamedTuple):
     error: BatchEngineError
 
 
+MaskKey = tuple[int, int]  # session and position
 Devices = Mapping[type[wire.Resources], Callable[[], Device]]
 DEVICES: Devices = {wire.CpuResources: _cpu, wire.CudaResources: _cuda}
 
@@ -107,7 +109,7 @@ class Worker:
         self._received: deque[wire.LaneFrame | None] = deque()  # during a step, not yet answered
         self._begun: BegunStep | RefusedStep | None = None  # the step of the oldest of those
         self._sampled: dict[int, int] = {}  # session -> token, by the last step
-        self._masks: dict[tuple[int, int], bytes] = {}  # by session and position
+        self._masks: dict[MaskKey, bytes] = {}
 
     def serve(self) -> None:
         """Answer frames until the engine closes the link or sends Shutdown."""
@@ -176,17 +178,21 @@ class Worker:
         poll.register(self._link.fileno(), select.POLLIN)
         return bool(poll.poll(within_ms))
 
-    def _wait_masks(self, entries: Sequence[wire.Entry]) -> list[Mask | None]:
-        """The masks of a step's entries. Those that do not come in time are late: None."""
+    def _wait_masks(
+        self, found: dict[MaskKey, Mask | None], entries: Sequence[wire.Entry]
+    ) -> list[Mask | None]:
+        """The masks of a step's entries. Those that do not come in time are late: None. `found`
+        holds those of the step from then on: it may ask again, when it is computed again."""
         keys = [(e.session, e.start + e.n_tokens) if e.masked else None for e in entries]
-        missing = {key for key in keys if key is not None}
+        wanted = missing = {key for key in keys if key is not None} - found.keys()
         end_s = time.monotonic() + MASK_WAIT_S
         while missing := missing - self._masks.keys():
             left_ms = (end_s - time.monotonic()) * 1000
             if left_ms <= 0 or not self._is_readable(left_ms) or None in self._received:
                 break
             self._receive()
-        return [None if key is None else self._mask(self._masks.pop(key, b"")) for key in keys]
+        found.update({key: self._mask(self._masks.pop(key, b"")) for key in wanted})
+        return [None if key is None else found[key] for key in keys]
 
     def _mask(self, bits: bytes) -> Mask | None:
         """A mask as the kernels take it; None if it does not fit the vocabulary."""
@@ -318,7 +324,7 @@ class Worker:
             sampled, self._sampled = self._sampled, {}
         batch = unpack(step, payload, limits)
         self._keep_masks(step)
-        batch.masks = self._wait_masks
+        batch.masks = functools.partial(self._wait_masks, {})
         if after is None:
             take_samples(batch, sampled)
         memory.check(step)

@@ -40,10 +40,11 @@ class Graphs(Generic[T]):
             self.clear()
         is_again = key in self._seen and self._most > 0
         if key not in self._held and not (is_again and self._capture(key, launch)):
+            plain = launch()  # unless it raises: what it has not allocated no capture can
             self._seen[key] = None
             if len(self._seen) > SEEN * self._most:
                 self._seen.popitem(last=False)
-            return launch()
+            return plain
         self._held.move_to_end(key)
         graph, result = self._held[key]
         graph.replay()

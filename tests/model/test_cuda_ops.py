@@ -24,7 +24,7 @@ from kernels.cuda import driver, memory
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault, Graph
 from kernels.cuda.graphs import Graphs
-from kernels.cuda.memory import BadRows
+from kernels.cuda.memory import BadRows, Scratch
 from kernels.cuda.ops import CudaOps
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import MIXED
@@ -301,6 +301,25 @@ def test_steps_of_a_shape_are_replayed_until_memory_is_freed(
 
     monkeypatch.setattr(gpu, "capture", cannot)
     assert [step(4), step(4), step(4), step(2)] == [10, 11, 12, 9]
+
+
+def test_a_first_launch_without_memory_is_tried_plainly_again(gpu: Emulator) -> None:
+    graphs, scratch, calls = Graphs[int](gpu, 2), Scratch(gpu), list[int]()
+    x, at, refused = gpu.allocate(4), gpu.allocate(4), [True]
+    gpu.copy_in(x, np.ones(1, np.float32))
+    gpu.copy_in(at, np.zeros(1, np.int32))
+
+    def launch() -> int:
+        if refused:
+            refused.pop()
+            raise MemoryError
+        gpu.launch("take_rows", (1, 1, 1), 32, [x, 1, at, 1, scratch.reserve(4), 1])
+        calls.append(1)
+        return len(calls)
+
+    with pytest.raises(MemoryError):
+        graphs.run("key", launch)
+    assert [graphs.run("key", launch) for _ in range(4)] == [1, 2, 2, 2]
 
 
 def some_spec(rng: np.random.Generator, vocab: int) -> kernels.SampleSpec:

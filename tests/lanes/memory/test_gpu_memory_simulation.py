@@ -77,10 +77,17 @@ class SteppedWorker(Worker):
     """A `Worker` that answers when it is sent to, and by chance sees a frame later than it came."""
 
     rng: random.Random
+    masked: set[tuple[int, int]]  # session and position of each mask that it had in time
 
     def _is_readable(self, within_ms: float) -> bool:
         chance = 0.95 if within_ms == IDLE_MS else 0.6 if not within_ms else 0.9
         return self.rng.random() < chance and super()._is_readable(0)
+
+    def _wait_masks(self, found: Any, entries: Any) -> Any:
+        masks = super()._wait_masks(found, entries)
+        places = [(entry.session, entry.start + entry.n_tokens) for entry in entries]
+        self.masked |= {place for place, of in zip(places, masks, strict=True) if of is not None}
+        return masks
 
     def answer(self) -> Any:
         """The answer to the next frame."""
@@ -197,6 +204,7 @@ class Scene:
         ours, theirs = socket.socketpair()
         self.end, self.link = (BlockingLink(one, wire.LANE_LINK) for one in (ours, theirs))
         self.worker = SteppedWorker(self.link, 1, {wire.CudaResources: lambda: self.device})
+        self.worker.masked = set[tuple[int, int]]()
         self.worker.rng = rng
         attach = wire.Attach(self.arena.path, SLOTS, LAYOUT.page_bytes, str(folder), str(folder))
         for message in (LOAD, attach):
@@ -336,8 +344,13 @@ class Scene:
         for i, (part, entry) in enumerate(zip(step.parts, step.step.entries, strict=True)):
             player: Any = part.turn
             ids, made = self.steps.computed.pop((entry.session, entry.start))
+            place = entry.session, entry.start + entry.n_tokens
+            is_masked = place in self.worker.masked
+            self.worker.masked.discard(place)
             is_known = not entry.takes_sample or entry.session in self.sampled
             is_usable = is_known and i not in {*done.nonfinite, *done.unmasked}
+            if not is_known:
+                sampled.pop(entry.session, None)  # a sample behind an unknown token is none
             for at, token in enumerate(ids):
                 page, row = divmod(entry.start + at, PAGE_TOKENS)
                 slot = codes[base + page] & SLOT_MASK
@@ -354,6 +367,7 @@ class Scene:
                     self.slots.trim(player.session)
             elif i in done.nonfinite or i in done.unmasked:
                 assert fails == (i in done.nonfinite), f"nonfinite: {entry}"
+                assert fails or not is_masked, f"a mask is lost: {entry}"
                 without.append(player)
                 if fails:
                     self.slots.keep_sealed(player.session)
