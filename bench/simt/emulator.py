@@ -1,4 +1,4 @@
-"""A GPU that is emulated: kernels of kernels/cuda/src, compiled for the CPU by a C++ compiler.
+"""A GPU that is emulated: kernels of kernels/cuda/src, compiled for the CPU by g++.
 
 `compile_kernels` builds it once per source text. Faults of kernels are `EmulatorFault`s.
 """
@@ -22,10 +22,10 @@ from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Ma
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 KERNELS = ROOT / "kernels/cuda/src"
-COMPILER = shutil.which("g++") or shutil.which("clang++")
+COMPILER = shutil.which("g++")  # whose flags keep every call in one place
 FLAGS = (
     *("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"),
-    # simt.cpp compares the calls by which threads reach a word: each stays one place.
+    # simt.cpp compares the calls by which threads reach a word: each call is in one place.
     *("-fno-omit-frame-pointer", "-fno-thread-jumps", "-fno-crossjumping", "-fno-tree-tail-merge"),
 )
 FILLS = (0xA5, 0xFF, 0x00, 0x7F)  # bytes of new memory, by seed: any value, NaN, zero, large

@@ -41,7 +41,7 @@ FIGURES = {
     "coexec_goodput_of_part",
     "decode_b64_vs_llama",
 }
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ from tests.support.engines import (
 
 EMULATED = (sys.executable, "-m", "tests.lanes.emulated_worker")
 MIB = 1 << 20
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
 @pytest.fixture(scope="module", autouse=True)

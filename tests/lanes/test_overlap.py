@@ -326,7 +326,7 @@ def sides(
 ) -> Iterator[tuple[Side, Side, FakeDriver]]:
     """A CPU, and a GPU behind a driver that computes nothing before it is waited for."""
     if COMPILER is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("no g++")
     fake = FakeDriver(Emulator(compile_kernels(ROOT / "build/simt", is_checked=False)))
     monkeypatch.setattr(driver.importlib, "import_module", {"cuda.bindings.driver": fake}.get)
     write_synthetic(tmp_path / "model.gguf", replace(PRESETS["tiny"], n_layer=2))

@@ -36,7 +36,7 @@ SHAPE = replace(MIXED, n_layer=2, bias=0.3)
 @pytest.fixture(scope="module")
 def gpu() -> Emulator:
     if COMPILER is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("no g++")
     return Emulator(compile_kernels(ROOT / "build/simt", is_checked=False))
 
 

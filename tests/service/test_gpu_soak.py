@@ -59,7 +59,7 @@ threads = 1
 tier = "fast"
 vram_bytes = 67108864
 """
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from bench.cuda.arrays import Arrays
 from bench.simt.emulator import COMPILER, Emulator, EmulatorFault, compile_kernels
 from bench.simt.planted import PLANTED, SEEDS, SOURCE, N, X, is_caught, outcome
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
 @pytest.fixture(scope="module")

@@ -10,5 +10,5 @@ from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 @pytest.fixture(scope="package")
 def gpu() -> Emulator:
     if COMPILER is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip("no g++")
     return Emulator(compile_kernels(ROOT / "build/simt"))

@@ -13,7 +13,7 @@ from batchengine.child.command import ROOT, python_command
 from bench.simt.emulator import COMPILER, Emulator
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
 @pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no cuda-bindings")
 def test_the_driver_is_called_through_the_bindings(gpu: Emulator, tmp_path: Path) -> None:
     assert gpu.kernels()  # its library is there
