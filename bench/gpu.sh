@@ -14,7 +14,7 @@
 # src, vendor, tools/batched-bench and ggml are needed, of ggml/src the files, ggml-cpu and ggml-cuda.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
-[ $# -ge 1 ] || { sed -n '2,15p' "$root/bench/gpu.sh"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,14p' "$root/bench/gpu.sh"; exit 2; }
 folder=$(realpath -m "$1")
 shift
 cd "$root"

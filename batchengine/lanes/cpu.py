@@ -108,7 +108,7 @@ class CpuDevice(HostDevice):
             scores,
         )
 
-    def rest(self) -> bool:
+    def do_deferred(self) -> bool:
         """Nothing was put off."""
         return False
 

@@ -54,7 +54,7 @@ from batchengine.weights import Weights
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
 from kernels.cuda.compile import CompileError, cubins
-from kernels.cuda.driver import CudaGpu
+from kernels.cuda.driver import STAGING_BYTES, CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault, Mark
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Batch, KvRows, Rows
@@ -67,7 +67,8 @@ TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens t
 SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
 
 NO_DIGESTS = np.zeros(0, np.uint64)
-ASIDE_BYTES = 64 << 20  # of expected pages, copied beside one step
+# Of expected pages, copied beside one step: those of two steps find staging memory.
+ASIDE_BYTES = STAGING_BYTES // 2
 IDLE_BYTES = 1 << 30  # of expected pages, copied by a frame without a step
 GRAPHS_MAX = 64  # shapes of steps
 LATE_ENTRIES_MIN = 9  # of a step of decodes whose rows are not stored one by one
@@ -389,7 +390,7 @@ class CudaDevice(HostDevice):
                 )
             first, first_page = first + n, first_page + n_pages
 
-    def rest(self) -> bool:
+    def do_deferred(self) -> bool:
         """Store the rows of one page that are on their way."""
         return self._late_memory is not None and self._late_memory.late.flush_one()
 
@@ -444,7 +445,7 @@ class GpuStep:
         self._again: StepOutput | None = None  # of a step that was computed again
 
     @property
-    def feeds(self) -> bool:
+    def may_be_followed(self) -> bool:
         return self._sampling is not None and not any(len(of) for of in self._batch.scored)
 
     @property

@@ -42,12 +42,12 @@ class LaneMemory(Protocol):
 class StartedStep(Protocol):
     """A step that a device has been given.
 
-    feeds: the next step may be started before `tokens`, once `sample` was called.
+    may_be_followed: whether the next step may be started before `tokens`, once `sample` was called.
     """
 
     @property
     @abstractmethod
-    def feeds(self) -> bool: ...
+    def may_be_followed(self) -> bool: ...
 
     @property
     @abstractmethod
@@ -69,7 +69,7 @@ class StartedStep(Protocol):
 
 class Device(Protocol):
     """Computes the steps of a model. A step carries everything that is kept of a session, but for
-    rows that are stored late (`rest`).
+    rows that are stored late (`do_deferred`).
 
     overlaps: it computes a step that is started while the host finishes the one before.
     """
@@ -91,12 +91,13 @@ class Device(Protocol):
     @abstractmethod
     def start(self, batch: StepInput, after: StartedStep | None = None) -> StartedStep:
         """Start one forward pass: it writes the rows of every entry, and samples for those with
-        `sampling`. after: the step before, which `feeds`, if its tokens are not known yet; then
-        `batch` is given those that it takes (`take_samples`) before its own are asked for."""
+        `sampling`. after: the step before, which `may_be_followed`, if its tokens are not known
+        yet; then `take_samples` gives `batch` those that it takes before its own are asked for."""
 
     @abstractmethod
-    def rest(self) -> bool:
-        """Do a part of what was put off until there is no step; whether more is left."""
+    def do_deferred(self) -> bool:
+        """Do one part of the deferred work; return whether more is left. Called while no step has
+        come."""
 
     @abstractmethod
     def close(self) -> None:

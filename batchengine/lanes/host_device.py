@@ -63,7 +63,7 @@ class HostOutput:
 class HostStep:
     """A step that is computed when its tokens are asked for."""
 
-    feeds, is_computed = False, True
+    may_be_followed, is_computed = False, True
 
     def __init__(self, run: Callable[[], StepOutput]) -> None:
         self._run = run
@@ -103,7 +103,7 @@ class HostDevice(ABC):
         """
 
     @abstractmethod
-    def rest(self) -> bool: ...
+    def do_deferred(self) -> bool: ...
 
     @abstractmethod
     def close(self) -> None: ...

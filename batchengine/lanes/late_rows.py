@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import kernels
 from batchengine.lanes.step_input import U64Array
 
-TOGETHER = 16  # tokens whose bytes lie side by side in a page
+TILE_TOKENS = 16  # tokens whose bytes lie side by side in a page
 
 # Slots, rows, tokens, digests.
 Record = Callable[[NDArray[np.intp], NDArray[np.intp], NDArray[np.uint32], U64Array], None]
@@ -43,7 +43,7 @@ class _Tile:
     @property
     def is_whole(self) -> bool:
         """Whether no further row of the tile will come."""
-        return self.end % TOGETHER == 0
+        return self.end % TILE_TOKENS == 0
 
 
 class LateRows:
@@ -60,9 +60,9 @@ class LateRows:
         self._pool, self._shape = pool, shape
         self._address, self._record = address, record
         self._waiting: dict[int, deque[_Tile]] = {}
-        self._whole: deque[int] = deque()  # slots, once for each tile that became whole
+        self._whole: deque[int] = deque()  # slots by each tile that became whole, and may be stored
         self._free: list[_Tile] = []
-        self._batch = kernels.Batch(TOGETHER, 1, 1)
+        self._batch = kernels.Batch(TILE_TOKENS, 1, 1)
 
     def __len__(self) -> int:
         return sum([tile.count for tiles in self._waiting.values() for tile in tiles])
@@ -80,21 +80,25 @@ class LateRows:
         for i, (slot, row) in enumerate(zip(slots, rows, strict=True)):
             tile = self._tile_of(slot, row)
             at = row - tile.first
-            tile.rows.view(TOGETHER)[at] = bytes_of[i]
+            tile.rows.view(TILE_TOKENS)[at] = bytes_of[i]
             tile.tokens[at], tile.digests[at] = tokens[i], digests[i]
             tile.count = at + 1
             if tile.is_whole:
                 self._whole.append(slot)
-        for _ in range(min(len(self._whole), -(-len(slots) // TOGETHER))):
+        left = -(-len(slots) // TILE_TOKENS)
+        while left and self._whole:
             slot = self._whole.popleft()
             if (tiles := self._waiting.get(slot)) and tiles[0].is_whole:
                 self._store(slot, tiles.popleft())
+                left -= 1
 
     def flush(self, slots: Iterable[int] | None = None) -> None:
         """Store and record what waits for these slots, or for all."""
         for slot in list(self._waiting) if slots is None else slots:
             for tile in self._waiting.pop(slot, ()):
                 self._store(slot, tile)
+        if not self._waiting:
+            self._whole.clear()
 
     def flush_one(self) -> bool:
         """Store and record what waits for one slot; whether more waits."""
@@ -126,8 +130,8 @@ class LateRows:
 
     def _empty(self, first: int) -> _Tile:
         if not self._free:
-            rows = kernels.KvRows(TOGETHER, self._shape)
-            tokens, digests = np.zeros(TOGETHER, np.uint32), np.zeros(TOGETHER, np.uint64)
+            rows = kernels.KvRows(TILE_TOKENS, self._shape)
+            tokens, digests = np.zeros(TILE_TOKENS, np.uint32), np.zeros(TILE_TOKENS, np.uint64)
             self._free.append(_Tile(0, 0, rows, tokens, digests))
         tile = self._free.pop()
         tile.first, tile.count = first, 0

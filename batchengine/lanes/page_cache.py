@@ -7,6 +7,7 @@ ones are, never one of the step at hand.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 
 from batchengine.lanes.step_input import U64Array
 from kernels.cuda.gpu import Gpu
+
+log = logging.getLogger("batchengine.worker")
 
 BoolArray = NDArray[np.bool_]
 
@@ -69,7 +72,7 @@ class PageCache:
         for code in codes:
             self._expected.pop(code, None)
             if code in self._held:
-                self._free.append(self._given_up(code))
+                self._free.append(self._evict(code))
 
     def expect(self, codes: Sequence[int], on_host: U64Array) -> None:
         """Pages at `on_host` will be wanted by a later step."""
@@ -115,13 +118,16 @@ class PageCache:
             except MemoryError:
                 if not self._held.keys() - used:
                     raise
+                self.pages_max = len(self._held)
+                log.warning("no memory on the GPU: it holds %d pages now", self.pages_max)
         oldest = next((code for code in self._held if code not in used), None)
         if oldest is None:
             raise MemoryError(f"a step of {len(used)} pages, and {self.pages_max} fit")
-        return self._given_up(oldest)
+        return self._evict(oldest)
 
-    def _given_up(self, code: int) -> int:
-        """The memory of a page that is not held any longer, after what is copied there."""
+    def _evict(self, code: int) -> int:
+        """Remove a held page and return its address. If a copy into it may be under way, later work
+        of the GPU waits for that."""
         if code in self._arriving:
             self._arrive()
         return self._held.pop(code)

@@ -63,8 +63,8 @@ class StepInput:
     imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
     masks: waits for the masks of entries; None for those that have none, or whose mask is late.
     scored: for each entry the tokens behind its leading ones whose log-probabilities are wanted; of
-    no entries: none. untaken: indices of those that take a sample which there is none of; their
-    rows get no record.
+    no entries: none. untaken: indices of entries with `takes_sample` for whose session the step
+    before sampled no token; their rows get no record.
     """
 
     entries: tuple[wire.Entry, ...]
@@ -164,9 +164,9 @@ def takers_of(batch: StepInput) -> list[int]:
 def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:
     """Give entries that take a sample the token that the step before sampled for their session.
 
-    An entry without one, since that step has found its rows unusable, takes token 0, or any other
-    on a device that was given the step before (`Device.start`): the engine does not use what it
-    computes.
+    If that step sampled no token for the session, as its rows were unusable, the entry computes
+    with token 0, or, on a device that took the sample itself (`Device.start`), with any token. The
+    engine ignores the result.
     """
     takers = takers_of(batch)
     if not takers:

@@ -124,6 +124,7 @@ class Worker:
                 fatal = isinstance(frame.message, wire.Load | wire.Attach)
                 answer = _failed(error, fatal)
             except GpuFault as error:
+                self._store_deferred()
                 answer = _failed(errors.GPU_FAILED(why=str(error)), True)
             except Exception as error:
                 # A defect of this program: the engine kills the process and may blame the step.
@@ -133,13 +134,20 @@ class Worker:
         if self._device is not None:
             self._device.close()
 
+    def _store_deferred(self) -> None:
+        """Do what the device has put off, before the engine ends this worker: rows of steps that
+        were answered need not be computed again."""
+        with contextlib.suppress(Exception):
+            while self._device is not None and self._device.do_deferred():
+                pass
+
     def _next(self) -> wire.LaneFrame | None:
         """The next request; data links are served until it comes."""
         while not self._received:
             if self._ring is None:
                 wait_ms = IDLE_MS
                 while self._device is not None and not self._is_readable(wait_ms):
-                    if not self._device.rest():
+                    if not self._device.do_deferred():
                         break
                     wait_ms = 0.0
                 self._receive()
@@ -299,7 +307,7 @@ class Worker:
         """The tokens of a step, once they are there. The next step is begun meanwhile, if it comes
         and the device can feed it."""
         started.sample()
-        if self._device is not None and self._device.overlaps and started.feeds:
+        if self._device is not None and self._device.overlaps and started.may_be_followed:
             self._begin_next(begun, started)
             while self._begun is None and not self._received and not started.is_computed:
                 self._begin_next(begun, started)
@@ -335,8 +343,8 @@ class Worker:
         return BegunStep(step, batch, imported, started)
 
     def _begin_next(self, begun: BegunStep, after: StartedStep | None = None) -> None:
-        """Begin the next step, if it has come, so that the device computes it while the host
-        finishes this one, whose rows its chores must not touch. after: see `_begin`."""
+        """Begin the next step if its frame has come and `_may_begin_early` allows it. The device
+        computes it while this process finishes `begun`. after: see `_begin`."""
         if self._device is None or not self._device.overlaps or self._begun is not None:
             return
         while not self._received and self._is_readable(0):
@@ -345,7 +353,7 @@ class Worker:
         if frame is None or frame.incarnation != self._incarnation:
             return
         step = frame.message
-        if isinstance(step, wire.Step) and _is_apart(step, begun):
+        if isinstance(step, wire.Step) and _may_begin_early(step, begun):
             try:
                 self._begun = self._begin(step, frame.payload, after)
             except BatchEngineError as error:
@@ -358,9 +366,9 @@ class Worker:
             self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
 
 
-def _is_apart(step: wire.Step, begun: BegunStep) -> bool:
-    """Whether a step has entries, and its chores before them have nothing to do with the rows that
-    the step before writes, nor with the tails that it zeroes and digests."""
+def _may_begin_early(step: wire.Step, begun: BegunStep) -> bool:
+    """Whether `step` has entries, and no chore of it before the computation changes a slot that
+    `begun` writes or digests."""
     if not step.entries or step.relabel or step.import_rows:
         return False
     changed = {*step.poison, *(slot.slot for slot in step.reserve)}

@@ -3,10 +3,12 @@
     python -m bench.cuda.gpu FOLDER [--emulated] [--quick] [--seconds 480]
 
 `bench/gpu.sh` builds the native module and calls it. First every kernel runs on small shapes: if
-one fails, or differs from the CPU, the run names it and ends. FOLDER/state.json keeps the result of
-each step (bench/cuda/steps.py), and a later run does those that lack, that failed, or that were
-measured with other kernels. FOLDER/result.json has all of them. No step begins that might end after
-`--seconds`; the last line is the RESULT so far, with a reason for each figure that is null:
+one fails, or differs from the CPU, the run names it and ends. FOLDER/state-DEVICE.json keeps the
+result of each step (bench/cuda/steps.py), and a later run does those that lack, that failed, or
+that were measured with other kernels or another GPU lane. FOLDER/result-DEVICE.json has all of
+them, and names those that were measured before any other code changed (`of_earlier_code`). No step
+begins that might end after `--seconds`; the last line is the RESULT so far, with a reason for each
+figure that is null:
 `identical` (golden hashes, random cases, whole models and sessions that move), `cases`,
 `decode_b1_of_copy` and `prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens),
 `promote_vs_prefill_8k` (time of a prefill over that of a move, of the 0.6B shape) and
@@ -39,13 +41,16 @@ from kernels.cuda.compile import texts, units
 KILL_AFTER_S = 30.0  # a step that is still at work so long after the end of the run is ended
 BEGIN, DONE, FAILED = "BEGIN ", "DONE ", "FAILED "
 LATE, NOT_YET = "the time was over", "not yet"
+ROOT = Path(__file__).resolve().parents[2]
+LANE = "cuda.py", "late_rows.py", "page_cache.py"  # modules of batchengine/lanes
 
 
 class State:
     """Results of steps, in a file that is replaced after each."""
 
-    def __init__(self, path: Path, kernels_key: str) -> None:
-        self._path, self._key, self._lock = path, kernels_key, threading.Lock()
+    def __init__(self, path: Path, kernels_key: str, code_key: str) -> None:
+        self._path, self._lock = path, threading.Lock()
+        self._kernels_key, self._code_key = kernels_key, code_key
         self._steps: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         self.failed: dict[str, str] = {}  # reasons, of this run
 
@@ -53,14 +58,24 @@ class State:
     def results(self) -> dict[str, Result]:
         """Results by step, measured with the kernels that are here."""
         with self._lock:
-            kept = self._steps.items()
-            return {name: step["result"] for name, step in kept if step["kernels"] == self._key}
+            return {name: step["result"] for name, step in self._kept()}
+
+    @property
+    def of_earlier_code(self) -> list[str]:
+        """Those of `results` that were measured with other code, beside the kernels."""
+        with self._lock:
+            return [name for name, step in self._kept() if step.get("code") != self._code_key]
+
+    def _kept(self) -> list[tuple[str, Any]]:
+        every = self._steps.items()
+        return [(name, step) for name, step in every if step["kernels"] == self._kernels_key]
 
     def put(self, name: str, result: Result) -> None:
         """Keep a result."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         with self._lock:
-            self._steps[name] = {"kernels": self._key, "at": now, "result": result}
+            keys = {"kernels": self._kernels_key, "code": self._code_key}
+            self._steps[name] = {**keys, "at": now, "result": result}
             part = self._path.with_suffix(".part")
             part.write_text(json.dumps(self._steps, indent=1) + "\n")
             part.replace(self._path)
@@ -148,6 +163,9 @@ class Run:
         code = process.returncode
         if code == 0:
             self._fail(names, LATE)
+            return []
+        if not names:  # it ended badly after its last step
+            self._fail([part.name], why or f"its process ended with {code}")
             return []
         failed = began or names[0]
         self._fail([failed], why or f"its process ended with {code}")
@@ -245,10 +263,23 @@ def summary(
 
 
 def key_of_kernels() -> str:
-    """A digest of the sources of the kernels and of what launches them."""
+    """A digest of the sources of the kernels, of what launches them, and of the GPU lane."""
+    folders = ROOT / "kernels/cuda", ROOT / "batchengine/model"
+    launching = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    lane = [ROOT / "batchengine/lanes" / name for name in LANE]
+    return _digest([*(text for unit in units() for text in texts(unit)), *launching, *lane])
+
+
+def key_of_code() -> str:
+    """A digest of all sources that a result may depend on."""
+    folders = (ROOT / name for name in ("batchengine", "kernels", "kv_store", "bench/cuda"))
+    kinds = (".py", ".cpp", ".h", ".cu")
+    return _digest([p for of in folders for p in sorted(of.rglob("*.*")) if p.suffix in kinds])
+
+
+def _digest(paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    launching = sorted(Path(sys.modules["kernels.cuda"].__path__[0]).glob("*.py"))
-    for path in (*(text for unit in units() for text in texts(unit)), *launching):
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -278,7 +309,7 @@ def main(argv: list[str]) -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     device = "emulated" if options.emulated else name_of_device()
     name = f"{device}-quick" if options.quick else device
-    state = State(options.folder / f"state-{name}.json", key_of_kernels())
+    state = State(options.folder / f"state-{name}.json", key_of_kernels(), key_of_code())
     if options.steps:
         return run_steps(options, state)
     run, every = Run(state, options), steps.parts(options.emulated, options.quick)
@@ -297,6 +328,7 @@ def main(argv: list[str]) -> int:
         "device": results.get("build", {}).get("device"),
         "steps": results,
         "failed": state.failed,
+        "of_earlier_code": state.of_earlier_code,
         "threads": options.threads,
     }
     path = options.folder / f"result-{name}.json"

@@ -226,7 +226,7 @@ class HashDevice(HostDevice):
         self.at("before_records")
         return HostOutput(tuple(sampled), tuple(nonfinite), digests, unmasked=tuple(unmasked))
 
-    def rest(self) -> bool:
+    def do_deferred(self) -> bool:
         """Nothing was put off."""
         return False
 

@@ -51,7 +51,6 @@ struct Place {
 };
 extern Place here;
 
-// Global memory of the device: an allocation and who touched each byte in the launch that runs.
 // Who accessed a byte last: one thread, or several of a warp, a block or the grid that nothing orders.
 enum class Scope : uint8_t { thread, warp, block, grid };
 struct Mark {
@@ -65,6 +64,7 @@ struct Cell {
     Mark marks[3];  // by Access
     bool is_awaited = false;  // a copy to it is under way
 };
+// Memory of the device or of a block, and who touched each byte in the launch that runs.
 struct Allocation {
     uint8_t* base;
     size_t bytes;

@@ -45,8 +45,8 @@ class Fetched(NamedTuple):
 class Stream:
     """Copies in the order of their calls, through pinned memory of their own.
 
-    That memory is used in a ring, whose offsets go on rising: `_next` is where the next copy
-    begins, and what lies before `_free` is used by none that has not ended.
+    That memory is a ring, and offsets into it only rise. `_next`: where the next copy begins.
+    `_free`: every copy below it has ended.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -58,6 +58,7 @@ class Stream:
         self._next = self._free = 0
         self._fetched = deque[Fetched]()
         self._events: list[Any] = []  # that no mark has
+        self._points = deque[StreamMark]()  # see `add_point`
         self.follows_launch = False  # whether the last call was a launch of a kernel
 
     def copy_in(self, address: int, array: NDArray[np.generic]) -> None:
@@ -89,6 +90,12 @@ class Stream:
         self._call("cuEventRecord", event, self.handle)
         return StreamMark(self, event, self._next)
 
+    def add_point(self) -> None:
+        """A copy that finds no staging memory waits for copies up to the oldest of these points,
+        instead of for all."""
+        if self._next > (self._points[-1].end if self._points else self._free):
+            self._points.append(self.mark())
+
     def is_passed(self, mark: StreamMark) -> bool:
         """Whether a mark is passed, before any wait for it."""
         return self._call("cuEventQuery", mark.event) is not None
@@ -112,6 +119,8 @@ class Stream:
         at = self._next
         if at % STAGING_BYTES + n_bytes > STAGING_BYTES:
             at += STAGING_BYTES - at % STAGING_BYTES
+        while at + n_bytes - self._free > STAGING_BYTES and self._points:
+            self._points.popleft().wait()
         if at + n_bytes - self._free > STAGING_BYTES:
             self.synchronize()
             self._free = at
@@ -302,6 +311,7 @@ class CudaGpu(Gpu):
     def fork(self) -> None:
         """Every `copy_aside` from now on comes after what was called so far."""
         self._stream.follows_launch = False
+        self._aside.add_point()
         self._call("cuEventRecord", self._event, self._stream.handle)
         self._call("cuStreamWaitEvent", self._aside.handle, self._event, 0)
 

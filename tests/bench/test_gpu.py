@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import kernels
 import kernels.cuda.driver as module
 from batchengine.config.settings import SlaConfig
 from bench.cuda import ceilings, first, gpu, steps
-from bench.cuda.gpu import LATE, Run, State, summary
+from bench.cuda.gpu import BEGIN, DONE, LATE, Run, State, summary
 from bench.cuda.gpus import seconds
 from bench.cuda.passes import TINY, Passes
 from bench.cuda.serving.engines import Stream
@@ -131,7 +132,7 @@ def options(folder: Path, **changes: Any) -> argparse.Namespace:
 def test_a_run_goes_on_where_the_last_one_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    state = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
+    state = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels(), gpu.key_of_code())
     state.put("cases 0", {"cases": 2, "differences": []})
     cases = next(p for p in steps.parts(True, True) if p.name == "cases")
     Run(state, options(tmp_path)).part(cases)
@@ -146,13 +147,28 @@ def test_a_run_goes_on_where_the_last_one_ended(
     printed = capsys.readouterr().out
     assert re.search(r"cases 2: \d+ s: {", printed)
     assert "cases 0: " not in printed
-    kept = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels())
+    kept = State(tmp_path / "state-emulated-quick.json", gpu.key_of_kernels(), gpu.key_of_code())
     assert kept.results == {
         "build": {},
         "cases 0": {"cases": 2, "differences": []},
         "cases 2": {"cases": 2, "differences": []},
     }
-    assert not State(tmp_path / "state-emulated-quick.json", KERNELS).results
+    assert kept.of_earlier_code == []
+    path = tmp_path / "state-emulated-quick.json"
+    assert State(path, gpu.key_of_kernels(), "other code").of_earlier_code == list(kept.results)
+    assert not State(path, KERNELS, gpu.key_of_code()).results
+
+
+def test_a_process_that_ends_badly_after_its_last_step_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "ends.py"
+    program.write_text(f"print('{BEGIN}a'); print('{DONE}{{}}'); raise SystemExit(3)")
+    monkeypatch.setattr(gpu, "python_command", lambda *_: [sys.executable, str(program)])
+    state = State(tmp_path / "state.json", KERNELS, KERNELS)
+    Run(state, options(tmp_path)).part(Part("some", [Step("a", lambda _: {})], needs=()))
+    assert state.results == {"a": {}}
+    assert state.failed == {"some": "its process ended with 3"}
 
 
 def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:

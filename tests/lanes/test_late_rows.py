@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import kernels
-from batchengine.lanes.late_rows import TOGETHER, LateRows
+from batchengine.lanes.late_rows import TILE_TOKENS, LateRows
 from bench.models.tensors import aligned
 
 SHAPE = kernels.PageShape(2, 1, 32)
@@ -56,17 +56,17 @@ class Scene:
 
 def test_each_step_stores_its_share_of_whole_tiles() -> None:
     scene, slots = Scene(), list(range(SLOTS))
-    share = -(-SLOTS // TOGETHER)
+    share = -(-SLOTS // TILE_TOKENS)
     counts = [scene.add(slots, 5 + i, i) for i in range(80)]
     assert counts[:10] == [0] * 10  # the first tile begins at row 5
     assert max(counts) == share
     assert sum(counts[10:26]) == SLOTS  # before the next ones are whole
     assert all(
         scene_rows == list(range(scene_rows[0], scene_rows[-1] + 1))
-        and scene_rows[0] // TOGETHER == scene_rows[-1] // TOGETHER
+        and scene_rows[0] // TILE_TOKENS == scene_rows[-1] // TILE_TOKENS
         for _, scene_rows, _ in scene.records
     )
-    assert len(scene.late) <= SLOTS * (2 * TOGETHER - 1)
+    assert len(scene.late) <= SLOTS * (2 * TILE_TOKENS - 1)
     while scene.late.flush_one():
         pass
     assert scene.is_stored()
@@ -75,6 +75,24 @@ def test_each_step_stores_its_share_of_whole_tiles() -> None:
         assert rows == list(range(5, 85))
         tokens = [token for of, _, some in scene.records if of == slot for token in some]
         assert tokens == list(range(80))
+
+
+def test_rows_that_were_flushed_take_no_share_of_those_that_wait() -> None:
+    scene, others, slots = Scene(), list(range(16)), list(range(16, 32))
+    for tile in range(6):  # the rows between are stored at once, by small steps
+        scene.add([*others, *slots], TILE_TOKENS * (tile + 1) - 1, tile)
+        scene.late.flush(others)
+    scene.late.drop(others)
+    scene.late.flush(slots[:8])
+    scene.records.clear()
+    for row in range(96, 200):
+        scene.add(slots, row, row)
+        stored = dict.fromkeys(slots, 0)
+        for slot, rows, _ in scene.records:
+            stored[slot] += len(rows)
+        assert row - 95 - min(stored.values()) <= 2 * TILE_TOKENS - 1
+    scene.late.flush()
+    assert scene.is_stored()
 
 
 def test_a_row_that_is_computed_again_gives_way() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batchengine import errors
 from batchengine.core import GREEDY, Sampling
 from batchengine.lanes.cpu import CpuDevice
 from batchengine.lanes.cuda import LATE_ENTRIES_MIN, CudaDevice, DeviceMemory, GpuStep
@@ -35,6 +36,7 @@ from bench.models.synthetic import PRESETS, write_synthetic
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaGpu
+from kernels.cuda.gpu import GpuFault
 from kv_store.arenas.arena import Arena, ArenaSlot, SlotOwner
 from kv_store.layout import PageLayout
 from tests.kernels.cuda.fake_driver import FakeDriver
@@ -53,7 +55,7 @@ class Logged:
     number: int
     log: list[str]
     sessions: Sequence[int]
-    feeds: bool
+    may_be_followed: bool
     looks: int
 
     @property
@@ -78,7 +80,7 @@ class LoggingDevice:
     """A device without memory, which notes what it is asked for."""
 
     overlaps: bool
-    feeds: bool = False
+    may_be_followed: bool = False
     looks: int = 0
     log: list[str] = field(default_factory=list[str])
     given: list[StepInput] = field(default_factory=list[StepInput])
@@ -103,14 +105,14 @@ class LoggingDevice:
         self.after.append(0 if after is None else after.number)
         self.log.append(f"start {len(self.given)}")
         sessions = [entry.session for entry in batch.entries]
-        return Logged(len(self.given), self.log, sessions, self.feeds, self.looks)
+        return Logged(len(self.given), self.log, sessions, self.may_be_followed, self.looks)
 
     def tokens(self) -> list[list[int]]:
         """Of each step."""
         return [batch.tokens.tolist() for batch in self.given]
 
-    def rest(self) -> bool:
-        self.log.append("rest")
+    def do_deferred(self) -> bool:
+        self.log.append("deferred")
         return False
 
     def close(self) -> None: ...
@@ -157,7 +159,7 @@ def test_the_next_step_is_started_between_tokens_and_the_rest() -> None:
 
 
 def test_the_next_step_is_started_before_the_tokens_of_one_that_feeds_it() -> None:
-    device = LoggingDevice(overlaps=True, feeds=True)
+    device = LoggingDevice(overlaps=True, may_be_followed=True)
     orders(device, decode(5, ahead=False), decode(6, ahead=True), decode(7, ahead=True))
     assert device.log == [
         *("start 1", "start 2", "tokens 1", "finish 1"),
@@ -169,7 +171,7 @@ def test_the_next_step_is_started_before_the_tokens_of_one_that_feeds_it() -> No
 
 def test_a_step_that_comes_while_the_device_computes_is_started_at_once() -> None:
     """The worker looks for it, as long as the tokens of the step before are not there."""
-    device = LoggingDevice(overlaps=True, feeds=True, looks=1 << 30)
+    device = LoggingDevice(overlaps=True, may_be_followed=True, looks=1 << 30)
     ours, theirs = socket.socketpair()
     end, link = (BlockingLink(one, wire.LANE_LINK) for one in (ours, theirs))
     worker = Worker(link, 1, {wire.CpuResources: lambda: device})
@@ -200,9 +202,20 @@ def test_an_entry_whose_sample_lacks_is_noted() -> None:
             step = super().start(batch, after)
             return replace(step, sessions=()) if len(self.given) == 1 else step
 
-    device = Failing(overlaps=True, feeds=True)
+    device = Failing(overlaps=True, may_be_followed=True)
     orders(device, decode(5, ahead=False), decode(6, ahead=True), decode(7, ahead=True))
     assert [batch.untaken for batch in device.given] == [(), (0,), (0,)]
+
+
+def test_rows_that_wait_are_stored_before_a_fault_of_the_gpu_is_answered() -> None:
+    class Failing(LoggingDevice):
+        def start(self, batch: StepInput, after: Any = None) -> Logged:
+            raise GpuFault("an illegal address")
+
+    device = Failing(overlaps=True)
+    (answer,) = orders(device, decode(5, ahead=False))
+    assert isinstance(answer, wire.Failed)
+    assert (answer.code, answer.fatal, device.log) == (errors.GPU_FAILED.code, True, ["deferred"])
 
 
 def reserving(slot: int) -> dict[str, Any]:
@@ -384,7 +397,7 @@ def test_overlapping_steps_give_the_bits_of_the_cpu(
 
 def check_pages(cpu: Side, gpu: Side, fed: Sequence[Sequence[int]]) -> None:
     """Once the GPU's late rows are stored, both sides have the same proven rows."""
-    while gpu.device.rest():
+    while gpu.device.do_deferred():
         pass
     for session, own in enumerate(fed):
         for page in range(2):
@@ -421,7 +434,7 @@ def test_a_step_that_takes_samples_on_the_gpu_gives_the_bits_of_the_cpu(
     for position in range(250, 262):  # past the end of a page
         histories = [[*own[len(own) - past + 1 :], 0] for own in fed] if past else ()
         waits = fake.calls.count("cuStreamSynchronize")
-        assert running.feeds
+        assert running.may_be_followed
         following = gpu.step(position, [[]] * sessions, {}, after=running, histories=histories)
         was_queued += not running.is_computed  # but where memory is freed, which waits for it
         wanted, tokens = want.tokens(), running.tokens()
@@ -454,7 +467,7 @@ def test_a_row_of_an_unknown_token_gets_no_record(
     take_samples(gpu.batch, {session: tokens[session] for session in tokens if session != 1})
     assert gpu.batch.untaken == (1,)
     assert (len(following.tokens()), len(following.finish().rows)) == (sessions, sessions)
-    while gpu.device.rest():
+    while gpu.device.do_deferred():
         pass
     for session in range(sessions):
         held = gpu.proven(2 * session, [3, 4, 5, 0 if session == 1 else tokens[session]])
@@ -527,7 +540,7 @@ def test_decodes_beside_a_chunk_of_a_prompt_are_stored_late(
         assert outputs[0] == outputs[1]
     held = [gpu.proven(2 * i, own) for i, own in enumerate(fed)]
     assert held == [len(own) if len(own) > 3 else 0 for own in fed]
-    while gpu.device.rest():
+    while gpu.device.do_deferred():
         pass
     for i, own in enumerate(fed):
         assert gpu.proven(2 * i, own) == cpu.proven(2 * i, own) == len(own)
@@ -560,9 +573,9 @@ def test_an_idle_worker_does_what_its_device_has_put_off() -> None:
     load = wire.Load("", "", wire.CpuResources(1, (), 0), 8, 4, CONTEXT)
     end.send(wire.LANE_LINK.encode(load, incarnation=1))
     end_s = time.monotonic() + 30.0
-    while "rest" not in device.log and time.monotonic() < end_s:
+    while "deferred" not in device.log and time.monotonic() < end_s:
         time.sleep(0.01)
-    assert device.log == ["rest"]
+    assert device.log == ["deferred"]
     ours.shutdown(socket.SHUT_WR)
     thread.join()
     for one in (end, link):

@@ -142,6 +142,16 @@ def test_a_cache_that_does_not_fit_becomes_smaller() -> None:
     assert scene.use(0, 1, 2) == [0, 1, 2]
 
 
+def test_memory_that_was_refused_is_not_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene(100, fit=2)
+    assert scene.use(0, 1) == [0, 1]
+    scene.use(2)
+    scene.gpu.pages = 100
+    assert scene.use(3, 2) == [3, 2]
+    assert (scene.gpu.made, scene.cache.pages_max) == (2, 2)
+    assert caplog.messages == ["no memory on the GPU: it holds 2 pages now"]
+
+
 def test_a_page_without_rows_is_not_copied() -> None:
     scene = Scene(4)
     assert scene.use(0, 1, unwritten=[1]) == [0, ANY]

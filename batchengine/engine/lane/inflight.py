@@ -43,6 +43,15 @@ class StepEntry(NamedTuple):
     wants: bool
 
 
+class LostSteps(NamedTuple):
+    """What a worker had when it died. oldest: its step; is_sent: whether the worker was given it;
+    seals: of pages that its steps read back."""
+
+    oldest: InFlightStep | None
+    is_sent: bool
+    seals: list[Seal]
+
+
 class InFlightStep(NamedTuple):
     """The frame of a step in flight, and the turns, slots and seals that its answer is for."""
 
@@ -206,6 +215,7 @@ class InFlightSteps:
         self._on_overhead = on_overhead
         self._steps: deque[InFlightStep] = deque()
         self._requests: deque[LaneRequest] = deque()
+        self._is_last_sent = False
         self._since_ms = 0.0  # since when the oldest one could be computed
 
     def __len__(self) -> int:
@@ -234,11 +244,13 @@ class InFlightSteps:
         if not self._steps:
             self._since_ms = began_ms
         self._steps.append(step)
+        self._is_last_sent = False
 
     def send(self) -> None:
         """Send the step that was added last."""
         step = self._steps[-1]
         self._requests.append(self._lane.post(step.step, step.payload, deadline_s=step.deadline_s))
+        self._is_last_sent = True
 
     def send_masks(self) -> None:
         """Send the masks of the oldest step, which is no longer ahead; those that are not known yet
@@ -293,14 +305,14 @@ class InFlightSteps:
             self._on_overhead(now_ms - self._since_ms - done.elapsed_us / 1000)
         self._since_ms = now_ms
 
-    def died(self) -> tuple[InFlightStep | None, list[Seal]]:
-        """Forget all steps, after the worker's exit. Returns the oldest, and the seals of pages
-        that they read back."""
+    def died(self) -> LostSteps:
+        """Forget all steps, after the worker's exit."""
         oldest = self._steps[0] if self._steps else None
+        is_sent = len(self._steps) > 1 or self._is_last_sent
         seals = [seal for step in self._steps for seal in step.verify]
         self._steps.clear()
         self._requests.clear()
-        return oldest, seals
+        return LostSteps(oldest, is_sent, seals)
 
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:

@@ -424,7 +424,7 @@ class LaneLoop:
     def _on_death(self, death: LaneDied) -> list[Session]:
         """Turn the dead worker's open rows into pending rows; return the sessions of its last
         step, now suspects, if that step may be the cause."""
-        in_flight, verified = self._in_flight.died()
+        in_flight, is_sent, verified = self._in_flight.died()
         self._steps.forget_samples()
         self._emit()
         self.recomputes.died()
@@ -434,7 +434,7 @@ class LaneLoop:
         self.seats.match_all_again()
         self._transfers.settle_waits()
         self._metrics.worker_restarts_total.labels(self.lane.name).inc()
-        if in_flight is None or not death.blames_step:
+        if in_flight is None or not is_sent or not death.blames_step:
             return []
         self.kv.drop_imports(in_flight.chores)  # these rows may be the cause
         parts = [part for part in in_flight.parts if self.seats.holds(part.turn)]

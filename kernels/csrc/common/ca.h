@@ -115,7 +115,7 @@ CA_FN uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7FFFFFFFu; }
 // 2^e for -126 <= e <= 127.
 CA_FN float power_of_two(int32_t e) { return float_of(static_cast<uint32_t>(e + 127) << 23); }
 
-// rint under round-to-nearest-even for |x| < 2²²: by the magic number, as every unit can.
+// rint under round-to-nearest-even for |x| <= 2²²: by the magic number, as every unit can.
 CA_FN int32_t round_to_int(float x) {
     return static_cast<int32_t>(bits_of(add_rn(x, ROUND_MAGIC)) - ROUND_MAGIC_BITS);
 }

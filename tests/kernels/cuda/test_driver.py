@@ -126,6 +126,26 @@ def test_what_is_copied_aside_is_there_after_a_join(driver: FakeDriver) -> None:
         assert array.read().tolist() == values.tolist()
 
 
+def test_a_copy_aside_waits_for_earlier_ones_only(driver: FakeDriver) -> None:
+    """Not for those behind the last fork, which wait for a step that is being computed."""
+    gpu, values = opened(driver), np.arange(1200, dtype=np.int32)  # 4,800 bytes
+    with Arrays(gpu) as arrays:
+        array, other = arrays.zeros(np.int32, 1200), arrays.zeros(np.int32, 500)
+        gpu.synchronize()
+        waits = driver.calls.count("cuStreamSynchronize")
+        for _ in range(3):
+            gpu.copy_in(other.address, values[:10])  # a step
+            gpu.fork()
+            gpu.copy_aside(array.address, values[:500])
+            assert len(driver.queues[1]) > 0  # the step goes on
+        assert driver.calls.count("cuStreamSynchronize") == waits
+        assert driver.calls.count("cuEventSynchronize") == 1  # for the first one's memory
+        gpu.fork()
+        gpu.copy_aside(array.address, values)  # more than there is
+        gpu.join()
+        assert array.read().tolist() == values.tolist()
+
+
 @pytest.mark.parametrize("can_register", [True, False])
 def test_fetched_arrays_are_filled_by_one_wait(driver: FakeDriver, can_register: bool) -> None:
     if not can_register:

@@ -490,7 +490,7 @@ class Scene:
         self.codes, self.named = self.codes + self.named, []
         self.seal()
         if rng.random() < 0.15:
-            while self.device.rest():
+            while self.device.do_deferred():
                 pass
             self.rows.check()
             self.rows.check_stored(range(SLOTS), {})
@@ -559,7 +559,7 @@ class Scene:
                     self.send_masks()
                     if all(step.is_ahead for step in self.in_flight):
                         self.seal()
-        while self.device.rest():
+        while self.device.do_deferred():
             pass
         self.rows.check()
         self.rows.check_stored(range(SLOTS), {})
