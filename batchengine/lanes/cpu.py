@@ -13,8 +13,8 @@ import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.device import Report
 from batchengine.lanes.host_device import (
+    Computed,
     HostDevice,
-    HostOutput,
     choose,
     facts_of,
     load_model,
@@ -26,7 +26,7 @@ from batchengine.lanes.host_device import (
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.ring.spans import SpanAttention
-from batchengine.lanes.step_input import StepInput, U64Array
+from batchengine.lanes.step_input import StepInput, StepOutput, U64Array
 from batchengine.model import CpuOps, Stepper
 from batchengine.wire import lane as wire
 
@@ -74,7 +74,7 @@ class CpuDevice(HostDevice):
         ops.call_between(ring.look)
         return ring
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         """Run one forward pass; one token for each entry that wants one and is finite."""
         stepper = self._stepper
         if stepper is None:
@@ -98,15 +98,15 @@ class CpuDevice(HostDevice):
         unmasked = [index for index in late if index not in (*nonfinite, *unreachable)]
         scores, bad = scored(stepper, batch, [*nonfinite, *unreachable, *unmasked])
         rows, nonfinite = without(rows, batch, bad), sorted([*nonfinite, *bad])
-        return HostOutput(
+        output = StepOutput(
             tuple(without(rows, batch, [*unreachable, *unmasked])),
             tuple(nonfinite),
-            digests,
             tuple(unreachable),
             routed.waited_us if routed else 0,
             tuple(unmasked),
             scores,
         )
+        return output, digests
 
     def do_deferred(self) -> bool:
         """Nothing was put off."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,33 +30,9 @@ from kv_store.layout import PageLayout
 LOGITS_MIN = 16  # rows that a lane has room for: each round reads the matrix of the vocabulary
 
 
-@dataclass(slots=True)
-class HostOutput:
-    """As StepOutput; row_digests: u64 per token of the batch, for the records of its rows."""
-
-    rows: tuple[wire.SampledRow, ...]
-    nonfinite: tuple[int, ...]
-    row_digests: U64Array
-    unreachable: tuple[int, ...] = ()
-    waited_us: int = 0
-    unmasked: tuple[int, ...] = ()
-    scores: tuple[wire.ScoredRows, ...] = ()
-
-    @property
-    def unusable(self) -> tuple[int, ...]:
-        """The entries whose rows get no record."""
-        return self.nonfinite + self.unreachable + self.unmasked
-
-    def of_step(self) -> StepOutput:
-        """The answer to the engine."""
-        return StepOutput(
-            self.rows,
-            self.nonfinite,
-            self.unreachable,
-            self.waited_us,
-            self.unmasked,
-            self.scores,
-        )
+Computed = tuple[StepOutput, U64Array]  # the output of a step, and the digests of its rows
+# A forward pass over pages at these addresses, with a digest seed per token of the batch.
+Compute = Callable[[StepInput, U64Array, U64Array], Computed]
 
 
 class HostStep:
@@ -96,8 +71,9 @@ class HostDevice(ABC):
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts: ...
 
     @abstractmethod
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         """Run one forward pass; an address per slot code, a digest seed per token of the batch.
+        Returns the digests of the rows, too.
 
         The address of a page that a peer holds is 0.
         """
@@ -122,21 +98,25 @@ class HostDevice(ABC):
         return HostStep(lambda: self.run(batch))
 
     def run(self, batch: StepInput) -> StepOutput:
-        """Compute a step, then record which token each finite row holds."""
-        memory = self.memory
-        if memory is None:
+        """Compute a step, and record its rows."""
+        if self.memory is None:
             raise RuntimeError("run before attach")
-        addresses, rows = addresses_of(memory, batch), memory.rows_of(batch)
-        return recorded(memory, batch, rows, self.compute(batch, addresses, rows.seeds))
+        return run_on_host(self.memory, batch, self.compute)
+
+
+def run_on_host(memory: HostMemory, batch: StepInput, compute: Compute) -> StepOutput:
+    """Compute a step, then record which token each finite row holds."""
+    addresses, rows = addresses_of(memory, batch), memory.rows_of(batch)
+    output, digests = compute(batch, addresses, rows.seeds)
+    return recorded(memory, batch, rows, output, digests)
 
 
 def recorded(
-    memory: HostMemory, batch: StepInput, rows: BatchRows, output: HostOutput
+    memory: HostMemory, batch: StepInput, rows: BatchRows, output: StepOutput, digests: U64Array
 ) -> StepOutput:
     """The output of a step whose rows are in place, once they are recorded."""
-    without = output.unusable + batch.untaken
-    memory.record_rows(batch, rows, output.row_digests, without)
-    return output.of_step()
+    memory.record_rows(batch, rows, digests, output.unusable + batch.untaken)
+    return output
 
 
 def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float) -> Model:

@@ -240,8 +240,8 @@ class HostMemory:
         return tuple(done)
 
     def touch(self, codes: Sequence[int]) -> list[int]:
-        """Fault sealed pages in before a step reads them, and return those that can be read;
-        failures are counted only. Open pages are there."""
+        """Fault sealed pages in before a step reads them, and return those that can be read. The
+        first failure of a worker is logged, all are counted. Open pages are there."""
         readable: list[int] = []
         for code in codes:
             if code >= wire.ARENA_BIT:

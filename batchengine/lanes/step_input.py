@@ -94,6 +94,11 @@ class StepOutput:
     unmasked: tuple[int, ...] = ()
     scores: tuple[wire.ScoredRows, ...] = ()
 
+    @property
+    def unusable(self) -> tuple[int, ...]:
+        """The entries whose rows get no record."""
+        return self.nonfinite + self.unreachable + self.unmasked
+
 
 def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
     """Check a Step against its payload and the worker's limits; raises BadStep."""

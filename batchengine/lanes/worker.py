@@ -58,7 +58,7 @@ def _cpu() -> Device:
 
 
 def _cuda() -> Device:
-    from batchengine.lanes.cuda import CudaDevice
+    from batchengine.lanes.gpu.device import CudaDevice
 
     return CudaDevice()
 

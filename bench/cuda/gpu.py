@@ -42,7 +42,6 @@ KILL_AFTER_S = 30.0  # a step that is still at work so long after the end of the
 BEGIN, DONE, FAILED = "BEGIN ", "DONE ", "FAILED "
 LATE, NOT_YET = "the time was over", "not yet"
 ROOT = Path(__file__).resolve().parents[2]
-LANE = "cuda.py", "late_rows.py", "page_cache.py"  # modules of batchengine/lanes
 
 
 class State:
@@ -264,10 +263,9 @@ def summary(
 
 def key_of_kernels() -> str:
     """A digest of the sources of the kernels, of what launches them, and of the GPU lane."""
-    folders = ROOT / "kernels/cuda", ROOT / "batchengine/model"
+    folders = (ROOT / of for of in ("kernels/cuda", "batchengine/model", "batchengine/lanes/gpu"))
     launching = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    lane = [ROOT / "batchengine/lanes" / name for name in LANE]
-    return _digest([*(text for unit in units() for text in texts(unit)), *launching, *lane])
+    return _digest([*(text for unit in units() for text in texts(unit)), *launching])
 
 
 def key_of_code() -> str:

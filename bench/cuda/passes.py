@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from batchengine.lanes.cuda import LATE_ENTRIES_MIN, GpuSteps, upload_weights
-from batchengine.lanes.late_rows import LateRows
+from batchengine.lanes.gpu.device import upload_weights
+from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
+from batchengine.lanes.gpu.late_rows import LateRows
+from batchengine.lanes.gpu.steps import GpuSteps
 from batchengine.model import CpuOps, Ops, Stepper
 from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds

@@ -30,9 +30,9 @@ from numpy.typing import NDArray
 from batchengine.child import command
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
-from batchengine.lanes.host_device import HostDevice, HostOutput
+from batchengine.lanes.host_device import Computed, HostDevice
 from batchengine.lanes.host_memory import HostMemory
-from batchengine.lanes.step_input import I32Array, Mask, StepInput, U64Array
+from batchengine.lanes.step_input import I32Array, Mask, StepInput, StepOutput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
@@ -191,7 +191,7 @@ class HashDevice(HostDevice):
         self.memory = HashMemory(attach, layout, self.at)
         return self.memory
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         """Write the rows of every entry; read all rows of entries with `sampling`."""
         self.at("before_rows")
         if self.faults.delay_ms:
@@ -224,7 +224,7 @@ class HashDevice(HostDevice):
                 sampled.append(wire.SampledRow(entry.session, token, 0.0, top))
             first_token, first_page = first_token + count, first_page + n_pages
         self.at("before_records")
-        return HostOutput(tuple(sampled), tuple(nonfinite), digests, unmasked=tuple(unmasked))
+        return StepOutput(tuple(sampled), tuple(nonfinite), unmasked=tuple(unmasked)), digests
 
     def do_deferred(self) -> bool:
         """Nothing was put off."""

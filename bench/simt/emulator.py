@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.cuda.compile import texts
 from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark, words_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +26,7 @@ KERNELS = ROOT / "kernels/cuda/src"
 COMPILER = shutil.which("g++")  # whose flags keep every call in one place
 FLAGS = (
     *("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"),
-    # simt.cpp compares the calls by which threads reach a word: each call is in one place.
+    # simt.cpp compares the calls by which threads reach a collective: each is in one place.
     *("-fno-omit-frame-pointer", "-fno-thread-jumps", "-fno-crossjumping", "-fno-tree-tail-merge"),
 )
 FILLS = (0xA5, 0xFF, 0x00, 0x7F)  # bytes of new memory, by seed: any value, NaN, zero, large
@@ -43,11 +44,8 @@ def compile_kernels(
     sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
     flags = (*FLAGS, *INCLUDE, *(() if is_checked else ("-DSIMT_UNCHECKED",)))
     text = hashlib.sha256(" ".join(flags).encode())
-    shared = [
-        ROOT / "kernels/csrc" / name
-        for name in ("common/ca.h", "linear/tiles.h", "sample/sample_row.h")
-    ]
-    for path in (*sorted(KERNELS.glob("*.h")), *sorted(HERE.glob("simt.*")), *shared, *sources):
+    included = {path for source in sources for path in texts(source)}
+    for path in (*sorted(included), *sorted(HERE.glob("simt.*"))):
         text.update(path.read_bytes())
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"simt-{text.hexdigest()[:16]}.so"

@@ -125,7 +125,7 @@ enum class State { ready, at_barrier, in_exchange, done };
 struct Thread {
     State state = State::ready;
     void* stack = nullptr;
-    int line = 0;             // of the word it waits in
+    int line = 0;             // of the collective it waits in
     uint64_t generation = 0;  // of its warp's exchange when it began to wait
     uint32_t barriers = 0;
     bool has_waited = false;  // for the launches before
@@ -163,7 +163,7 @@ void yield() {
     simt_switch(&self.stack, block->scheduler);
 }
 
-// The calls by which this thread came to the word that it is in: a number made of their return addresses.
+// The calls by which this thread came to its collective: a number made of their return addresses.
 // Frames are linked through the frame pointer (-fno-omit-frame-pointer), and the first one of a fiber has
 // none before it.
 __attribute__((noinline)) uint64_t calls_to_here() {
@@ -378,11 +378,11 @@ void exchange(Words& words, int kind, int line, void (*compute)(Words* lanes)) {
     Thread& self = now.threads[now.current];
     Warp& warp = now.warps[now.current / WARP];
     if (warp.arrived && (warp.kind != kind || warp.line != line))
-        fail("is in another word at line " + std::to_string(line) + " than lanes at line " +
+        fail("is in another collective at line " + std::to_string(line) + " than lanes at line " +
              std::to_string(warp.line));
     const uint64_t calls = calls_to_here();
     if (warp.arrived && warp.calls != calls)
-        fail("is in the word at line " + std::to_string(line) + ", which other lanes reach by other calls");
+        fail("is in the collective at line " + std::to_string(line) + ", which other lanes reach by other calls");
     warp.calls = calls;
     warp.kind = kind;
     warp.line = self.line = line;

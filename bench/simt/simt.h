@@ -1,10 +1,10 @@
-// The words of gpu.h on the CPU: every thread of a block is a fiber, so that the source of a kernel runs
+// The primitives of gpu.h on the CPU: every thread of a block is a fiber, so that the source of a kernel runs
 // unchanged and its faults are found.
 //
 // Faults, each an exception that names the kernel, the thread and the place: an access outside an
 // allocation or a shared array, a misaligned one, a read of memory that nothing has written, two accesses
 // to one byte without a barrier between them (in shared memory, and in global memory within and across
-// blocks), an access to shared memory that a copy is under way to, a collective word that some threads do
+// blocks), an access to shared memory that a copy is under way to, a collective that some threads do
 // not reach, reach elsewhere or by other calls, or never leave.
 // With SIMT_UNCHECKED only the last kind is found, and pointers are plain: for running whole models.
 #pragma once
@@ -80,7 +80,7 @@ void check_prefetch(const Allocation* at, const void* p, int64_t bytes);
 // The launches before this one have ended, as far as this thread knows.
 void dependency_wait();
 
-// Collective words. `kind` and `line` must be those of every thread.
+// Collectives. `kind` and `line` must be those of every thread.
 void barrier(int line);
 using Words = uint64_t[12];
 // Exchanges the words of 32 lanes: `compute` gets all of them once and may change them.
@@ -247,12 +247,6 @@ template <int n>
 uint32_t shared_word(Shared<Words4, n>& from, int i) {
     return from[i / 4].word[i % 4];
 }
-template <int n>
-uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
-    uint32_t word;
-    std::memcpy(&word, from.value + 4 * i, 4);
-    return word;
-}
 template <class T>
 void prefetch(const T*, int64_t) {}
 template <class T, class From>
@@ -325,14 +319,6 @@ uint32_t shared_word(Shared<Words4, n>& from, int i) {
     simt::touch(words.allocation(), word, sizeof *word, alignof(uint32_t), simt::Access::read);
     return *word;
 }
-template <int n>
-uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
-    const simt::Element<uint8_t> byte = from[4 * i];
-    simt::touch(byte.allocation(), byte.place(), 4, 4, simt::Access::read);
-    uint32_t word;
-    std::memcpy(&word, byte.place(), 4);
-    return word;
-}
 template <class T>
 void prefetch(simt::Pointer<T> from, int64_t bytes) {
     simt::check_prefetch(from.allocation(), from.get(), bytes);
@@ -366,11 +352,11 @@ GPU_FN void begin() { dependency_wait(); }
 GPU_FN void barrier(int line = __builtin_LINE()) { simt::barrier(line); }
 GPU_FN void warp_barrier(int line = __builtin_LINE()) { simt::warp_barrier(line); }
 
-// Words that exchange values; every thread of a warp must be in the same.
-enum Word { SHUFFLE, SHUFFLE_XOR, BALLOT, K32_SS, K32_US, K16_SS, K16_US };
+// Collectives that exchange values; every thread of a warp must be in the same.
+enum Collective { SHUFFLE, SHUFFLE_XOR, BALLOT, K32_SS, K32_US, K16_SS };
 
 template <class T>
-T exchanged(T value, int other, Word kind, int line) {
+T exchanged(T value, int other, Collective kind, int line) {
     static_assert(sizeof(T) <= 8);
     simt::Words words = {};
     std::memcpy(&words[0], &value, sizeof value);
@@ -401,17 +387,6 @@ GPU_FN uint32_t ballot(bool x, int line = __builtin_LINE()) {
 GPU_FN int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 GPU_FN bool any(bool x, int line = __builtin_LINE()) { return ballot(x, line) != 0; }
 
-GPU_FN int32_t dot4_ss(uint32_t a, uint32_t b, int32_t acc) {
-    for (int i = 0; i < 32; i += 8)
-        acc += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
-    return acc;
-}
-GPU_FN int32_t dot4_us(uint32_t a, uint32_t b, int32_t acc) {
-    for (int i = 0; i < 32; i += 8)
-        acc += static_cast<uint8_t>(a >> i) * static_cast<int8_t>(b >> i);
-    return acc;
-}
-
 // c += A * B of a warp with k bytes a row, from the fragments as gpu.h lays them out. The words of a lane:
 // c[4], then a[k / 8], then b[k / 16].
 template <int k, bool is_unsigned>
@@ -432,7 +407,7 @@ void multiply(simt::Words* lanes) {
         }
 }
 template <int k, bool is_unsigned, int n_a, int n_b>
-void mma(int32_t (&c)[4], const uint32_t (&a)[n_a], const uint32_t (&b)[n_b], Word kind, int line) {
+void mma(int32_t (&c)[4], const uint32_t (&a)[n_a], const uint32_t (&b)[n_b], Collective kind, int line) {
     simt::Words words = {};
     for (int i = 0; i < 4; i++) words[i] = static_cast<uint32_t>(c[i]);
     for (int i = 0; i < n_a; i++) words[4 + i] = a[i];
@@ -453,12 +428,6 @@ GPU_FN void mma_k16_ss(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b,
     const uint32_t columns[1] = {b};
     mma<16, false>(c, a, columns, K16_SS, line);
 }
-GPU_FN void mma_k16_us(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b,
-                       int line = __builtin_LINE()) {
-    const uint32_t columns[1] = {b};
-    mma<16, true>(c, a, columns, K16_US, line);
-}
-
 GPU_FN void copies_commit() { simt::copies_commit(); }
 template <int n>
 void copies_wait() {

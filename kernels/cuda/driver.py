@@ -20,6 +20,7 @@ from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Ma
 STAGING_BYTES = 64 << 20  # pinned, for each stream: what copies use that have not ended
 CHUNK_BYTES = 8 << 20  # the device reads one chunk while the next is written
 ALIGNMENT = 256
+BLOCK_BYTES = 2 << 20  # the driver maps memory by such blocks; what is far smaller shares one
 NO_TIME = 2  # of an event: it measures none
 CAPABILITY_MIN = 8, 0  # products of 32 bytes and copies in the background
 # From these on a grid may begin while the launch before it ends, within a graph, too.
@@ -288,6 +289,10 @@ class CudaGpu(Gpu):
         return values[0] if len(values) == 1 else values
 
     # -- memory
+
+    def taken_by(self, n_bytes: int) -> int:
+        """Bytes of the device that an allocation takes: of large ones whole blocks."""
+        return n_bytes if n_bytes < BLOCK_BYTES // 2 else -(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def _allocate(self, n_bytes: int) -> int:
         return int(self._call("cuMemAlloc", n_bytes))

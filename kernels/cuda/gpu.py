@@ -82,26 +82,35 @@ class Gpu(ABC):
     """One device. Copies and launches take effect in the order of their calls, but for those of
     `copy_aside`; the host waits in `synchronize`, `copy_out` and `Mark.wait` only.
 
-    used: bytes that are allocated. freed: allocations that have ended.
+    used: bytes that are allocated, and bytes_max: how many may be. freed: allocations that have
+    ended.
     """
 
     facts: DeviceFacts
 
     def __init__(self) -> None:
         self.used = self.freed = 0
+        self.bytes_max = 1 << 62
         self._sizes: dict[int, int] = {}
 
     def allocate(self, n_bytes: int) -> int:
         """The address of `n_bytes` of any value, aligned to 256. Raises MemoryError."""
+        taken = self.taken_by(n_bytes)
+        if self.used + taken > self.bytes_max:
+            raise MemoryError(f"{taken >> 10} KiB beyond the limit of {self.bytes_max >> 20} MiB")
         address = self._allocate(n_bytes)
         self._sizes[address] = n_bytes
-        self.used += n_bytes
+        self.used += taken
         return address
+
+    def taken_by(self, n_bytes: int) -> int:
+        """Bytes of the device that an allocation takes."""
+        return n_bytes
 
     def free(self, address: int) -> None:
         """End an allocation, when what was called before has ended."""
         self._free(address)
-        self.used -= self._sizes.pop(address)
+        self.used -= self.taken_by(self._sizes.pop(address))
         self.freed += 1
 
     def copy_out(self, address: int, array: NDArray[np.generic]) -> None:

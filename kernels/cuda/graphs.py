@@ -32,7 +32,8 @@ class Graphs(Generic[T]):
         return len(self._held)
 
     def run(self, key: Hashable, launch: Callable[[], T]) -> T:
-        """Begin the launches of `launch`, which is called the first two times; its result then.
+        """Begin the launches of `launch`, and return its result. It is called the first time, and a
+        second time to be captured; later calls replay the graph.
 
         It may allocate and copy the first time only.
         """
@@ -40,7 +41,7 @@ class Graphs(Generic[T]):
             self.clear()
         is_again = key in self._seen and self._most > 0
         if key not in self._held and not (is_again and self._capture(key, launch)):
-            plain = launch()  # unless it raises: what it has not allocated no capture can
+            plain = launch()  # if it raises, it has not allocated what a capture needs
             self._seen[key] = None
             if len(self._seen) > SEEN * self._most:
                 self._seen.popitem(last=False)

@@ -13,15 +13,27 @@ from numpy.typing import NDArray
 import kernels
 from kernels.cuda.gpu import Gpu
 
-BLOCK, SPAN = 32, 128  # values with one scale, and values that are laid out together
+BLOCK, SPAN_VALUES = 32, 128  # values with one scale, and values that are laid out together
 ALIGNMENT = 256  # of the arrays of a parcel
-TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
-TILE_BYTES = 32  # of an AttendTile of attention.cu
+QUERY_TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
 FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page of a super-page
 
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
+
+
+class AttendTile(NamedTuple):
+    """Query rows of an entry: the fields of `AttendTile` of attention.cu, int32 each."""
+
+    first_token: int
+    start_position: int
+    first_page: int
+    first_row: int
+    rows: int
+    superpages: int
+    first_result: int = 0
+    first_superpage: int = 0
 
 
 class Scratch:
@@ -122,10 +134,10 @@ class Activations:
 
     def __init__(self, gpu: Gpu, tokens_max: int, width: int, keep_float: bool) -> None:
         self.tokens_max, self.width = tokens_max, width
-        spans = -(-width // SPAN)
-        self.q = gpu.allocate(tokens_max * spans * SPAN)
-        self.scale = gpu.allocate(4 * tokens_max * spans * (SPAN // BLOCK))
-        self.sums = gpu.allocate(4 * tokens_max * spans * (SPAN // BLOCK))
+        spans = -(-width // SPAN_VALUES)
+        self.q = gpu.allocate(tokens_max * spans * SPAN_VALUES)
+        self.scale = gpu.allocate(4 * tokens_max * spans * (SPAN_VALUES // BLOCK))
+        self.sums = gpu.allocate(4 * tokens_max * spans * (SPAN_VALUES // BLOCK))
         self.kept = gpu.allocate(4 * tokens_max * width) if keep_float else 0
         self.values = self.kept
 
@@ -184,7 +196,7 @@ class Tiles:
 
     def address_of(self, tile: int) -> int:
         """Where the table of tiles holds one."""
-        return self.table + TILE_BYTES * tile
+        return self.table + 4 * len(AttendTile._fields) * tile
 
 
 class Batch:
@@ -274,40 +286,44 @@ class Batch:
     def _make_tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> tuple[I32, Tiles]:
         """The table, and the tiles, which have no address of it yet."""
         group = n_head // n_kv_head
-        most = ACCUMULATOR_BYTES // (4 * TILE_ROWS * (head_dim + 2))
-        table: list[tuple[int, ...]] = []
+        most = ACCUMULATOR_BYTES // (4 * QUERY_TILE_ROWS * (head_dim + 2))
+        table: list[AttendTile] = []
         launches: list[TileRun] = []
         largest = 0
-        for rows_max in (TILE_ROWS, 2 * TILE_ROWS):
+        for rows_max in (QUERY_TILE_ROWS, 2 * QUERY_TILE_ROWS):
             first, used, deepest = len(table), 0, 0
             tiles = list(self._tiles_of(group, rows_max))
-            is_few = rows_max == TILE_ROWS and n_kv_head * sum(t[5] for t in tiles) <= FEW_BLOCKS
+            is_few = (
+                rows_max == QUERY_TILE_ROWS
+                and n_kv_head * sum(t.superpages for t in tiles) <= FEW_BLOCKS
+            )
             each = kernels.SUPERPAGE_TOKENS // kernels.PAGE_TOKENS if is_few else 1
             for tile in tiles:
-                rows, superpages = tile[4:6]
-                accumulators = -(-rows // TILE_ROWS) * superpages * each * n_kv_head
+                accumulators = -(-tile.rows // QUERY_TILE_ROWS) * tile.superpages * each * n_kv_head
                 if used and used + accumulators > most:
                     launches.append(_tile_run(rows_max, each, first, len(table), deepest))
                     first, used, deepest = len(table), 0, 0
-                table.append((*tile, used, 0))
+                table.append(tile._replace(first_result=used))
                 used += accumulators
-                deepest, largest = max(deepest, superpages), max(largest, used)
+                deepest, largest = max(deepest, tile.superpages), max(largest, used)
             if used:
                 launches.append(_tile_run(rows_max, each, first, len(table), deepest))
         _, m, denominators, o = self._memory[n_head, n_kv_head, head_dim]
-        n = 4 * largest * TILE_ROWS
+        n = 4 * largest * QUERY_TILE_ROWS
         memory = m.reserve(n), denominators.reserve(n), o.reserve(n * head_dim)
         return np.array(table, np.int32), Tiles(0, tuple(launches), *memory)
 
-    def _tiles_of(self, group: int, rows_max: int) -> Iterator[tuple[int, ...]]:
-        """The first values of each AttendTile of the entries whose tiles have up to `rows_max`."""
+    def _tiles_of(self, group: int, rows_max: int) -> Iterator[AttendTile]:
+        """The tiles of the entries whose tiles have up to `rows_max`, without their results."""
         first_token = first_page = 0
         for n, start, n_pages in self._entries:
-            is_long = n * group > TILE_ROWS
-            for row in range(0, n * group, rows_max) if is_long == (rows_max > TILE_ROWS) else ():
+            is_long = n * group > QUERY_TILE_ROWS
+            for row in (
+                range(0, n * group, rows_max) if is_long == (rows_max > QUERY_TILE_ROWS) else ()
+            ):
                 rows = min(rows_max, n * group - row)
                 superpages = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
-                yield first_token, start, first_page, row, rows, superpages
+                yield AttendTile(first_token, start, first_page, row, rows, superpages)
             first_token += n
             first_page += n_pages
 

@@ -17,8 +17,8 @@ import kernels
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
-    SPAN,
-    TILE_ROWS,
+    QUERY_TILE_ROWS,
+    SPAN_VALUES,
     U64,
     Activations,
     BadRows,
@@ -33,11 +33,11 @@ from kernels.cuda.memory import (
 FLOATS = ("f16", "bf16", "f32")
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
-TILE = 16  # rows of a tile of packed weights
-# Up to FEW_TOKENS each block reads a tile of weights for 8 tokens, up to SOME_TOKENS four tiles for
-# so many, else for MANY_TOKENS. A multiprocessor computes MANY_AT_ONCE of the latter at once; where
-# there are fewer, their segments are parted.
-FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 16, 32, 64
+WEIGHT_TILE_ROWS = 16  # rows of a tile of packed weights
+# Up to FEW_TOKENS_MAX each block reads a tile of weights for 8 tokens, up to SOME_TOKENS four tiles
+# for so many, else for MANY_TOKENS. A multiprocessor computes MANY_AT_ONCE of the latter at once;
+# where there are fewer, their segments are parted.
+FEW_TOKENS_MAX, SOME_TOKENS, MANY_TOKENS = 16, 32, 64
 MANY_TILES, MANY_THREADS, MANY_AT_ONCE = 4, 128, 3
 FEW_WARPS_MIN, FEW_WARPS_MAX, SEGMENT = 4, 8, 1024
 THREADS, WARP = 256, 32
@@ -177,14 +177,14 @@ class CudaOps:
         out.values = out.kept
         kept = [out.kept, x.width if out.kept else 0]
         arguments = [x.address, x.width, self._address(w), eps, x.width, *out.addresses, *kept]
-        threads = WARP * min(max(-(-x.width // SPAN), 2), NORM_THREADS_MAX // WARP)
+        threads = WARP * min(max(-(-x.width // SPAN_VALUES), 2), NORM_THREADS_MAX // WARP)
         self._gpu.launch("norm_quantise", (tokens, 1, 1), threads, arguments)
 
     def quantise(self, x: Rows, tokens: int, out: Activations) -> None:
         """As `kernels.quantise`; float matrices read the rows of `x` itself."""
         out.values = x.address
         arguments = [x.address, x.width, x.width, *out.addresses]
-        spans = -(-x.width // SPAN)
+        spans = -(-x.width // SPAN_VALUES)
         grid = tokens, -(-spans // QUANTISE_SPANS), 1
         self._gpu.launch("quantise", grid, WARP * QUANTISE_SPANS, arguments)
 
@@ -222,9 +222,10 @@ class CudaOps:
     def _is_followed(
         self, i: int, matrices: Sequence[kernels.Matrix], biases: Sequence[kernels.Vector | None]
     ) -> bool:
-        """Whether the next matrix and bias lie behind these, as if all of it were one."""
+        """Whether matrix i + 1 and its bias lie directly behind matrix i and its bias in the memory
+        of the GPU, so that a product can treat both as one."""
         (matrix, other), (bias, other_bias) = matrices[i : i + 2], biases[i : i + 2]
-        if (matrix.kind, matrix.cols) != (other.kind, other.cols) or matrix.rows % TILE:
+        if (matrix.kind, matrix.cols) != (other.kind, other.cols) or matrix.rows % WEIGHT_TILE_ROWS:
             return False
         if self._held[other] != self._held[matrix] + matrix.bytes:
             return False
@@ -254,7 +255,7 @@ class CudaOps:
         out: Rows,
     ) -> None:
         """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
-        is_one = gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS
+        is_one = gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX
         if is_one:
             first = self._address(gate), self._address(gate_bias)
             self._product(x, up, up.rows, up_bias, tokens, GATE, out, gate=first)
@@ -278,14 +279,14 @@ class CudaOps:
 
         gate: addresses of the gate's matrix and bias, for the kernels for few tokens.
         """
-        tiles, weights = -(-rows // TILE), [self._address(matrix), rows, matrix.cols]
+        tiles, weights = -(-rows // WEIGHT_TILE_ROWS), [self._address(matrix), rows, matrix.cols]
         after = [self._address(bias), then, out.address + 4 * column, out.width]
         quantised = [*weights, x.q, x.scale, x.sums, tokens, *after]
         grid = -(-tokens // 8), tiles, 1
         if matrix.kind in FLOATS:
             arguments = [*weights, x.values, x.width, x.scale, tokens, *after]
             self._gpu.launch(f"linear_{matrix.kind}", grid, 128, arguments)
-        elif tokens <= FEW_TOKENS:
+        elif tokens <= FEW_TOKENS_MAX:
             threads = few_threads(matrix.cols, 1 + (gate[0] > 0))
             self._gpu.launch(f"linear_few_{matrix.kind}", grid, threads, [*quantised, *gate])
         else:
@@ -300,10 +301,10 @@ class CudaOps:
         arguments: list[int],
         after: list[int],
     ) -> None:
-        """The product of quantised rows for more than FEW_TOKENS tokens. `after`: those of
+        """The product of quantised rows for more than FEW_TOKENS_MAX tokens. `after`: those of
         `arguments` that say what follows it."""
         name, group = ("some", SOME_TOKENS) if tokens <= SOME_TOKENS else ("many", MANY_TOKENS)
-        blocks = -(-tokens // group), -(-rows // (TILE * MANY_TILES))
+        blocks = -(-tokens // group), -(-rows // (WEIGHT_TILE_ROWS * MANY_TILES))
         segments = -(-cols // SEGMENT)
         parts = MANY_AT_ONCE * self._gpu.facts.multiprocessors // (blocks[0] * blocks[1])
         each = -(-segments // max(1, parts))
@@ -372,7 +373,11 @@ class CudaOps:
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
             kernel = (
-                "attend_pages" if each > 1 else "attend" if rows == TILE_ROWS else "attend_many"
+                "attend_pages"
+                if each > 1
+                else "attend"
+                if rows == QUERY_TILE_ROWS
+                else "attend_many"
             )
             self._gpu.launch(
                 kernel,

@@ -15,7 +15,7 @@ import pytest
 from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Sampling
-from batchengine.lanes.cuda import LATE_ENTRIES_MIN
+from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from tests.engine.lane.test_prompt_scores import asking, scores_of

@@ -28,8 +28,8 @@ from batchengine.engine.tasks import Tasks
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.slots import Slots
-from batchengine.lanes.host_device import HostOutput
-from batchengine.lanes.step_input import StepInput
+from batchengine.lanes.host_device import Computed
+from batchengine.lanes.step_input import StepInput, StepOutput
 from batchengine.session import Session
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaShape
@@ -237,14 +237,14 @@ async def a_row_of_nan(stage: Stage) -> None:
 def sanitise(patch: pytest.MonkeyPatch) -> None:
     real = SimDevice.compute
 
-    def run(self: SimDevice, batch: StepInput, addresses: Any, seeds: Any) -> HostOutput:
-        output = real(self, batch, addresses, seeds)
+    def run(self: SimDevice, batch: StepInput, addresses: Any, seeds: Any) -> Computed:
+        output, digests = real(self, batch, addresses, seeds)
         rows = {row.session: row for row in output.rows}
         for index in output.nonfinite:
             key = batch.entries[index].session
             rows[key] = wire.SampledRow(key, 20, 0.0, ())
         wanting = [e.session for e in batch.entries if e.sampling is not None]
-        return HostOutput(tuple(rows[key] for key in wanting), (), output.row_digests)
+        return StepOutput(tuple(rows[key] for key in wanting), ()), digests
 
     patch.setattr(SimDevice, "compute", run)
 
@@ -297,12 +297,12 @@ async def answers_in_other_slots(stage: Stage) -> None:
     swapped: list[int] = []
     real = SimDevice.compute
 
-    def run(self: SimDevice, batch: StepInput, addresses: Any, seeds: Any) -> HostOutput:
-        output = real(self, batch, addresses, seeds)
+    def run(self: SimDevice, batch: StepInput, addresses: Any, seeds: Any) -> Computed:
+        output, digests = real(self, batch, addresses, seeds)
         if len(output.rows) == 2 and len(swapped) == 0 and batch.entries[0].start > 30:
             swapped.append(1)
-            return dataclasses.replace(output, rows=(output.rows[1], output.rows[0]))
-        return output
+            return dataclasses.replace(output, rows=(output.rows[1], output.rows[0])), digests
+        return output, digests
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SimDevice, "compute", run)

@@ -17,7 +17,7 @@ from typing import cast
 
 from batchengine import errors
 from batchengine.lanes.cpu import CpuDevice
-from batchengine.lanes.cuda import CudaDevice
+from batchengine.lanes.gpu.device import CudaDevice
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
 from bench.simt.emulator import ROOT, Emulator, compile_kernels

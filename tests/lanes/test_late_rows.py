@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import kernels
-from batchengine.lanes.late_rows import TILE_TOKENS, LateRows
+from batchengine.lanes.gpu.late_rows import TILE_TOKENS, LateRows
 from bench.models.tensors import aligned
 
 SHAPE = kernels.PageShape(2, 1, 32)

@@ -17,8 +17,9 @@ import pytest
 from batchengine import errors
 from batchengine.core import GREEDY, Sampling
 from batchengine.lanes.cpu import CpuDevice
-from batchengine.lanes.cuda import LATE_ENTRIES_MIN, CudaDevice, DeviceMemory, GpuStep
-from batchengine.lanes.host_device import HostDevice
+from batchengine.lanes.gpu.device import CudaDevice
+from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN, GpuStep
+from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import (
     BadStep,
@@ -280,7 +281,9 @@ def test_a_refusal_of_a_step_that_was_begun_early_is_its_answer() -> None:
 class Side:
     """A device with an arena of its own, and the rows of its sessions."""
 
-    def __init__(self, device: HostDevice, resources: Any, model: Path, folder: Path) -> None:
+    def __init__(
+        self, device: CpuDevice | CudaDevice, resources: Any, model: Path, folder: Path
+    ) -> None:
         self.device = device
         load = wire.Load(str(model), str(folder.parent / "cache"), resources, 300, SLOTS, CONTEXT)
         facts = device.load(load, lambda *_: None)
@@ -555,8 +558,8 @@ def test_the_gpu_gets_a_page_with_its_late_rows(sides: tuple[Side, Side, FakeDri
         for position, tokens in enumerate(prompt):
             if side is gpu and position == 9:
                 assert isinstance(gpu.device, CudaDevice)
-                assert gpu.device._cache is not None
-                gpu.device._cache.forget([ARENA_BIT | slot for slot in range(SLOTS)])
+                assert gpu.device.gpu is not None
+                gpu.device.gpu.cache.forget([ARENA_BIT | slot for slot in range(SLOTS)])
             one = side.step(position, [[token] for token in tokens], {})
             sampled.append(one.tokens())
             one.finish()

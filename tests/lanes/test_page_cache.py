@@ -12,11 +12,14 @@ import pytest
 import kernels
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.lanes.cuda import DeviceMemory, open_gpu, parts_of, unwritten
-from batchengine.lanes.page_cache import PageCache
+from batchengine.lanes.gpu.device import open_gpu
+from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
+from batchengine.lanes.gpu.memory import DeviceMemory
+from batchengine.lanes.gpu.page_cache import PageCache
+from batchengine.lanes.gpu.steps import parts_of, unwritten
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
-from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch, Mark
+from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark
 from kv_store.arenas.arena import Arena
 from tests.kv.test_importing import LAYOUT, REPR, SLOTS, Bank
 
@@ -241,6 +244,22 @@ def test_a_step_is_divided_between_entries() -> None:
     assert [first for first, _ in parts_of(step, 10)] == [0]
 
 
+def test_a_page_of_several_sessions_takes_room_once() -> None:
+    step = step_of((1, [1, 2]), (1, [1, 2]), (1, [1, 3]))
+    assert [first for first, _ in parts_of(step, 3)] == [0]
+    assert [first for first, _ in parts_of(step, 2)] == [0, 2]
+
+
+def test_a_session_that_does_not_fit_ends_the_worker_at_once() -> None:
+    """The engine starts it again, with all of the memory that there is then."""
+    cache = PageCache(FakeGpu(3), BYTES, 3)
+    absent: Any = None
+    lane = GpuLane(LoadedGpu(absent, absent, cache, absent), absent)
+    with pytest.raises(GpuFault, match="a session of 4 pages, and 3 fit: memory was refused"):
+        lane.run(step_of((3, [5, 6, 7, 8])))
+    assert (cache.pages_max, cache.copied) == (3, 0)
+
+
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="GPU 63 cannot be used") as refusal:
         open_gpu(wire.CudaResources(63, 1 << 30, 0, 1, (), 0), tmp_path)
@@ -255,7 +274,7 @@ def test_a_gpu_whose_memory_others_have_is_refused_with_the_reason(
         def __init__(self, *_: object) -> None:
             raise MemoryError("cuDevicePrimaryCtxRetain")
 
-    monkeypatch.setattr("batchengine.lanes.cuda.CudaGpu", FullGpu)
+    monkeypatch.setattr("batchengine.lanes.gpu.device.CudaGpu", FullGpu)
     with pytest.raises(BatchEngineError, match="GPU 0 cannot be used") as refusal:
         open_gpu(wire.CudaResources(0, 1 << 30, 0, 1, (), 0), tmp_path)
     assert refusal.value.code == errors.GPU_UNUSABLE.code

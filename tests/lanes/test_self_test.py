@@ -53,7 +53,7 @@ def wrong_library(tmp_path: Path) -> Path:
     """A library with WRONG_FMAF."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        pytest.skip("no g++")
+        pytest.skip("no C++ compiler")
     source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
     source.write_text(WRONG_FMAF)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import kernels
-from batchengine.lanes.cuda import GpuSteps, upload_weights
+from batchengine.lanes.gpu.device import upload_weights
+from batchengine.lanes.gpu.steps import GpuSteps
 from batchengine.model import Ops, Stepper
 from bench.cuda.cases import packed_with_bytes, rows_of
 from bench.cuda.weights import random_model

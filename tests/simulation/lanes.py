@@ -19,7 +19,7 @@ import numpy as np
 
 from batchengine.child.process import ChildProcess
 from batchengine.core import BatchEngineError
-from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.host_device import Computed
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker_process import Lane
@@ -71,7 +71,7 @@ class SimDevice(HashDevice):
         self.flip = self.spread = False
         self.fetch: Fetch | None = None  # what the next step has of the pages of peers
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         """Compute with the pages that were fetched; an entry without them gets wrong rows."""
         if self.fetch is None:
             return super().compute(batch, addresses, seeds)
@@ -88,11 +88,11 @@ class SimDevice(HashDevice):
             far = far if found is not None else [kept[0]] * n_held
             addresses[base : base + n_held] = [page.ctypes.data for page in far]
             base += entry.n_pages
-        output = super().compute(batch, addresses, seeds)
+        output, digests = super().compute(batch, addresses, seeds)
         self._views.clear()  # the fetched pages go
         lost = {batch.entries[index].session for index in unreachable}
         rows = tuple(row for row in output.rows if row.session not in lost)
-        return replace(output, rows=rows, unreachable=tuple(unreachable))
+        return replace(output, rows=rows, unreachable=tuple(unreachable)), digests
 
     def at(self, point: str) -> None:
         if self.dies_at(point):

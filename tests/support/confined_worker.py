@@ -24,7 +24,7 @@ from pathlib import Path
 
 from batchengine.child import confinement
 from batchengine.lanes.cpu import CpuDevice
-from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.host_device import Computed
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
@@ -111,7 +111,7 @@ def read(encoder: object, question: bytes, body: bytes) -> bytes:
 class PryingDevice(CpuDevice):
     """Tries everything when PRY is among the tokens of a step, then computes the step."""
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         if PRY in batch.tokens.tolist():
             Path(FILE).write_bytes(tried(attempts() | own()))
         return super().compute(batch, addresses, seeds)

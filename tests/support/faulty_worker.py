@@ -12,8 +12,8 @@ import time
 from functools import partial
 
 from batchengine.lanes.cpu import CpuDevice
-from batchengine.lanes.host_device import HostOutput
-from batchengine.lanes.step_input import StepInput, U64Array
+from batchengine.lanes.host_device import Computed
+from batchengine.lanes.step_input import StepInput, StepOutput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
 
@@ -43,8 +43,8 @@ class FaultyDevice(CpuDevice):
         super().__init__()
         self._signals = signaller()
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
-        output = super().compute(batch, addresses, seeds)
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
+        output, digests = super().compute(batch, addresses, seeds)
         tokens = set(batch.tokens.tolist())
         if SEGV in tokens:
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -62,8 +62,8 @@ class FaultyDevice(CpuDevice):
             rows = tuple(
                 r for r in output.rows if r.session not in {batch.entries[i].session for i in hit}
             )
-            return HostOutput(rows, tuple(sorted(set(hit))), output.row_digests)
-        return output
+            return StepOutput(rows, tuple(sorted(set(hit)))), digests
+        return output, digests
 
 
 if __name__ == "__main__":

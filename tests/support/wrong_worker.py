@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from batchengine.lanes.cpu import CpuDevice
-from batchengine.lanes.host_device import HostOutput
+from batchengine.lanes.host_device import Computed
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
@@ -28,7 +28,7 @@ class WrongDevice(CpuDevice):
     lane = ""
     seen = 0
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         return super().compute(self._misread(batch), addresses, seeds)
 
     def _misread(self, batch: StepInput) -> StepInput:

@@ -18,7 +18,7 @@ from batchengine.config.loading import STEPS_IN_FLIGHT
 from batchengine.config.settings import RouterConfig
 from batchengine.core import DoneEvent, ErrorEvent, GenerationRequest, Sla, SlaClass, TokenEvent
 from batchengine.engine import Engine, Generation
-from batchengine.lanes.cuda import CUBINS_DIR
+from batchengine.lanes.gpu.device import CUBINS_DIR
 from batchengine.lanes.worker_process import WORKER
 from bench import report
 from bench.cuda.gpus import CUBINS

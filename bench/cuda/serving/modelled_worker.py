@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from batchengine.lanes import cuda
 from batchengine.lanes.cpu import CpuDevice
+from batchengine.lanes.gpu import device
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
 from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch, Mark
@@ -137,7 +137,7 @@ class ModelledGpu(Gpu):
         return Replay(partial(self._begin, tokens))
 
 
-class ModelledDevice(cuda.CudaDevice):
+class ModelledDevice(device.CudaDevice):
     """A lane whose GPU is modelled."""
 
     def __init__(self, gpu: ModelledGpu, steps: Path) -> None:
@@ -160,7 +160,7 @@ def read_steps(path: Path) -> list[ModelledStep]:
 if __name__ == "__main__":
     base_ms, token_ms = map(float, sys.argv.pop(1).split(","))
     steps = Path(sys.argv.pop(1))
-    cuda._self_test = lambda *_: None  # nothing is computed
+    device._self_test = lambda *_: None  # nothing is computed
     devices = {
         wire.CpuResources: CpuDevice,
         wire.CudaResources: lambda: ModelledDevice(ModelledGpu(base_ms, token_ms), steps),

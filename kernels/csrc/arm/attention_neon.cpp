@@ -59,7 +59,7 @@ SIMD_FN void store_digits(V16 weights, uint8_t* high, uint8_t* low) {
 
 // Scores of one row -> m, l and digits up to the next multiple of 16 tokens. The row is first padded:
 // scores after the visible tokens are stale. False when a score or a weight is not finite.
-SIMD_FN bool soften(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
     float* const s = scratch.score[row];
     const float* const dv = scratch.dv;
     const int end = (n + 15) / 16 * 16;
@@ -166,7 +166,7 @@ void page_partials_neon(const PageView& page, int head_dim, const QueryRows& row
         score_rows<1>(page, head_dim, rows, row, scratch.score);
     for (int i = 0; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
-    soften_rows<16, soften, clear>(rows, scratch, out);
+    page_softmax_rows<16, page_softmax, clear>(rows, scratch, out);
     for (int row = 0; row < fours; row += ROWS)
         output_rows<ROWS>(page, head_dim, rows, row, scratch, out);
     for (int row = fours; row < rows.rows; row++)

@@ -63,7 +63,7 @@ void score_page(const PageView& page, int head_dim, const QueryRows& rows, int t
 
 // Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
 // padded: scores after the visible tokens are stale. False when a score or a weight is not finite.
-SIMD_FN bool soften(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
     float* const s = scratch.score[row];
     const float* const dv = scratch.dv;
     const int end = (n + 15) / 16 * 16;
@@ -169,7 +169,7 @@ void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& row
     score_page(page, head_dim, rows, tiles, scratch.score);
     for (int i = 0; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
-    soften_rows<16, soften, clear>(rows, scratch, out);
+    page_softmax_rows<16, page_softmax, clear>(rows, scratch, out);
     const int quads = (visible_max + 3) / 4;
     prefetch_next_scales(page, head_dim, tiles);
     int row = 0;

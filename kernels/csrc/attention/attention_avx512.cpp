@@ -112,7 +112,7 @@ SIMD_FN void store_digits(const __m512i w[4], uint8_t* high, uint8_t* low) {
 
 // Scores of one row -> m, l and digits up to the next multiple of 64 tokens; s is overwritten with
 // the weights. False when a score or a weight is not finite.
-SIMD_FN bool soften(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
     float* const s = scratch.score[row];
     const int whole = n / 16;
     const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
@@ -235,7 +235,7 @@ void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& r
     score_page(page, head_dim, rows, tiles, scratch.score);
     for (int i = 0; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
-    soften_rows<64, soften, clear>(rows, scratch, out);
+    page_softmax_rows<64, page_softmax, clear>(rows, scratch, out);
     const int quads = (visible_max + 3) / 4;
     prefetch_next_scales(page, head_dim, tiles);
     int row = 0;

@@ -72,7 +72,7 @@ namespace {
 // that a row sees, with weights up to the next multiple of STEP tokens, and returns false when the row is
 // not finite. CLEAR(row, t, scratch) zeroes the weights of STEP tokens from t on, which only other rows see.
 template <int STEP, auto SOFTEN, auto CLEAR>
-void soften_rows(const QueryRows& rows, AttentionScratch& scratch, const PagePartials& out) {
+void page_softmax_rows(const QueryRows& rows, AttentionScratch& scratch, const PagePartials& out) {
     const int end = rows.visible[rows.rows - 1];
     for (int row = 0; row < rows.rows; row++) {
         const int n = rows.visible[row];

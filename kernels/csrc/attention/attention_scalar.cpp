@@ -35,9 +35,9 @@ void page_partials_scalar(const PageView& page, int head_dim, const QueryRows& r
         float* o = out.o + r * head_dim;
         float s[256], p[256];
         int32_t weight[256];
-        ca::Softened row{};
+        ca::PageSoftmax row{};
         for (int t = 0; t < n; t++) s[t] = score(page, head_dim, t, q, q_scale);
-        if (!ca::soften(s, page.v_scale, n, p, weight, row)) {
+        if (!ca::page_softmax(s, page.v_scale, n, p, weight, row)) {
             out.m[r] = 0.0f;
             out.l[r] = ca::canonical_nan();
             for (int d = 0; d < head_dim; d++) o[d] = 0.0f;

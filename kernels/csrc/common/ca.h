@@ -369,7 +369,7 @@ CA_FN WeightUnit weight_unit(uint32_t largest) {
     return {power_of_two(e), power_of_two(-e)};
 }
 
-struct Softened {
+struct PageSoftmax {
     float m;    // base-2 maximum, an integer
     float l;    // denominator
     float unit; // of the weights: a power of two, or 0 when all are 0
@@ -377,8 +377,8 @@ struct Softened {
 
 // Scores and V scales of the n visible tokens of a page -> weights in 0..16383. `p` has room for n
 // values. False when a score or a weight is not finite.
-CA_FN bool soften(const float* score, const uint16_t* v_scale, int n, float* p, int32_t* weight,
-                  Softened& row) {
+CA_FN bool page_softmax(const float* score, const uint16_t* v_scale, int n, float* p, int32_t* weight,
+                        PageSoftmax& row) {
     float top = score[0];
     for (int t = 0; t < n; t++) {
         if (!is_finite(score[t])) return false;

@@ -1,7 +1,7 @@
 // Attention (rule 7): pages of one super-page against 16 or 32 query rows, then the ordered fold.
 //
 // `attend` gives a super-page, a KV head and a tile of query rows to a block: scores by integer products,
-// soften in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
+// softmax in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
 // `attend_many` has two tiles of 16 rows a block, which read K and V once. `attend_pages` gives a page to a
 // block, for steps that have few blocks. `fold_attention` folds pages and super-pages in order, and
 // quantises; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
@@ -22,6 +22,7 @@ struct AttendTile {
     int32_t first_result;     // of its accumulators: [each 16 rows][super-page or page][KV head][16]
     int32_t first_superpage;  // of the span
 };
+static_assert(sizeof(AttendTile) == 32);  // `AttendTile` of memory.py
 
 // Where gather_partials puts the accumulators of a tile.
 struct PartialsTile {
@@ -130,9 +131,9 @@ GPU_FN T max_of_warp(T x) {
 // Scores of a row -> weights, m, l and unit; a row that sees nothing has l = 0. One warp, a lane computes
 // four tokens of each 128; the weights of tokens that the row does not see are 0.
 template <int tiles>
-GPU_FN void soften_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row, int n,
-                       Scores<tiles>& scores, PerRow<tiles>& m, PerRow<tiles>& l,
-                       PerRow<tiles>& unit) {
+GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row, int n,
+                             Scores<tiles>& scores, PerRow<tiles>& m, PerRow<tiles>& l,
+                             PerRow<tiles>& unit) {
     constexpr int EACH = TOKENS / gpu::WARP;
     const gpu::In<uint16_t> v_scale = gpu::in_as<uint16_t>(head + at.v_scales());
     const auto token_of = [](int i) { return (i / 4 * gpu::WARP + gpu::lane()) * 4 + i % 4; };
@@ -231,8 +232,8 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         score_page<tiles>(head, at, queries, seen, scores);
         gpu::barrier();
         for (int row = gpu::warp(); row < 16 * tiles; row += WARPS)
-            soften_row<tiles>(head, at, row, visible_of(tile, group, row, page_start), scores, m, l,
-                              unit);
+            page_softmax_row<tiles>(head, at, row, visible_of(tile, group, row, page_start), scores, m,
+                                    l, unit);
         gpu::barrier();
         const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
         float shrink[PAIRS], units[PAIRS];

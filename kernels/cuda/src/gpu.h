@@ -1,9 +1,9 @@
-// The words of a GPU that the kernels use: pointers, shared memory, barriers, shuffles, dots, matrix
-// products, asynchronous copies.
+// The primitives of a GPU that the kernels use: pointers, shared memory, barriers, shuffles, matrix products,
+// asynchronous copies.
 //
 // Kernels use these and nothing else of CUDA, so that the same source runs under an emulator: with
-// BATCHENGINE_SIMT, bench/simt/simt.h gives every word its meaning on the CPU, with checks. Blocks have
-// one dimension and whole warps. Every collective word is called by all threads of its warp or block.
+// BATCHENGINE_SIMT, bench/simt/simt.h defines each of them on the CPU, with checks. Blocks have
+// one dimension and whole warps. Every collective is called by all threads of its warp or block.
 // Floats are computed by the functions of ca.h only.
 #pragma once
 
@@ -77,12 +77,6 @@ GPU_FN uint32_t shared_word(Shared<Words4, n>& from, int i) {
     return reinterpret_cast<uint32_t*>(from.value)[i];
 }
 
-// Dword i of an array of bytes.
-template <int n>
-GPU_FN uint32_t shared_dword(Shared<uint8_t, n>& from, int i) {
-    return reinterpret_cast<uint32_t*>(from.value)[i];
-}
-
 GPU_FN int thread() { return threadIdx.x; }
 GPU_FN int threads() { return blockDim.x; }
 GPU_FN int lane() { return threadIdx.x % WARP; }
@@ -125,16 +119,6 @@ GPU_FN T atomic_max(T& at, T value) {
     return atomicMax(&at, value);
 }
 
-// acc + the dot of four signed bytes; of four unsigned with four signed.
-GPU_FN int32_t dot4_ss(uint32_t a, uint32_t b, int32_t acc) {
-    return __dp4a(static_cast<int32_t>(a), static_cast<int32_t>(b), acc);
-}
-GPU_FN int32_t dot4_us(uint32_t a, uint32_t b, int32_t acc) {
-    int32_t sum;
-    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(acc));
-    return sum;
-}
-
 // c += A * B over a warp, int32, exact. A has 16 rows and B 8 columns of k bytes; g = lane / 4 and
 // t = lane % 4:
 //   a[0], a[1]   k = 4t..4t+3 of rows g and g + 8; with 32 k, a[2], a[3] have 16 k more
@@ -143,14 +127,14 @@ GPU_FN int32_t dot4_us(uint32_t a, uint32_t b, int32_t acc) {
 // _ss: signed times signed bytes; _us: A is unsigned.
 #define GPU_MMA_K32(name, types)                                                                   \
     GPU_FN void name(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {            \
-        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types                                         \
+        asm volatile("mma.sync.aligned.m16n8k32.row.col.s32." types \
             ".s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                 \
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                       \
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));                   \
     }
 #define GPU_MMA_K16(name, types)                                                                   \
     GPU_FN void name(int32_t (&c)[4], const uint32_t (&a)[2], uint32_t b) {                        \
-        asm volatile("mma.sync.aligned.m16n8k16.row.col.s32." types                                         \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.s32." types \
             ".s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"                             \
             : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])                                       \
             : "r"(a[0]), "r"(a[1]), "r"(b));                                                       \
@@ -158,7 +142,6 @@ GPU_FN int32_t dot4_us(uint32_t a, uint32_t b, int32_t acc) {
 GPU_MMA_K32(mma_k32_ss, "s8.s8")
 GPU_MMA_K32(mma_k32_us, "u8.s8")
 GPU_MMA_K16(mma_k16_ss, "s8.s8")
-GPU_MMA_K16(mma_k16_us, "u8.s8")
 #undef GPU_MMA_K32
 #undef GPU_MMA_K16
 

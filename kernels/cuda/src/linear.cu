@@ -17,7 +17,7 @@ namespace {
 using gpu::Kind;
 
 constexpr int FEW_WARPS = 8;
-constexpr int FEW_TOKENS = 8;
+constexpr int FEW_BLOCK_TOKENS = 8;
 constexpr int MANY_WARPS = 4;
 constexpr int ADD_THREADS = 256;
 constexpr int SOME_TOKENS = 32, MANY_TOKENS = 64;
@@ -119,12 +119,12 @@ template <Kind kind>
 GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
                 gpu::In<int32_t> sums, const Target& to, const Gate& gate) {
     constexpr int AHEAD = ahead_of(kind), SPAN = gpu::SPAN;
-    __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * FEW_TOKENS> partial;
+    __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * FEW_BLOCK_TOKENS> partial;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int segments = (blocks + gpu::SEGMENT_BLOCKS - 1) / gpu::SEGMENT_BLOCKS;
     const int64_t spans = gpu::spans_of(cols);
     const int all = gate.matrix ? 2 * segments : segments;
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * FEW_TOKENS;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * FEW_BLOCK_TOKENS;
     const int64_t bytes = gpu::tile_bytes(kind, cols), tile_at = gpu::block_y() * bytes;
     begin_with([&] {
         if (gate.matrix) gpu::prefetch(gate.matrix + tile_at, bytes);
@@ -135,7 +135,7 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
     const auto words = gpu::in_as<gpu::Words4>(q + held(token0 + g) * spans * gpu::SPAN_WORDS);
     const int64_t mine[2] = {held(token0 + 2 * t) * spans, held(token0 + 2 * t + 1) * spans};
     // The 128 outputs of a tile belong to the first 128 threads, which add the segments in order.
-    const int row = gpu::thread() / FEW_TOKENS, token = gpu::thread() % FEW_TOKENS;
+    const int row = gpu::thread() / FEW_BLOCK_TOKENS, token = gpu::thread() % FEW_BLOCK_TOKENS;
     float y = 0.0f, gate_y = 0.0f;
     for (int first = 0; first < all; first += gpu::warps()) {
         const int index = first + gpu::warp();
@@ -189,14 +189,14 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
             }
             GPU_UNROLL
             for (int i = 0; i < 4; i++)
-                partial[(gpu::warp() * gpu::TILE + 2 * g + i / 2) * FEW_TOKENS + 2 * t + i % 2] =
+                partial[(gpu::warp() * gpu::TILE + 2 * g + i / 2) * FEW_BLOCK_TOKENS + 2 * t + i % 2] =
                     acc[i];
         }
         gpu::barrier();
         const int now = all - first < gpu::warps() ? all - first : gpu::warps();
         if (row < gpu::TILE)
             for (int s = 0; s < now; s++) {
-                const float part = partial[(s * gpu::TILE + row) * FEW_TOKENS + token];
+                const float part = partial[(s * gpu::TILE + row) * FEW_BLOCK_TOKENS + token];
                 if (first + s == segments) gate_y = y;
                 y = first + s == 0 || first + s == segments ? part : ca::add_rn(y, part);
             }
@@ -334,7 +334,7 @@ template <Kind kind>
 GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int64_t stride,
                    gpu::In<float> scale, const Target& to) {
     const int row = gpu::thread() % gpu::TILE;
-    const int token = gpu::block() * FEW_TOKENS + gpu::thread() / gpu::TILE;
+    const int token = gpu::block() * FEW_BLOCK_TOKENS + gpu::thread() / gpu::TILE;
     const int64_t bytes = gpu::tile_bytes(kind, cols);
     const gpu::In<uint8_t> tile = matrix + gpu::block_y() * bytes;
     begin_with([&] { gpu::prefetch(tile, bytes); });
@@ -391,7 +391,7 @@ QUANTISED(q6_k)
 
 // As linear_few, from fp32 rows. Grid (groups of 8 tokens, tiles), 128 threads.
 #define FLOATS(kind)                                                                               \
-    KERNEL(linear_##kind, FEW_TOKENS* gpu::TILE, gpu::In<uint8_t> matrix, int rows, int cols,      \
+    KERNEL(linear_##kind, FEW_BLOCK_TOKENS* gpu::TILE, gpu::In<uint8_t> matrix, int rows, int cols,      \
            gpu::In<float> values, int values_stride, gpu::In<float> scale, int tokens,             \
            gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {                       \
         floats<Kind::kind>(matrix, cols, values, values_stride, scale,                             \

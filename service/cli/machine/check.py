@@ -127,7 +127,7 @@ def _model(config: Config, running: Running, found: Findings) -> list[str]:
 
 def _gpu(config: Config, running: Running, found: Findings) -> list[str]:
     if config.require:
-        from batchengine.lanes.cuda import check_gpus
+        from batchengine.lanes.gpu.device import check_gpus
 
         check_gpus([lane.device for lane in config.lanes if lane.kind == "cuda"])
     return []

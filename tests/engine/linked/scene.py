@@ -24,8 +24,8 @@ from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.step import StepWriter
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Disputes, LaneKv
-from batchengine.lanes.host_device import HostOutput
-from batchengine.lanes.step_input import StepInput, StepLimits, U64Array
+from batchengine.lanes.host_device import Computed
+from batchengine.lanes.step_input import StepInput, StepLimits, StepOutput, U64Array
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import CostModel, StepCost
@@ -129,7 +129,7 @@ class RoutedDevice(HashDevice):
         self.peers = peers
         self._absent = np.zeros(LAYOUT.page_bytes, np.uint8)
 
-    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> HostOutput:
+    def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         self._views.clear()  # pages of a peer come and go
         assert (addresses == 0).sum() == sum(s.n_pages for e in batch.entries for s in e.segments)
         addresses[addresses == 0] = [
@@ -138,7 +138,7 @@ class RoutedDevice(HashDevice):
             for segment in entry.segments
             for page in self._pages(segment)
         ]
-        output = super().compute(batch, addresses, seeds)
+        output, digests = super().compute(batch, addresses, seeds)
         unreachable = tuple(
             index
             for index, entry in enumerate(batch.entries)
@@ -146,7 +146,7 @@ class RoutedDevice(HashDevice):
         )
         lost = {batch.entries[index].session for index in unreachable}
         rows = tuple(row for row in output.rows if row.session not in lost)
-        return HostOutput(rows, output.nonfinite, output.row_digests, unreachable)
+        return StepOutput(rows, output.nonfinite, unreachable), digests
 
     def _pages(self, segment: wire.Segment) -> list[np.ndarray]:
         pages = self.peers.holder(segment).pages

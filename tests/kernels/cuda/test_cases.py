@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 import kernels
 from bench.cuda.cases import Differs, cases, compare
-from bench.simt.emulator import Emulator
+from bench.simt.emulator import KERNELS, Emulator
+from kernels.cuda import ops
 
 CASES = cases()
 
@@ -26,3 +29,13 @@ def test_the_comparison_can_fail() -> None:
         compare(a, np.array([-0.0, 1.0], np.float32), "signs of zero")
     with pytest.raises(Differs, match="8 bytes, not 4"):
         compare(a, a[:1], "sizes")
+
+
+def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
+    source = (KERNELS / "linear.cu").read_text()
+    found = {name: int(n) for name, n in re.findall(r"\b([A-Z_]+) = (\d+)[,;]", source)}
+    assert found["FEW_WARPS"] == ops.FEW_WARPS_MAX
+    assert found["MANY_WARPS"] * ops.WARP == ops.MANY_THREADS
+    assert found["MANY_WARPS"] == ops.MANY_TILES
+    assert (found["SOME_TOKENS"], found["MANY_TOKENS"]) == (ops.SOME_TOKENS, ops.MANY_TOKENS)
+    assert ops.FEW_TOKENS_MAX % found["FEW_BLOCK_TOKENS"] == 0

@@ -100,6 +100,18 @@ def test_bindings_that_know_no_part_of_a_device_are_a_fault(driver: FakeDriver) 
         CudaGpu(0, lambda target: {}, 8)
 
 
+def test_memory_is_counted_as_the_driver_maps_it_and_limited(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    gpu.bytes_max = 5 << 20
+    small, large = gpu.allocate(1000), gpu.allocate((2 << 20) + 1)
+    assert gpu.used == 1000 + (4 << 20)
+    with pytest.raises(MemoryError, match="2048 KiB beyond the limit of 5 MiB"):
+        gpu.allocate(1 << 20)
+    gpu.free(large)
+    gpu.free(small)
+    assert gpu.used == 0
+
+
 def test_what_was_copied_in_may_change_at_once(driver: FakeDriver) -> None:
     gpu = opened(driver)
     values = np.arange(5000, dtype=np.int32)

@@ -13,7 +13,7 @@ __device__ const void* const FUNCTIONS[] = {
     ADDRESS(quantise_group), ADDRESS(step), ADDRESS(sum_of_squares), ADDRESS(norm_factor),
     ADDRESS(norm_value), ADDRESS(rotate), ADDRESS(kv8_scale), ADDRESS(kv8_inverse),
     ADDRESS(kv8_value), ADDRESS(kv8_group), ADDRESS(quantise_query), ADDRESS(weight_exponent),
-    ADDRESS(weight_unit), ADDRESS(soften), ADDRESS(numerator), ADDRESS(fold), ADDRESS(finish),
+    ADDRESS(weight_unit), ADDRESS(page_softmax), ADDRESS(numerator), ADDRESS(fold), ADDRESS(finish),
     ADDRESS(penalised), ADDRESS(weight_of), ADDRESS(integer_weight), ADDRESS(share_of), ADDRESS(falling_key), ADDRESS(philox),
     ADDRESS(fraction_of), ADDRESS(log_of_sum), ADDRESS(log_probability)};
 

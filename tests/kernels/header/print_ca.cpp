@@ -157,17 +157,17 @@ void products_and_norms() {
 }
 
 void attention() {
-    Line softened("soften"), folded("fold"), finished("finish");
+    Line softened("page_softmax"), folded("fold"), finished("finish");
     for (int i = 0; i < MANY / 256; i++) {
         float score[256], p[256], o[256], o_next[256];
         uint16_t scales[256];
         int32_t weight[256] = {};
-        ca::Softened row{};
+        ca::PageSoftmax row{};
         const int n = 1 + source.below(256);
         source.row(score, n, 8);
         for (int t = 0; t < n; t++) scales[t] = static_cast<uint16_t>(source.next() % 0x7C00u);
         if (source.below(16) == 0) scales[source.below(n)] = ca::POISON_HALF;
-        const bool finite = ca::soften(score, scales, n, p, weight, row);
+        const bool finite = ca::page_softmax(score, scales, n, p, weight, row);
         softened.add(finite);
         if (finite) {
             softened.add(weight, n);

@@ -18,14 +18,16 @@ import xxhash
 
 import kernels
 from batchengine.core import PAGE_TOKENS
-from batchengine.lanes.cuda import NOTHING_TAKEN, CudaDevice, Launched, Taken
-from batchengine.lanes.page_cache import PageCache
+from batchengine.lanes.device import LaneMemory
+from batchengine.lanes.gpu.device import CudaDevice
+from batchengine.lanes.gpu.lane import GpuLane, Launched, LoadedGpu
+from batchengine.lanes.gpu.page_cache import PageCache
 from batchengine.lanes.step_input import StepInput
 from batchengine.wire import lane as wire
 from bench.models.tensors import aligned
 from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
 from kernels.cuda.memory import BadRows, KvRows
-from kernels.cuda.ops import BegunSample
+from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, Taken
 from kv_store.layout import PageLayout
 
 LAYOUT = PageLayout(1, 1, 32)
@@ -231,6 +233,15 @@ class HashSteps:
         return BegunSample(0, got, [0] * len(specs))
 
 
+class HashLane(GpuLane):
+    """A `GpuLane` that shows each batch to its `HashSteps`."""
+
+    def launch(self, batch: StepInput, addresses: Any, taken: Taken = NOTHING_TAKEN) -> Launched:
+        steps: Any = self._steps
+        steps.batch = batch
+        return super().launch(batch, addresses, taken)
+
+
 class HashDevice(CudaDevice):
     """A `CudaDevice` with `HashSteps`."""
 
@@ -240,11 +251,14 @@ class HashDevice(CudaDevice):
 
     def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
         steps: Any = self._hashes
-        self._steps, self._pool = steps, self._hashes.pool
-        self._cache = PageCache(self._hashes.gpu, LAYOUT.payload_bytes, self._pages_max)
-        self._on_host = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
+        cache = PageCache(self._hashes.gpu, LAYOUT.payload_bytes, self._pages_max)
+        on_host = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
+        self.gpu = LoadedGpu(self._hashes.pool, steps, cache, on_host)
         return FACTS
 
-    def launch(self, batch: StepInput, addresses: Any, taken: Taken = NOTHING_TAKEN) -> Launched:
-        self._hashes.batch = batch
-        return super().launch(batch, addresses, taken)
+    def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
+        made = super().attach(attach, layout)
+        assert self.gpu is not None
+        assert self.memory is not None
+        self.lane = HashLane(self.gpu, self.memory)
+        return made

@@ -34,7 +34,7 @@ from batchengine.engine.lane.inflight import (
 )
 from batchengine.kv.lane_kv import Chores
 from batchengine.kv.slots import Slots
-from batchengine.lanes import cuda
+from batchengine.lanes.gpu import lane
 from batchengine.lanes.step_input import SLOT_MASK
 from batchengine.lanes.worker import IDLE_MS, Worker
 from batchengine.policy.scheduler import PlannedEntry, StepPlan
@@ -584,12 +584,12 @@ def simulate(seed: int) -> None:
 def test_the_rows_of_a_gpu_lane_are_where_they_are_said_to_be(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "ASIDE_BYTES", ASIDE_BYTES)
+    monkeypatch.setattr(lane, "ASIDE_BYTES", ASIDE_BYTES)
     simulate(seed)
 
 
 if __name__ == "__main__":
-    cuda.ASIDE_BYTES = ASIDE_BYTES
+    lane.ASIDE_BYTES = ASIDE_BYTES
     for number in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
         print("seed", number, flush=True)
         simulate(number)
