@@ -21,7 +21,7 @@ import kernels
 from batchengine.lanes.gpu.device import upload_weights
 from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
 from batchengine.lanes.gpu.late_rows import LateRows
-from batchengine.lanes.gpu.steps import GpuSteps
+from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.model import CpuOps, Ops, Stepper
 from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds

@@ -16,7 +16,7 @@ from batchengine.lanes.gpu.device import open_gpu
 from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
 from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.gpu.page_cache import PageCache
-from batchengine.lanes.gpu.steps import parts_of, unwritten
+from batchengine.lanes.gpu.step import parts_of, unwritten
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
 from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark

@@ -13,7 +13,7 @@ import pytest
 
 import kernels
 from batchengine.lanes.gpu.device import upload_weights
-from batchengine.lanes.gpu.steps import GpuSteps
+from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.model import Ops, Stepper
 from bench.cuda.cases import packed_with_bytes, rows_of
 from bench.cuda.weights import random_model

@@ -18,7 +18,7 @@ from batchengine.lanes.device import LaneMemory, Report, StartedStep
 from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
 from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.gpu.page_cache import PageCache
-from batchengine.lanes.gpu.steps import GpuSteps
+from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.lanes.host_device import facts_of, load_model, logits_max
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring

@@ -17,7 +17,7 @@ import kernels
 from batchengine.lanes.device import StartedStep
 from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.gpu.page_cache import PageCache
-from batchengine.lanes.gpu.steps import GpuSteps, fits, parts_of, unwritten
+from batchengine.lanes.gpu.step import GpuSteps, fits, parts_of, unwritten
 from batchengine.lanes.host_device import (
     Computed,
     HostStep,
