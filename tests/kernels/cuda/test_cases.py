@@ -15,7 +15,7 @@ from kernels.cuda import ops
 CASES = cases()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", CASES)
 def test_random_cases(gpu: Emulator, pool: kernels.Pool, name: str, seed: int) -> None:
     gpu.seed = seed

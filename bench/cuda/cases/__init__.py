@@ -1,0 +1,57 @@
+"""Random cases of every GPU kernel: what it writes has the bits of the CPU's kernels.
+
+A case takes a GPU, a pool and a generator of random numbers, chooses its shapes, and raises
+`Differs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+import kernels
+from bench.cuda.cases.attention import (
+    Attention,
+    attention_case,
+    attention_long_case,
+    attention_small_case,
+    attention_spans_case,
+    random_page,
+)
+from bench.cuda.cases.linear import FLOATS, embed_case, linear_case, quantise_case
+from bench.cuda.cases.sample import sample_case, take_samples_case
+from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
+from kernels.cuda.gpu import Gpu
+
+__all__ = [
+    "FLOATS",
+    "Attention",
+    "Differs",
+    "cases",
+    "compare",
+    "linear_case",
+    "packed_with_bytes",
+    "random_page",
+    "rows_of",
+]
+
+Case = Callable[[Gpu, kernels.Pool, np.random.Generator], None]
+
+
+def cases() -> dict[str, Case]:
+    """Every case by name."""
+    table: dict[str, Case] = {
+        "quantise": quantise_case,
+        "attention": attention_case,
+        "attention, small heads": attention_small_case,
+        "attention, spans": attention_spans_case,
+        "attention, long": attention_long_case,
+        "sample": sample_case,
+        "take samples": take_samples_case,
+    }
+    for kind in kernels.KINDS:
+        table[f"linear {kind}"] = partial(linear_case, kind=kind)
+        table[f"embed {kind}"] = partial(embed_case, kind=kind)
+    return table

@@ -1,0 +1,383 @@
+"""Cases of attention: K, V and queries placed, attended to whole and by spans."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+import kernels
+from bench.cuda.arrays import Arrays, DeviceArray
+from bench.cuda.cases.values import (
+    F32,
+    U64,
+    Quantised,
+    compare,
+    one_nan,
+    rows_of,
+    ties,
+)
+from bench.models.tensors import aligned
+from kernels.cuda.gpu import Gpu
+
+# Of each kernel: rows of a tile, and accumulators of a super-page.
+ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
+ATTEND_THREADS = 256
+LOG2_E = 1.4426950408889634
+BAD_HALVES = 0x7E00, 0x7C00, 0xFC00  # NaN and infinities
+Spans = list[tuple[int, int]]  # of each entry: its first super-page, and how many
+
+
+def attention_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """K, V and queries of a random batch placed, then attention over all pages and over spans."""
+    head_dim = 32 * int(rng.integers(1, 9))
+    n_kv = int(rng.integers(1, 4))
+    n_head = n_kv * int(rng.integers(1, 9))
+    entries = [
+        (int(rng.integers(1, 12)), int(rng.choice([0, 3, 250, 511, 1020, 2040])))
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    Attention(pool, rng, n_head, n_kv, head_dim, entries).compare(gpu, rng)
+
+
+def attention_small_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """Small heads; at times a whole tile of 16 or 17 rows."""
+    head_dim, n_kv = 32 * int(rng.integers(1, 3)), int(rng.integers(1, 3))
+    starts = rng.choice([0, 3, 250, 511, 1020, 1023, 2040], 2)
+    n = int(rng.choice([1, 3, 16, 17, 33]))
+    entries = [(n, int(starts[0])), (int(rng.integers(1, 6)), int(starts[1]))]
+    group = int(rng.integers(1, 5)) if n <= 3 else 1
+    Attention(pool, rng, n_kv * group, n_kv, head_dim, entries).compare(gpu, rng)
+
+
+def attention_spans_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """Spans of several super-pages that do not begin at the first one, beside shorter ones."""
+    starts = rng.choice([1023, 2100, 3080], 2)
+    entries = [(int(rng.integers(1, 6)), int(start)) for start in starts]
+    Attention(pool, rng, 2, 1, 32, entries).compare(gpu, rng)
+
+
+def attention_long_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """More super-pages than a fold loads at once."""
+    Attention(pool, rng, 2, 1, 32, [(int(rng.integers(1, 3)), 9300)]).compare(gpu, rng)
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """Tiles of a step and their accumulators in memory of a GPU (attention.cu)."""
+
+    entry_of: list[int]  # of each tile
+    tiles: DeviceArray
+    m: DeviceArray
+    denominators: DeviceArray
+    o: DeviceArray
+
+    @property
+    def addresses(self) -> list[int]:
+        return [a.address for a in (self.tiles, self.m, self.denominators, self.o)]
+
+
+def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Any int8 values with small scales; at times V of one sign, and K that weighs all alike."""
+    head_dim = shape.head_dim
+    page = rng.integers(0, 256, shape.payload_bytes, np.uint8).reshape(-1, shape.head_bytes)
+    k_scales = 256 * head_dim
+    v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
+    if rng.integers(2):  # large sums
+        v = page[:, v_scales - 256 * head_dim : v_scales]
+        v &= 127
+        v |= 64
+    k_largest = rng.choice([0.02, 0.002, 0.0])
+    k, v = (k_scales, 256 * head_dim // 32, k_largest), (v_scales, 256, 0.02)
+    for start, count, largest in (k, v):
+        scales = (rng.random((len(page), count)) * largest).astype(np.float16)
+        page[:, start : start + 2 * count] = scales.view(np.uint8)
+    return page.reshape(-1)
+
+
+def spoil_unseen(
+    page: NDArray[np.uint8], shape: kernels.PageShape, seen: int, rng: np.random.Generator
+) -> None:
+    """Give the tokens of a page from `seen` on scales that are not finite."""
+    heads, groups = page.reshape(-1, shape.head_bytes), shape.head_dim // 32
+    k_at, v_at = 256 * shape.head_dim, (512 + 16) * shape.head_dim
+    k_end, v_end = k_at + 512 * groups, v_at + 512
+    v = heads[:, v_at:v_end].copy().view(np.uint16)
+    v[:, seen:] = rng.choice(BAD_HALVES)
+    heads[:, v_at:v_end] = v.view(np.uint8)
+    k = heads[:, k_at:k_end].copy().view(np.uint16).reshape(len(heads), 16, groups, 16)
+    by_token = k.transpose(0, 1, 3, 2).reshape(len(heads), 256, groups)
+    by_token[:, seen:] = BAD_HALVES[0]
+    k = by_token.reshape(len(heads), 16, 16, groups).transpose(0, 1, 3, 2)
+    heads[:, k_at:k_end] = np.ascontiguousarray(k).view(np.uint8).reshape(len(heads), -1)
+
+
+class Attention:
+    """One step of one attention layer, computed on the CPU."""
+
+    N_LAYER, LAYER, EPS = 2, 1, 1e-6
+
+    def __init__(
+        self,
+        pool: kernels.Pool,
+        rng: np.random.Generator,
+        n_head: int,
+        n_kv: int,
+        head_dim: int,
+        entries: list[tuple[int, int]],
+    ) -> None:
+        self.n_head, self.n_kv, self.head_dim, self.entries = n_head, n_kv, head_dim, entries
+        self.shape = shape = kernels.PageShape(self.N_LAYER, n_kv, head_dim)
+        self.style = str(rng.choice(["norm", "neox"]))
+        n_rot = head_dim if self.style == "norm" else 2 * int(rng.integers(1, head_dim // 2 + 1))
+        self.rope = kernels.RopeTable(self.style, head_dim, n_rot, 10000.0)
+        self.scale = 1 / math.sqrt(head_dim)
+        self.tokens = sum(n for n, _ in entries)
+        self.width = (n_head + 2 * n_kv) * head_dim
+        self.qkv = self._some_rows(rng)
+        self.norms = [
+            rng.standard_normal(head_dim).astype(np.float32) if rng.integers(2) else None
+            for _ in range(2)
+        ]
+        self.has_rope = rng.random() < 0.75
+        if rng.random() < 0.4:
+            self.norms, self.has_rope = [None, None], False
+            self._put_ties(rng)
+        self.n_pages = [-(-(start + n) // kernels.PAGE_TOKENS) for n, start in entries]
+        self.before = [random_page(self.shape, rng) for _ in range(sum(self.n_pages))]
+        for last, (n, start) in zip(np.cumsum(self.n_pages) - 1, entries, strict=True):
+            if rng.integers(2):
+                spoil_unseen(self.before[last], shape, (start + n - 1) % 256 + 1, rng)
+        self.pages = [aligned(shape.payload_bytes) for _ in self.before]
+        for page, before in zip(self.pages, self.before, strict=True):
+            page[:] = before
+        self._compute(pool)
+
+    def _some_rows(self, rng: np.random.Generator) -> F32:
+        """K, V and queries before they are placed: some groups tiny, at times one huge or bad."""
+        rows = rng.standard_normal((self.tokens, self.width)).astype(np.float32)
+        groups = rows.reshape(-1, 32)
+        some = np.flatnonzero(rng.random(len(groups)) < 0.1)
+        factors = rng.choice([0.0, 1e-30, 1e-7, 1e-5, 1e-4], (len(some), 1))
+        groups[some] = (groups[some] * factors).astype(np.float32)
+        if rng.random() < 0.3:
+            groups[rng.integers(len(groups))] *= np.float32(1e7)
+        if rng.random() < 0.3:
+            rows[rng.integers(self.tokens), rng.integers(self.width)] = np.nan
+        return rows
+
+    def _put_ties(self, rng: np.random.Generator) -> None:
+        """Let heads hold ties of their quantisation, which neither norm nor rope changes."""
+        factor = np.float32(LOG2_E * self.scale)
+        heads = self.qkv.reshape(self.tokens, -1, self.head_dim // 32, 32)
+        for token, head in np.argwhere(rng.random(heads.shape[:2]) < 0.3).tolist():
+            is_query, unit = head < self.n_head, float(rng.integers(65, 128)) / 1024
+            for group in heads[token, head]:
+                group[:] = ties(rng, 32, 126.75 if is_query else 127.0, unit)
+            if is_query:
+                heads[token, head] /= factor
+
+    def _compute(self, pool: kernels.Pool) -> None:
+        tokens, n_pages = self.tokens, len(self.pages)
+        self.pool = pool
+        self.batch = batch = kernels.Batch(tokens, len(self.entries), n_pages)
+        table = [(n, start, p) for (n, start), p in zip(self.entries, self.n_pages, strict=True)]
+        addresses = np.array([kernels.address_of(page) for page in self.pages], np.uint64)
+        batch.set(np.zeros(tokens, np.int32), np.array(table, np.int32), addresses)
+        self.queries = queries = kernels.Queries(tokens, self.n_head, self.head_dim)
+        norms = [None if w is None else kernels.Vector(w) for w in self.norms]
+        kept = kernels.KvRows(tokens, self.shape)
+        kernels.place_kv(
+            pool,
+            rows_of(self.qkv),
+            batch,
+            self.shape,
+            self.LAYER,
+            self.n_head,
+            *norms,
+            self.EPS,
+            self.rope if self.has_rope else None,
+            self.scale,
+            queries,
+            kept,
+        )
+        self.kept = kept.view(tokens).copy()
+        out = kernels.Rows(tokens, self.n_head * self.head_dim)
+        kernels.attend(pool, queries, batch, self.shape, self.LAYER, out)
+        self.want = out.view(tokens).copy()
+
+    def tiles(self, rows_max: int, each: int, spans: Spans) -> tuple[NDArray[np.int32], list[int]]:
+        """`AttendTile` rows of attention.cu, and the entry of each; a row has `each` accumulators
+        of a super-page."""
+        entry_of: list[int] = []
+        group, rows, result, first_token, first_page = self.n_head // self.n_kv, [], 0, 0, 0
+        for entry, (n, start) in enumerate(self.entries):
+            span = spans[entry]
+            for first in range(0, n * group, rows_max) if span[1] else ():
+                count = min(rows_max, n * group - first)
+                seen = (start + (first + count - 1) // group) // 1024 + 1
+                superpages = min(max(seen - span[0], 0), span[1])
+                tile = (first_token, start, first_page, first, count, superpages, result, span[0])
+                rows.append(tile)
+                entry_of.append(entry)
+                result += -(-count // 16) * superpages * each
+            first_token += n
+            first_page += self.n_pages[entry]
+        return np.array(rows, np.int32), entry_of
+
+    def attend(
+        self,
+        gpu: Gpu,
+        arrays: Arrays,
+        kernel: str,
+        spans: Spans,
+        step: list[int],
+        n_kv: int,
+    ) -> Attended:
+        """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; the layer."""
+        rows_max, each = ATTEND[kernel]
+        table, entry_of = self.tiles(rows_max, each * n_kv, spans)
+        accumulators = 16 * int((-(-table[:, 4] // 16) * table[:, 5]).sum()) * each * n_kv
+        tiles = arrays.put(table)
+        m, denominators = (arrays.empty(np.float32, accumulators) for _ in range(2))
+        out = Attended(
+            entry_of, tiles, m, denominators, arrays.empty(np.float32, accumulators, self.head_dim)
+        )
+        _, *results = out.addresses
+        q, scale, pages, layer = step
+        heads = [self.n_head // self.n_kv * n_kv, n_kv, self.head_dim]
+        grid = len(table), n_kv, each * max(1, int(table[:, 5].max()))
+        arguments = [q, scale, tiles.address, pages, layer, *heads, *results]
+        gpu.launch(kernel, grid, ATTEND_THREADS, arguments)
+        return out
+
+    def compare_partials(
+        self,
+        gpu: Gpu,
+        arrays: Arrays,
+        q: DeviceArray,
+        scale: DeviceArray,
+        addresses: U64,
+        rng: np.random.Generator,
+    ) -> None:
+        """Raise Differs unless spans of super-pages give the accumulators of `attend_partials`."""
+        spans = []
+        for n, start in self.entries:
+            seen = (start + n - 1) // 1024 + 1
+            first = int(rng.integers(0, seen))
+            spans.append((first, int(rng.integers(0, seen - first + 1))))
+        first_kv = int(rng.integers(0, self.n_kv))
+        n_kv = int(rng.integers(1, self.n_kv - first_kv + 1))
+        group = self.n_head // self.n_kv
+        n_head, tokens = group * n_kv, self.tokens
+        queries = kernels.Queries(tokens, n_head, self.head_dim)
+        queries.load_bytes(self.queries.to_bytes(self.n_kv, (first_kv, n_kv), [(0, tokens)]), n_kv)
+        want = kernels.Partials(tokens, n_head, self.head_dim)
+        table = np.array([(entry, *span) for entry, span in enumerate(spans)], np.int32)
+        kernels.attend_partials(
+            self.pool,
+            queries,
+            self.batch,
+            self.shape,
+            self.LAYER,
+            table,
+            want,
+            heads=(first_kv, n_kv),
+        )
+        if want.n_accumulators == 0:
+            return
+        heads = slice(group * first_kv, group * (first_kv + n_kv))
+        first_head = (self.LAYER * self.n_kv + first_kv) * self.shape.head_bytes
+        step = [arrays.put(a.read()[:, heads]).address for a in (q, scale)]
+        step += [arrays.put(addresses + np.uint64(first_head)).address, 0]
+        places, index = [], 0
+        for (n, _), (first, count) in zip(self.entries, spans, strict=True):
+            places.append((index, n, count))
+            index += (1 if first == 0 and count else count) * n * n_head
+        for kernel, (rows_max, each) in ATTEND.items():
+            attended = self.attend(gpu, arrays, kernel, spans, step, n_kv)
+            place = np.array(places, np.int32)[attended.entry_of]
+            m, denominators = (arrays.empty(np.float32, index) for _ in range(2))
+            o = arrays.empty(np.float32, index, self.head_dim)
+            tiles, *results = attended.addresses
+            sizes = [n_head, n_kv, self.head_dim, each]
+            arguments = [tiles, arrays.put(place).address, *results, *sizes]
+            gpu.launch(
+                "gather_partials",
+                (len(place), n_kv, rows_max),
+                min(256, self.head_dim),
+                [*arguments, m.address, denominators.address, o.address],
+            )
+            got = one_nan(np.concatenate([a.read().reshape(-1) for a in (m, denominators, o)]))
+            values = one_nan(np.frombuffer(want.to_bytes(), np.float32)[-len(got) :])
+            what = f"{kernel} of {n_kv} KV heads from {first_kv} of {self.n_kv}"
+            compare(got, values, f"{what}, spans {spans} of {self.entries}")
+
+    def compare(self, gpu: Gpu, rng: np.random.Generator) -> None:
+        """Raise Differs unless K, V, attention and partials of random spans are the CPU's."""
+        n_head, n_kv, head_dim, tokens = self.n_head, self.n_kv, self.head_dim, self.tokens
+        what = f"{n_head} heads, {n_kv} KV heads of {head_dim}, entries {self.entries}"
+        with Arrays(gpu) as arrays:
+            pages = [arrays.put(page) for page in self.before]
+            addresses = np.array([page.address for page in pages], np.uint64)
+            firsts = np.cumsum([0, *self.n_pages[:-1]])
+            positions = [p for n, start in self.entries for p in range(start, start + n)]
+            page_of = [
+                addresses[first + p // 256]
+                for (n, start), first in zip(self.entries, firsts, strict=True)
+                for p in range(start, start + n)
+            ]
+            rope_rows = [self.rope.row(p) for p in range(max(positions) + 1)]
+            rope = arrays.put(np.array(rope_rows, np.float32))
+            norms = [0 if w is None else arrays.put(w).address for w in self.norms]
+            q = arrays.empty(np.int8, tokens, n_head, head_dim)
+            scale = arrays.empty(np.float32, tokens, n_head, head_dim // 32)
+            rows = arrays.empty(np.uint8, tokens, self.shape.row_bytes)
+            geometry = [self.LAYER, self.N_LAYER, n_head, n_kv, head_dim]
+            rotation = [rope.address, self.rope.n_rot, int(self.style == "neox")]
+            factor = float(np.float32(LOG2_E * self.scale))
+            gpu.launch(
+                "place_kv",
+                (tokens, n_head + 2 * n_kv, 1),
+                64,
+                [
+                    arrays.put(self.qkv).address,
+                    self.width,
+                    arrays.put(np.array(positions, np.int32)).address,
+                    arrays.put(np.array(page_of, np.uint64)).address,
+                    *geometry,
+                    *norms,
+                    self.EPS,
+                    *(rotation if self.has_rope else [0, 0, 0]),
+                    factor,
+                    q.address,
+                    scale.address,
+                    rows.address,
+                ],
+            )
+            layer_bytes = self.shape.row_bytes // self.N_LAYER
+            one = slice(self.LAYER * layer_bytes, (self.LAYER + 1) * layer_bytes)
+            compare(rows.read()[:, one], self.kept[:, one], f"place_kv: rows, {what}")
+            for page, want in zip(pages, self.pages, strict=True):
+                compare(page.read(), want, f"place_kv, {what}")
+            width = n_head * head_dim
+            step = [q.address, scale.address, arrays.put(addresses).address, self.LAYER]
+            whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
+            for kernel, (rows_max, each) in ATTEND.items():
+                attended = self.attend(gpu, arrays, kernel, whole, step, n_kv)
+                quantised = Quantised.empty(arrays, tokens, width)
+                out, q8 = quantised.values, quantised.addresses if rng.integers(4) else [0, 0, 0]
+                gpu.launch(
+                    "fold_attention",
+                    (len(attended.entry_of), n_kv, rows_max),
+                    min(256, head_dim),
+                    [*attended.addresses, n_head, n_kv, head_dim, each, out.address, width, *q8],
+                )
+                compare(out.read(), self.want, f"{kernel}, {what}")
+                if q8[0]:
+                    want = kernels.Activations(tokens, width)
+                    kernels.quantise(self.pool, rows_of(self.want), tokens, want)
+                    quantised.compare(want, f"{kernel}, {what}")
+            self.compare_partials(gpu, arrays, q, scale, addresses, rng)

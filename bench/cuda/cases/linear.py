@@ -1,0 +1,174 @@
+"""Cases of quantised rows, products of matrices, and embeddings."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import kernels
+from bench.cuda.arrays import Arrays
+from bench.cuda.cases.values import (
+    F32,
+    Quantised,
+    any_threads,
+    compare,
+    packed_with_bytes,
+    rows_of,
+    some_values,
+)
+from kernels.cuda.gpu import Gpu
+
+FLOATS = ("f16", "bf16", "f32")
+KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
+STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
+
+
+def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """`quantise` and `norm_quantise` of random rows; of three in ten cases wider ones, which
+    `norm_quantise` holds in parts."""
+    tokens, width = int(rng.integers(1, 20)), int(rng.integers(32, 700))
+    if rng.random() < 0.3:
+        tokens, width = int(rng.integers(1, 3)), int(rng.integers(4000, 9000))
+    values, w = some_values(rng, tokens, width), rng.standard_normal(width).astype(np.float32)
+    eps, is_kept = 1e-6, bool(rng.integers(2))
+    with Arrays(gpu) as arrays:
+        x = arrays.put(values)
+        plain = Quantised.empty(arrays, tokens, width)
+        threads = any_threads(rng, 16)
+        grid = tokens, -(-width // (4 * threads)), 1  # a warp for each 128 values
+        gpu.launch("quantise", grid, threads, [x.address, width, width, *plain.addresses])
+        want = kernels.Activations(tokens, width)
+        kernels.quantise(pool, rows_of(values), tokens, want)
+        plain.compare(want, "quantise")
+        normed = Quantised.empty(arrays, tokens, width)
+        weights = arrays.put(w)
+        arguments = [x.address, width, weights.address, eps, width, *normed.addresses]
+        kept = [normed.values.address, width] if is_kept else [0, 0]
+        gpu.launch("norm_quantise", (tokens, 1, 1), max(64, threads), [*arguments, *kept])
+        kernels.norm_quantise(pool, rows_of(values), kernels.Vector(w), eps, tokens, want)
+        normed.compare(want, "norm_quantise")
+        if is_kept:
+            out = kernels.Rows(tokens, width)
+            kernels.rmsnorm(pool, rows_of(values), kernels.Vector(w), eps, tokens, out)
+            finite = np.isfinite(out.view(tokens))
+            got = normed.values.read()
+            compare(got[finite], out.view(tokens)[finite], "norm_quantise: values")
+
+
+def spoil_unused(gpu: Gpu, x: Quantised, blocks: int) -> None:
+    """Give the groups of activations past the last one any values: no kernel writes them."""
+    q, scale, sums = x.q.read(), x.scale.read(), x.sums.read()
+    q[:, -1, :, (blocks - 1) % 4 + 1 :] = 77
+    scale[:, blocks:], sums[:, blocks:] = np.nan, 1 << 20
+    for to, values in ((x.q, q), (x.scale, scale), (x.sums, sums)):
+        gpu.copy_in(to.address, values)
+
+
+def linear_case(
+    gpu: Gpu,
+    pool: kernels.Pool,
+    rng: np.random.Generator,
+    kind: str,
+    shape: tuple[int, int, int] | None = None,
+) -> None:
+    """A product of a random matrix of `kind`: stored, added and gated, by every kernel for it.
+
+    shape: rows, columns, tokens, else random ones; a block has all segments of a row then.
+    """
+    rows, tokens = int(rng.integers(1, 90)), int(rng.integers(1, 80))
+    cols = 256 * int(rng.integers(1, 10)) if kind.endswith("_k") else 32 * int(rng.integers(1, 70))
+    rows, cols, tokens = shape or (rows, cols, tokens)
+    values = some_values(rng, tokens, cols)
+    if kind in FLOATS:
+        if rng.random() < 0.5:  # a product that becomes -0
+            values[0], values[0, -1] = 0, -1e-42
+        elif rng.random() < 0.5:  # finite, and too large for rule 1
+            values[-1, -1] = 2.0**97
+    matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng)
+    gate, gate_buffer = packed_with_bytes(pool, kind, rows, cols, rng)
+    bias = rng.standard_normal(rows).astype(np.float32) if rng.integers(2) else None
+    before = rng.standard_normal((tokens, rows)).astype(np.float32)
+    activations = kernels.Activations(tokens, cols, keep_float=True)
+    kernels.quantise(pool, rows_of(values), tokens, activations)
+    vector = None if bias is None else kernels.Vector(bias)
+    gate_bias = rng.standard_normal(rows).astype(np.float32) if rng.integers(2) else None
+    gate_vector = None if gate_bias is None else kernels.Vector(gate_bias)
+    stored, added, gated = kernels.Rows(tokens, rows), rows_of(before), kernels.Rows(tokens, rows)
+    kernels.linear(pool, activations, [matrix], [vector], tokens, stored)
+    kernels.linear_add(pool, activations, matrix, vector, tokens, added)
+    kernels.linear_gated(pool, activations, gate, matrix, gate_vector, vector, tokens, gated)
+    gate_product = kernels.Rows(tokens, rows)
+    kernels.linear(pool, activations, [gate], [gate_vector], tokens, gate_product)
+    tiles, eights = -(-rows // 16), -(-tokens // 8)
+    segments = -(-cols // 1024)
+    each = segments if shape else int(rng.integers(1, segments + 1))  # segments of a block
+    groups = -(-tiles // 4), -(-segments // each)
+    shapes = {
+        f"linear_few_{kind}": ((eights, tiles, 1), 32 * int(rng.integers(4, 9))),
+        f"linear_some_{kind}": ((-(-tokens // 32), *groups), 128),
+        f"linear_many_{kind}": ((-(-tokens // 64), *groups), 128),
+    }
+    if kind in FLOATS:
+        shapes = {f"linear_{kind}": ((eights, tiles, 1), 128)}
+    with Arrays(gpu) as arrays:
+        x = Quantised.empty(arrays, tokens, cols)
+        gpu.copy_in(x.values.address, values)
+        grid = tokens, -(-cols // 256), 1
+        gpu.launch("quantise", grid, 64, [x.values.address, cols, cols, *x.addresses])
+        spoil_unused(gpu, x, -(-cols // 32))
+        weights = arrays.put(buffer)
+        b = 0 if bias is None else arrays.put(bias).address
+        q, scale, sums = x.addresses
+        source = [x.values.address, cols, scale] if kind in FLOATS else [q, scale, sums]
+        held = gate_product.view(tokens)  # before the other product is gated with it
+        of_gate = 0 if gate_bias is None else arrays.put(gate_bias).address
+        once = [arrays.put(gate_buffer).address, of_gate]
+        plans: list[tuple[str, int, F32, kernels.Rows, list[int]]] = []
+        partials = arrays.empty(np.float32, segments, tokens, rows).address if groups[1] > 1 else 0
+        for kernel in shapes:
+            rest = [0, 0] if "_few_" in kernel else [partials, each] if kind not in FLOATS else []
+            plans += [(kernel, STORE, before, stored, rest), (kernel, ADD, before, added, rest)]
+            plans.append((kernel, GATE, held, gated, rest))
+            if "_few_" in kernel:  # with both products of a gate
+                plans.append((kernel, GATE, before, gated, once))
+        for kernel, then, given, want, rest in plans:
+            out = arrays.put(given)
+            after = [b, then, out.address, rows]
+            arguments = [weights.address, rows, cols, *source, tokens, *after]
+            gpu.launch(kernel, *shapes[kernel], [*arguments, *rest])
+            if rest[:1] == [partials] != [0]:
+                threads = any_threads(rng)
+                grid = tokens, -(-rows // threads), 1
+                given_sums = [partials, segments, rows, tokens, *after]
+                gpu.launch("add_segments", grid, threads, given_sums)
+            finite = np.isfinite(want.view(tokens))
+            got = out.read()
+            what = f"{kernel}, {rows} x {cols}, {tokens} tokens, then {then}, {rest}"
+            compare(np.isfinite(got), finite, what)
+            compare(got[finite], want.view(tokens)[finite], what)
+
+
+def embed_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: str) -> None:
+    """Embeddings of random tokens, rows taken of them, and which are finite."""
+    rows, cols, n = int(rng.integers(1, 60)), 256 * int(rng.integers(1, 3)), int(rng.integers(1, 9))
+    matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng)
+    tokens = rng.integers(0, rows, n).astype(np.int32)
+    want = kernels.Rows(n, cols)
+    kernels.embed(pool, matrix, tokens, want)
+    with Arrays(gpu) as arrays:
+        weights = arrays.put(buffer)
+        out, ids = arrays.empty(np.float32, n, cols), arrays.put(tokens)
+        index = KIND_INDEX[kind]
+        arguments = [weights.address, index, cols, ids.address, out.address, cols]
+        gpu.launch("embed", (n, 1, 1), any_threads(rng), arguments)
+        got = out.read()
+        compare(got, want.view(n).copy(), f"embed of {kind}")
+        chosen = rng.integers(0, n, 3).astype(np.int32)
+        taken, at = arrays.empty(np.float32, 3, cols), arrays.put(chosen)
+        arguments = [out.address, cols, at.address, cols, taken.address, cols]
+        gpu.launch("take_rows", (3, 1, 1), any_threads(rng), arguments)
+        compare(taken.read(), got[chosen], "take_rows")
+        values = some_values(rng, n, cols)
+        x, bad = arrays.put(values), arrays.zeros(np.uint8, n)
+        arguments = [x.address, cols, cols, bad.address]
+        gpu.launch("nonfinite_rows", (n, 1, 1), any_threads(rng), arguments)
+        compare(bad.read(), (~np.isfinite(values).all(axis=1)).astype(np.uint8), "nonfinite_rows")
