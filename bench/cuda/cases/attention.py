@@ -97,7 +97,7 @@ def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[n
     return page.reshape(-1)
 
 
-def spoil_unseen(
+def invalidate_unseen(
     page: NDArray[np.uint8], shape: kernels.PageShape, seen: int, rng: np.random.Generator
 ) -> None:
     """Give the tokens of a page from `seen` on scales that are not finite."""
@@ -149,7 +149,7 @@ class Attention:
         self.before = [random_page(self.shape, rng) for _ in range(sum(self.n_pages))]
         for last, (n, start) in zip(np.cumsum(self.n_pages) - 1, entries, strict=True):
             if rng.integers(2):
-                spoil_unseen(self.before[last], shape, (start + n - 1) % 256 + 1, rng)
+                invalidate_unseen(self.before[last], shape, (start + n - 1) % 256 + 1, rng)
         self.pages = [aligned(shape.payload_bytes) for _ in self.before]
         for page, before in zip(self.pages, self.before, strict=True):
             page[:] = before

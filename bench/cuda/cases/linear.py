@@ -54,7 +54,7 @@ def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> Non
             compare(got[finite], out.view(tokens)[finite], "norm_quantise: values")
 
 
-def spoil_unused(gpu: Gpu, x: Quantised, blocks: int) -> None:
+def invalidate_unused(gpu: Gpu, x: Quantised, blocks: int) -> None:
     """Give the groups of activations past the last one any values: no kernel writes them."""
     q, scale, sums = x.q.read(), x.scale.read(), x.sums.read()
     q[:, -1, :, (blocks - 1) % 4 + 1 :] = 77
@@ -114,7 +114,7 @@ def linear_case(
         gpu.copy_in(x.values.address, values)
         grid = tokens, -(-cols // 256), 1
         gpu.launch("quantise", grid, 64, [x.values.address, cols, cols, *x.addresses])
-        spoil_unused(gpu, x, -(-cols // 32))
+        invalidate_unused(gpu, x, -(-cols // 32))
         weights = arrays.put(buffer)
         b = 0 if bias is None else arrays.put(bias).address
         q, scale, sums = x.addresses
