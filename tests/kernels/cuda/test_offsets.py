@@ -201,17 +201,20 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = {
     for one in (linear, embed, norm_quantise, quantise, take_rows, nonfinite_rows, place_kv)
 } | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample)}
 QUICK = ("quantise", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32")
+NEAR = {"take samples"}  # its numbers are those of the entries of a step
+SEEDS = 3, 4, 5, 6
 SHAPE = 20, 4096, 9  # rows, columns, tokens: 60,000 tiles of 4,096 columns have more than 2 GiB
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_cases_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool, name: str) -> None:
     gpu.seed, far = 0, Far(gpu)
-    rng = np.random.default_rng([3, *name.encode()])
-    if name.startswith("linear"):
-        linear_case(cast(Gpu, far), pool, rng, name.split()[1], SHAPE)
-    else:
-        cases()[name](cast(Gpu, far), pool, rng)
+    for seed in (3,) if name.startswith("linear") else SEEDS:
+        rng = np.random.default_rng([seed, *name.encode()])
+        if name.startswith("linear"):
+            linear_case(cast(Gpu, far), pool, rng, name.split()[1], SHAPE)
+        else:
+            cases()[name](cast(Gpu, far), pool, rng)
     assert far.launched
 
 
@@ -224,7 +227,7 @@ def test_attention_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(cases()) - set(QUICK)))
+@pytest.mark.parametrize("name", sorted(set(cases()) - NEAR - set(QUICK)))
 def test_other_cases_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool, name: str) -> None:
     test_cases_far_from_the_first_block(gpu, pool, name)
 
