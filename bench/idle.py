@@ -4,7 +4,9 @@ The GPU computes nothing: a step takes as long as the model of a GPU says. Every
 engine, its worker and the pages of an 8B shape, on this machine; what the driver takes of the host
 is left out. `idle` is the share of the time, between the first and the last step of all sessions,
 in which the GPU had no step: the median over runs, which take turns between the depths (steps in
-flight). Pages of sessions begin together, which is the worst case for what the host stores.
+flight). Pages of sessions begin together, which is the worst case for rows that the host stores;
+`spread`: they begin and end at different steps, so that pages are digested, written and read back
+all the time.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 
 from batchengine.child.command import python_command
 from batchengine.config import Config, LaneConfig, LimitsConfig, ModelConfig, StoreConfig
+from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
 from bench import report
 from bench.cuda.serving.engines import START_S, Stream, ask, until
@@ -30,7 +33,7 @@ from bench.models.synthetic import PRESETS, write_synthetic
 SHAPE = replace(PRESETS["tiny"], n_layer=32, n_kv_head=8, n_head=32, head_dim=128, context=4096)
 GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step and of each token: an H200, about
 BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 200, 40
-PROMPT = 8  # tokens
+PROMPT, TOKEN_IDS = 8, 300  # tokens at least, and ids that they have
 BUDGET_BYTES, VRAM_BYTES = 6 << 30, 64 << 30
 PLACES = 2 * max(BATCHES)  # open pages: one of each session, and those on their way
 SKIPPED = 8  # steps of all sessions, before the first that counts
@@ -47,13 +50,16 @@ class Scene:
         self._model = folder / "model.gguf"
         write_synthetic(self._model, SHAPE)
 
-    def measure(self, gpu: tuple[float, float], batch: int, depth: int) -> Row:
+    def measure(self, gpu: tuple[float, float], batch: int, depth: int, spread: bool) -> Row:
         """Decode `batch` sessions together. gpu: ms of a step, and of each of its tokens."""
         steps = self._folder / "steps"
-        tpot_ms = asyncio.run(self._decode(gpu, batch, depth, steps))
+        lengths = [PROMPT + (PAGE_TOKENS * i // batch if spread else 0) for i in range(batch)]
+        tpot_ms = asyncio.run(self._decode(gpu, lengths, depth, steps))
         return idle_row(read_steps(steps), batch) | {"tpot_ms": round(tpot_ms, 3)}
 
-    async def _decode(self, gpu: tuple[float, float], batch: int, depth: int, steps: Path) -> float:
+    async def _decode(
+        self, gpu: tuple[float, float], lengths: list[int], depth: int, steps: Path
+    ) -> float:
         lane = LaneConfig(
             "gpu",
             kind="cuda",
@@ -77,8 +83,10 @@ class Scene:
         await engine.start(lambda _: None)
         try:
             await until(lambda: all(of["state"] == "ready" for of in engine.lanes()), START_S)
-            streams = [Stream() for _ in range(batch)]
-            prompts = [tuple(range(10 + i, 10 + i + PROMPT)) for i in range(batch)]
+            streams = [Stream() for _ in lengths]
+            prompts = [
+                tuple([10 + (i + at) % TOKEN_IDS for at in range(n)]) for i, n in enumerate(lengths)
+            ]
             readers = [
                 stream.read(engine, ask(prompt, self._tokens))
                 for stream, prompt in zip(streams, prompts, strict=True)
@@ -112,22 +120,24 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     batches, repeats = ((4,), 1) if options.quick else (BATCHES, options.repeats)
     models = {"8b": GPUS["8b"]} if options.quick else GPUS
+    spreads = (False,) if options.quick else (False, True)
     found: dict[str, Any] = {}
     rows: dict[str, list[Row]] = {}
     with report.memory_folder("idle-", 2 * BUDGET_BYTES) as folder:
         scene = Scene(folder, QUICK_TOKENS if options.quick else TOKENS)
         for model, gpu in models.items():
-            for batch in batches:
-                keys = {f"{model} b{batch} depth {depth}": depth for depth in options.depths}
+            for batch, spread in itertools.product(batches, spreads):
+                name = f"{model} b{batch}" + " spread" * spread
+                keys = {f"{name} depth {depth}": depth for depth in options.depths}
                 for _ in range(repeats):
                     for key, depth in keys.items():
-                        rows.setdefault(key, []).append(scene.measure(gpu, batch, depth))
+                        rows.setdefault(key, []).append(scene.measure(gpu, batch, depth, spread))
                 for key in keys:
                     idle, tpot = ([row[name] for row in rows[key]] for name in ("idle", "tpot_ms"))
                     found[key] = statistics.median(idle)
                     spread = f"{found[key]:.3f} [{min(idle):.3f} … {max(idle):.3f}]"
                     step, token = rows[key][0]["step_ms"], statistics.median(tpot)
                     times = f"a step {step} ms, a token in {token:.2f} ms"
-                    print(f"{key:<18} idle {spread}, {times}", flush=True)
+                    print(f"{key:<26} idle {spread}, {times}", flush=True)
     report.finish({"idle": found}, details=rows, json_path=options.json)
     return 0
