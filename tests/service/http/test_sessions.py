@@ -249,6 +249,22 @@ async def test_a_resumed_stream_has_the_format_of_its_request() -> None:
         assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s"))
 
 
+@pytest.mark.parametrize(
+    ("position", "texts"), [("", "xabc"), (":1", "bc"), (":3", ""), (":0.1", "bc")]
+)
+async def test_a_resumed_stream_repeats_the_prompt_only_from_its_beginning(
+    position: str, texts: str
+) -> None:
+    async with serving(FakeEngine(["a", "b", "c"])) as served:
+        asked = {"prompt": "x", "stream": True, "session_id": "s", "echo": True}
+        await blocks_of(served, "/v1/completions", asked)
+        turn = served.engine.generations[-1].request_id
+        given = {"Last_Event_ID": turn + position} if position else {}
+        blocks = await blocks_of(served, "/v1/stream?session_id=s&include_usage=0", **given)
+        chunks = [json.loads(block.split("data: ")[1]) for block in blocks[:-1]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts
+
+
 class Resending(FakeEngine):
     """Sends its first two tokens again, without their log-probabilities."""
 
