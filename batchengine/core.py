@@ -277,17 +277,24 @@ class PastTurn:
 
     `tokens` of the answer are durable. `finish_reason` "" = it has not ended, or its daemon was
     killed. `only`: its session has no other turn but deleted responses. `ended_s`: when it ended,
-    seconds since the Unix epoch; 0 = not known.
+    seconds since the Unix epoch; 0 = not known. `texts`: of its tokens but the one that ended it,
+    and behind them what was held back until the end. `cached_tokens`: as in `Usage`.
     """
 
     request: GenerationRequest
     tokens: int
-    text: str
+    texts: tuple[str, ...]
     finish_reason: str
     is_last: bool
     is_running: bool
     only: bool
     ended_s: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(self.texts)
 
 
 class Presence(enum.Enum):

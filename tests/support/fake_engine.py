@@ -89,6 +89,10 @@ class FakeText:
         return bytes([token]) if token < 256 else b""
 
 
+def _cached(request: GenerationRequest) -> int:
+    return len(request.prompt) // 2
+
+
 class FakeGeneration:
     """Scripted events; ends without an event when cancelled."""
 
@@ -200,11 +204,14 @@ class FakeEngine:
         for generation in self.generations:
             asked = generation.request
             if asked.request_id == turn_id and asked.tenant == tenant and asked.session_id:
-                text = "".join(self.reply[: asked.tokens_max])
+                texts = (*self.reply[: asked.tokens_max], "")
                 reason = "stop" if generation.finished else ""
                 running = not generation.finished
                 ended_s = ENDED_S if generation.finished else 0
-                return PastTurn(asked, len(self.reply), text, reason, True, running, True, ended_s)
+                return PastTurn(
+                    asked, len(self.reply), texts, reason, True, running, True, ended_s,
+                    cached_tokens=_cached(asked),
+                )  # fmt: skip
         raise errors.UNKNOWN_TURN(turn_id=turn_id)
 
     async def forget_turn(self, tenant: str, turn_id: str) -> Mapping[str, Any]:
@@ -379,7 +386,7 @@ class FakeEngine:
                     yield self._token(count - 1, text, request.sampling.logprobs)
             usage = Usage(
                 prompt_tokens=len(request.prompt),
-                cached_tokens=len(request.prompt) // 2,
+                cached_tokens=_cached(request),
                 completion_tokens=count,
                 queue_ms=1.0,
                 ttft_ms=5.0,

@@ -316,7 +316,8 @@ class Requests:
             generation.cached_tokens = len(generation.request.prompt)
             if more.is_last and not more.is_done and more.turn_id:
                 meta = self._recovery.meta(session)
-                self._journal.settle(session, more.turn_id, reason, meta)
+                cached = generation.cached_tokens
+                self._journal.settle(session, more.turn_id, reason, cached, meta)
             text = generation.rest(generation.stops.stopped)
             usage = generation.usage(self._state.now_ms())
             generation.end(DoneEvent(reason, usage, text, generation.stops.found))

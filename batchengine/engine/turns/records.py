@@ -40,7 +40,7 @@ def unix_s() -> float:
     return datetime.datetime.now(datetime.UTC).timestamp()
 
 
-_OF_LEDGER = ("number", "ended_s")  # fields of a record that no request has
+_OF_LEDGER = ("number", "ended_s", "cached_tokens")  # fields of a record that no request has
 
 
 class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +48,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Fields may be added with a default, so that older programs and older records are read.
     `number` counts the turns that one run of the engine began; it orders the turns of one commit.
-    `ended_s` is written at its end, seconds since the Unix epoch.
+    `ended_s`, seconds since the Unix epoch, and `cached_tokens`, those of its prompt that had KV,
+    are written at its end.
     """
 
     sampling: Sampling
@@ -63,6 +64,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     echo: str = ""
     number: int = 0
     ended_s: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: GenerationRequest, number: int = 0) -> TurnRecord:
