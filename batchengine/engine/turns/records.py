@@ -93,9 +93,10 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return _essence(self.sampling) == _essence(sampling)
 
     def asks_the_same(self, request: GenerationRequest) -> bool:
-        """Whether `request` may be a repetition of this one. The seed is not compared: a client
-        that sends none gets a new one each time."""
-        sampling = msgspec.structs.replace(request.sampling, seed=self.sampling.seed)
+        """Whether `request` may be a repetition of this one. A seed is compared only if its client
+        sent it: one that sends none gets a new one each time."""
+        seed = request.sampling.seed if request.has_seed else self.sampling.seed
+        sampling = msgspec.structs.replace(request.sampling, seed=seed)
         limits = (request.tokens_max, request.stop, request.ignore_eos, request.constraint)
         same = (self.tokens_max, self.stop, self.ignore_eos, self.constraint) == limits
         return same and self.says_the_same(sampling)

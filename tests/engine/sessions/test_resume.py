@@ -272,7 +272,7 @@ async def test_one_idempotency_key_is_one_execution(site: Site, reference: Refer
 
 
 async def test_one_idempotency_key_is_one_request(site: Site, reference: Reference) -> None:
-    """A key with other limits or sampling is refused, but not one with another (random) seed."""
+    """A key with other limits or sampling is refused, but not one with another random seed."""
     prompt = words(26, 50)
 
     def keyed(n: int, seed: int, **other: Any) -> GenerationRequest:
@@ -288,6 +288,7 @@ async def test_one_idempotency_key_is_one_request(site: Site, reference: Referen
             keyed(10, 1, temperature=0.5),
             dataclasses.replace(keyed(10, 1), stop=("x",)),
             dataclasses.replace(keyed(10, 1), ignore_eos=False),
+            dataclasses.replace(keyed(10, 2), has_seed=True),
         ):
             other = await read(engine.submit(asked))
             assert other.error is not None
@@ -295,6 +296,8 @@ async def test_one_idempotency_key_is_one_request(site: Site, reference: Referen
             assert other.error.name == "idempotency_conflict"
         again = await read(engine.submit(keyed(10, 2, logprobs=0)))
         assert again.tokens == one.tokens
+        seeded = dataclasses.replace(keyed(10, 1), has_seed=True)
+        assert (await read(engine.submit(seeded))).tokens == one.tokens
         assert sum(loop.meter.generated for loop in engine.state.lanes) == 10
 
 

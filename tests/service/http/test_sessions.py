@@ -337,6 +337,7 @@ async def test_session_options_reach_the_engine() -> None:
         assert first.tool_call_ids == ("c2", "c1")  # the last mention wins
         assert second.tool_call_ids == ()
         assert (first.idempotency_key, second.idempotency_key) == ("k1", "k1#1")
+        assert not first.has_seed
         facts = answer["batchengine"]
         assert facts["predicted_ttft_ms"] == 6.0
         assert facts["tokens_reused"] == answer["usage"]["prompt_tokens"] // 2
@@ -347,8 +348,9 @@ async def test_session_options_reach_the_engine() -> None:
         ):
             await post(served, CHAT, chat(**more), headers=headers)
             assert served.engine.generations[-1].request.park
-        await post(served, CHAT, chat(nvext={"agent_hints": {"osl": 9}}))
+        await post(served, CHAT, chat(seed=0, nvext={"agent_hints": {"osl": 9}}))
         last = served.engine.generations[-1].request
+        assert last.has_seed
         assert (last.expected_output_tokens, last.park, last.promote) == (9, False, False)
         assert last.idempotency_key == ""
         many = [{"role": "tool", "tool_call_id": f"t{i}", "content": "x"} for i in range(100)]
