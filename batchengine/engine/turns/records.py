@@ -152,11 +152,11 @@ class TimelineMark(msgspec.Struct, frozen=True):
 
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
-    KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
-    `parked`: until the next turn. `mark`: of its timeline, if it has tool calls. `name`: what its
-    client calls it; `used_s`: Unix time at which its last turn began or ended, for listings.
-    `parent`: the session that started it. `prompt_tokens`: of the last turn, as its client sent
-    it; 0 = unknown."""
+    KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls,
+    or turns whose calls it waits for. `parked`: until the next turn. `mark`: of its timeline, if it
+    has tool calls. `name`: what its client calls it; `used_s`: Unix time at which its last turn
+    began or ended, for listings. `parent`: the session that started it. `prompt_tokens`: of the
+    last turn, as its client sent it; 0 = unknown."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -193,6 +193,12 @@ def rebase(timeline: Sequence[int], prompt: Sequence[int], shared: int) -> Rebas
 def last_prompt(meta: SessionMeta, length: int) -> int:
     """Return the tokens of the session's last prompt; all of its `length` tokens if unknown."""
     return min(meta.prompt_tokens or length, length)
+
+
+def with_call(meta: SessionMeta, call: str) -> SessionMeta:
+    """Return the meta of a session that waits for one more tool call."""
+    calls = (*(one for one in meta.calls if one != call), call)[-CALLS_MAX:]
+    return msgspec.structs.replace(meta, calls=calls)
 
 
 def encode(record: TurnRecord | SessionMeta) -> str:
