@@ -285,10 +285,13 @@ class FakeEngine:
         answer = {"session_id": session_id, "tokens": len(request.prompt), "messages": self.history}
         return answer if self.history else answer | {"text": "[INST] x"}
 
-    async def fork(self, tenant: str, session_id: str, new_id: str) -> Mapping[str, Any]:
+    async def fork(
+        self, tenant: str, session_id: str, new_id: str, name: str = ""
+    ) -> Mapping[str, Any]:
         request = self._last(tenant, session_id)
         if (tenant, new_id) in self.known:
             raise errors.SESSION_EXISTS(given=new_id)
+        self.calls.append(("fork", tenant, new_id, name))
         self.known[tenant, new_id] = request
         return {
             "session_id": new_id, "forked_from": session_id, "tokens": len(request.prompt),

@@ -133,7 +133,9 @@ class SessionOperations:
             "tool_calls": meta.calls,
         }
 
-    async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
+    async def fork(
+        self, tenant: str, session_id: str, new_id: str, client_name: str
+    ) -> dict[str, Any]:
         """Create a second session with the same timeline. Raises BatchEngineError."""
         source = self._state.sessions.get((tenant, session_id))
         if source is not None:
@@ -146,7 +148,7 @@ class SessionOperations:
         name, old = durable_name(tenant, new_id), durable_name(tenant, session_id)
         epoch = self._state.first_epoch
         known = session_meta(found.info.meta)
-        meta = SessionMeta(known.repr_id, known.rebase, known.edit)
+        meta = SessionMeta(known.repr_id, known.rebase, known.edit, name=client_name)
         try:
             await self._wait(
                 self._store.ledger.append(

@@ -97,6 +97,9 @@ async def test_operations_reach_the_engine_by_the_clients_id_and_by_the_daemons_
         status, unnamed = await call(served, "POST", "/v1/sessions/mine/fork")
         assert status == 200
         assert unnamed["session_id"] not in (ours, body["session_id"])
+        assert engine.calls[-2:] == [
+            ("fork", "", body["session_id"], "twin"), ("fork", "", unnamed["session_id"], ""),
+        ]  # fmt: skip
         status, body = await call(served, "GET", "/v1/sessions/mine/why")
         assert (status, body["edit"]["first_difference"]) == (200, 5812)
         status, body = await call(served, "GET", "/v1/sessions")
