@@ -20,6 +20,7 @@ from batchengine.core import (
     BatchEngineError,
     DoneEvent,
     GenerationRequest,
+    Kind,
     ModelInfo,
     QueuedEvent,
 )
@@ -270,10 +271,13 @@ class Requests:
             generation.fail(errors.DRAINING())
             raise
         except Exception as error:
-            log.error("session %s: its request cannot begin: %s", session.session_id, error)
+            refusal = errors.of_request(error)
+            is_ours = refusal.kind in (Kind.INTERNAL, Kind.UNAVAILABLE)
+            level = logging.ERROR if is_ours else logging.INFO  # its client gets it
+            log.log(level, "session %s: its request cannot begin: %s", session.session_id, error)
             if not isinstance(error, BatchEngineError):
                 log.exception("a defect")
-            generation.fail(errors.of_request(error))
+            generation.fail(refusal)
             return None
 
     async def _is_to_compute(self, session: Session, generation: Generation) -> bool:
