@@ -191,16 +191,16 @@ class GenerationRequest:
     `session_id` None = anonymous: prefix sharing still finds common pages.
     `tenant` namespaces sessions and salts content keys; KV is never shared across tenants.
     `tool_call_ids`: calls whose results the messages carry; a request without a session continues
-    the session that was parked for one of them. `park`: the session will wait for a tool, so its
-    KV leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
+    the session that was parked for one of them. `park`: the session will wait for a tool, so its KV
+    leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
     computed once. `promote`: route this turn to the fast lane. `expected_output_tokens`: the
-    client's estimate, for the router only. `patience_ms`: how long the client waits for its first
-    byte, None = unknown, or it gets one at once. `form`: form of the answer's events; the engine
-    records it for later streams of the same turn, and `output` with it. `constraint` None = any
-    text. `client_name`: what the client calls the session, for listings. `echo`: text of the
-    service, which the turn keeps. `prompt_logprobs`: as `Sampling.logprobs`, of the tokens of the
-    prompt; such a request has no session, since tokens that have KV already have no logits, and the
-    token that ends its answer is one of its events.
+    client's estimate, for the router only. `has_seed`: its client chose the seed. `patience_ms`:
+    how long the client waits for its first byte, None = unknown, or it gets one at once. `form`:
+    form of the answer's events; the engine records it for later streams of the same turn, and
+    `output` with it. `constraint` None = any text. `client_name`: what the client calls the
+    session, for listings. `echo`: text of the service, which the turn keeps. `prompt_logprobs`: as
+    `Sampling.logprobs`, of the tokens of the prompt; such a request has no session, since tokens
+    that have KV already have no logits, and the token that ends its answer is one of its events.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -224,6 +224,7 @@ class GenerationRequest:
     idempotency_key: str = ""
     promote: bool = False
     expected_output_tokens: int | None = None
+    has_seed: bool = False
     patience_ms: float | None = None
     form: str = FORM_CHAT
     output: OutputForm = PLAIN_OUTPUT
@@ -277,17 +278,24 @@ class PastTurn:
 
     `tokens` of the answer are durable. `finish_reason` "" = it has not ended, or its daemon was
     killed. `only`: its session has no other turn but deleted responses. `ended_s`: when it ended,
-    seconds since the Unix epoch; 0 = not known.
+    seconds since the Unix epoch; 0 = not known. `texts`: of its tokens but the one that ended it,
+    and behind them what was held back until the end. `cached_tokens`: as in `Usage`.
     """
 
     request: GenerationRequest
     tokens: int
-    text: str
+    texts: tuple[str, ...]
     finish_reason: str
     is_last: bool
     is_running: bool
     only: bool
     ended_s: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(self.texts)
 
 
 class Presence(enum.Enum):

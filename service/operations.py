@@ -144,8 +144,9 @@ async def fork(engine: EngineApi, subject: Subject, new_id: str | None = None) -
     """A copy under the client's own id `new_id`, or under one made here; raises 409."""
     tenant, session_id = subject.session
     made = session_ids.session_key(tenant, new_id or f"fork {secrets.token_hex(16)}")
+    name = session_ids.shown_name(new_id or "")
     try:
-        return await engine.fork(tenant, session_id, made)
+        return await engine.fork(tenant, session_id, made, name)
     except BatchEngineError as error:
         if error.code == errors.SESSION_EXISTS.code and new_id:
             raise errors.SESSION_EXISTS(given=printable(new_id)) from None

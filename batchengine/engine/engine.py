@@ -289,10 +289,13 @@ class Engine:
         """Return the session's history as messages."""
         return await self.running.operations.messages(tenant, session_id)
 
-    async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
-        """Create a second session with the same timeline and the same pages."""
+    async def fork(
+        self, tenant: str, session_id: str, new_id: str, name: str = ""
+    ) -> dict[str, Any]:
+        """Create a second session with the same timeline and the same pages; `name`: what its
+        client calls it."""
         fork = self.running.operations.fork
-        return await self._to_its_end(tenant, lambda: fork(tenant, session_id, new_id))
+        return await self._to_its_end(tenant, lambda: fork(tenant, session_id, new_id, name))
 
     async def park(
         self, tenant: str, session_id: str, tool_call_id: str | None = None

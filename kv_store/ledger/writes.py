@@ -234,7 +234,8 @@ class SetTurnRecord(Op, frozen=True):
 
 
 class FinishTurn(Op, frozen=True):
-    """`ended_s`: the time that the turn's record gets, seconds since the Unix epoch; 0 = none."""
+    """`ended_s`, seconds since the Unix epoch, and `cached_tokens` are what the turn's record gets;
+    nothing if `ended_s` is 0."""
 
     session: str
     epoch: int
@@ -242,6 +243,7 @@ class FinishTurn(Op, frozen=True):
     status: str
     finish_reason: str
     ended_s: int = 0
+    cached_tokens: int = 0
 
     def write(self, db: sqlite3.Connection) -> None:
         _fence(db, self.session, self.epoch)
@@ -256,9 +258,10 @@ class FinishTurn(Op, frozen=True):
         )
         if self.ended_s:
             db.execute(
-                "UPDATE turn SET sampling = json_set(sampling, '$.ended_s', ?)"
+                "UPDATE turn SET"
+                " sampling = json_set(sampling, '$.ended_s', ?, '$.cached_tokens', ?)"
                 " WHERE session = ? AND id = ? AND json_valid(sampling)",
-                (self.ended_s, self.session, self.turn),
+                (self.ended_s, self.cached_tokens, self.session, self.turn),
             )
         _join_blobs(db, self.session, row[0])
         oldest_kept = db.execute(

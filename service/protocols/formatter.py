@@ -51,6 +51,7 @@ class EventIds:
         self._sent = first
         self._turn_of = turn_of
         self._known = events
+        self.is_rest = first > 0 or events > 0  # the reader has the beginning of the stream
 
     @property
     def has_begun(self) -> bool:

@@ -144,5 +144,6 @@ def arguments_of(parts: Iterable[OutputPart]) -> list[str]:
 
 
 def call_id_of(request_id: str, call: int, prefix: str = "call_") -> str:
-    """The id of call number `call` of an answer: the same in every stream of its turn."""
+    """The id of call number `call` of an answer: the same in every stream of its turn. The engine
+    finds the turn by it (`tool_calls.turn_of`)."""
     return f"{prefix}{request_id.removeprefix('req_').replace('-', 'c')}n{call}"

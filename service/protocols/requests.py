@@ -160,6 +160,7 @@ def open_job(
         idempotency_key=_idempotency_key(headers),
         promote=bool(extension.promote),
         expected_output_tokens=extension.expected_output_tokens or (hints.osl if hints else None),
+        has_seed=body.seed is not None,
         form=protocol,
         patience_ms=None if body.stream else carriers.patience_ms(headers),
         client_name=carriers.client_name(body, headers) if session_id is not None else "",

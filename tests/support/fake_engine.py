@@ -89,6 +89,10 @@ class FakeText:
         return bytes([token]) if token < 256 else b""
 
 
+def _cached(request: GenerationRequest) -> int:
+    return len(request.prompt) // 2
+
+
 class FakeGeneration:
     """Scripted events; ends without an event when cancelled."""
 
@@ -200,11 +204,14 @@ class FakeEngine:
         for generation in self.generations:
             asked = generation.request
             if asked.request_id == turn_id and asked.tenant == tenant and asked.session_id:
-                text = "".join(self.reply[: asked.tokens_max])
+                texts = (*self.reply[: asked.tokens_max], "")
                 reason = "stop" if generation.finished else ""
                 running = not generation.finished
                 ended_s = ENDED_S if generation.finished else 0
-                return PastTurn(asked, len(self.reply), text, reason, True, running, True, ended_s)
+                return PastTurn(
+                    asked, len(self.reply), texts, reason, True, running, True, ended_s,
+                    cached_tokens=_cached(asked),
+                )  # fmt: skip
         raise errors.UNKNOWN_TURN(turn_id=turn_id)
 
     async def forget_turn(self, tenant: str, turn_id: str) -> Mapping[str, Any]:
@@ -278,10 +285,13 @@ class FakeEngine:
         answer = {"session_id": session_id, "tokens": len(request.prompt), "messages": self.history}
         return answer if self.history else answer | {"text": "[INST] x"}
 
-    async def fork(self, tenant: str, session_id: str, new_id: str) -> Mapping[str, Any]:
+    async def fork(
+        self, tenant: str, session_id: str, new_id: str, name: str = ""
+    ) -> Mapping[str, Any]:
         request = self._last(tenant, session_id)
         if (tenant, new_id) in self.known:
             raise errors.SESSION_EXISTS(given=new_id)
+        self.calls.append(("fork", tenant, new_id, name))
         self.known[tenant, new_id] = request
         return {
             "session_id": new_id, "forked_from": session_id, "tokens": len(request.prompt),
@@ -379,7 +389,7 @@ class FakeEngine:
                     yield self._token(count - 1, text, request.sampling.logprobs)
             usage = Usage(
                 prompt_tokens=len(request.prompt),
-                cached_tokens=len(request.prompt) // 2,
+                cached_tokens=_cached(request),
                 completion_tokens=count,
                 queue_ms=1.0,
                 ttft_ms=5.0,

@@ -25,7 +25,6 @@ from batchengine.engine.sessions.transcript import messages_of, text_of
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal
 from batchengine.engine.turns.records import (
-    CALLS_MAX,
     ParkedMark,
     Rebase,
     SessionMeta,
@@ -33,6 +32,7 @@ from batchengine.engine.turns.records import (
     encode,
     parked_row,
     session_meta,
+    with_call,
 )
 from batchengine.session import Session
 from batchengine.session_kv import full_pages, page_start
@@ -95,9 +95,9 @@ class SessionOperations:
             meta, epoch, timeline = facts.meta, session.logged_epoch, session.tokens
         before = meta, None if facts is None else facts.parks
         if tool_call_id:
-            calls = (*(c for c in meta.calls if c != tool_call_id), tool_call_id)[-CALLS_MAX:]
             mark = TimelineMark.of(timeline)
-            meta = msgspec.structs.replace(meta, calls=calls, parked=None, mark=mark)
+            meta = with_call(meta, tool_call_id)
+            meta = msgspec.structs.replace(meta, parked=None, mark=mark)
         is_busy = session is not None and self._state.is_busy(session)
         state, parked = RUNNING if is_busy else PARKED, ParkedMark.now(tool_call_id or "")
         if not is_busy:
@@ -133,7 +133,9 @@ class SessionOperations:
             "tool_calls": meta.calls,
         }
 
-    async def fork(self, tenant: str, session_id: str, new_id: str) -> dict[str, Any]:
+    async def fork(
+        self, tenant: str, session_id: str, new_id: str, client_name: str
+    ) -> dict[str, Any]:
         """Create a second session with the same timeline. Raises BatchEngineError."""
         source = self._state.sessions.get((tenant, session_id))
         if source is not None:
@@ -146,7 +148,7 @@ class SessionOperations:
         name, old = durable_name(tenant, new_id), durable_name(tenant, session_id)
         epoch = self._state.first_epoch
         known = session_meta(found.info.meta)
-        meta = SessionMeta(known.repr_id, known.rebase, known.edit)
+        meta = SessionMeta(known.repr_id, known.rebase, known.edit, name=client_name)
         try:
             await self._wait(
                 self._store.ledger.append(

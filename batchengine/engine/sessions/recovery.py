@@ -37,6 +37,7 @@ from batchengine.engine.turns.records import (
     TimelineMark,
     session_meta,
     turn_record,
+    with_call,
 )
 from batchengine.engine.turns.stream import Continuation, Generation
 from batchengine.engine.turns.turn import Turn
@@ -87,14 +88,21 @@ class SessionRecovery:
 
     def closing_meta(self, turn: Turn) -> SessionMeta:
         """Return the session's meta at the end of its turn, marked if it waits for a tool."""
-        facts = self._state.facts.get(turn.session.key)
+        session, request = turn.session, turn.generation.request
+        facts = self._state.facts.get(session.key)
         if facts is None:
             return SessionMeta()
-        if facts.parks is not None or turn.generation.request.park:
+        if facts.parks is not None or request.park:
             parked = ParkedMark.now(facts.parks or "")
             facts.meta = msgspec.structs.replace(facts.meta, parked=parked)
+        waits = request.park and (request.output.calls or bool(request.output.tool))
+        if waits:
+            facts.meta = with_call(facts.meta, request.request_id)
         facts.meta = msgspec.structs.replace(facts.meta, used_s=round(records.unix_s()))
-        self._mark(turn.session, facts)
+        self._mark(session, facts)
+        if waits and facts.meta.mark is not None:
+            call, mark = request.request_id, facts.meta.mark
+            self.calls.add(session.tenant, call, session.session_id, mark)
         return facts.meta
 
     def _mark(self, session: Session, facts: SessionFacts) -> None:

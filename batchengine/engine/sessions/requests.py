@@ -20,6 +20,7 @@ from batchengine.core import (
     BatchEngineError,
     DoneEvent,
     GenerationRequest,
+    Kind,
     ModelInfo,
     QueuedEvent,
 )
@@ -270,10 +271,13 @@ class Requests:
             generation.fail(errors.DRAINING())
             raise
         except Exception as error:
-            log.error("session %s: its request cannot begin: %s", session.session_id, error)
+            refusal = errors.of_request(error)
+            is_ours = refusal.kind in (Kind.INTERNAL, Kind.UNAVAILABLE)
+            level = logging.ERROR if is_ours else logging.INFO  # its client gets it
+            log.log(level, "session %s: its request cannot begin: %s", session.session_id, error)
             if not isinstance(error, BatchEngineError):
                 log.exception("a defect")
-            generation.fail(errors.of_request(error))
+            generation.fail(refusal)
             return None
 
     async def _is_to_compute(self, session: Session, generation: Generation) -> bool:
@@ -316,7 +320,8 @@ class Requests:
             generation.cached_tokens = len(generation.request.prompt)
             if more.is_last and not more.is_done and more.turn_id:
                 meta = self._recovery.meta(session)
-                self._journal.settle(session, more.turn_id, reason, meta)
+                cached = generation.cached_tokens
+                self._journal.settle(session, more.turn_id, reason, cached, meta)
             text = generation.rest(generation.stops.stopped)
             usage = generation.usage(self._state.now_ms())
             generation.end(DoneEvent(reason, usage, text, generation.stops.found))

@@ -22,33 +22,45 @@ async def messages_of(
     control: Collection[int],
     piece: Callable[[int], bytes],
 ) -> list[dict[str, Any]]:
-    """Role and content of each message; `marks` begin one, any of `control` ends it."""
+    """Role and content of each message; `marks` begin one, tokens of `control` show nothing.
+
+    Text between the end of a message and the next one is its own: an answer need not end there.
+    """
     found: list[dict[str, Any]] = []
-    role, text, at = "", bytearray(), 0
+    role, text, has_ended = "", bytearray(), False
     header: list[int] | None = None  # tokens since a mark, until the role is known
     for at, token in enumerate(tokens):
         if at % SLICE == SLICE - 1:
             await asyncio.sleep(0)
         if token in marks:
-            _close(found, role, text)
-            role, text, header = "", bytearray(), []
+            text += _shown(header, control, piece)
+            header = []
         elif header is not None:
             header.append(token)
             is_over = token in control
             head = b"".join(map(piece, header[:-1] if is_over else header))
             named = HEADER.match(head + b"\n" if is_over else head)
             if named is not None:
-                role, header = named[1].decode(), None
-                text += b"" if is_over else head[named.end() :]
-            elif len(header) >= HEADER_TOKENS_MAX:
+                _close(found, role, text)
+                text = bytearray(b"" if is_over else head[named.end() :])
+                role, header, has_ended = named[1].decode(), None, False
+            elif len(header) >= HEADER_TOKENS_MAX:  # no header: a model wrote the mark
+                text += _shown(header, control, piece)
                 header = None
         elif token in control:
-            _close(found, role, text)
-            role, text = "", bytearray()
-        elif role:
+            has_ended = True
+        else:
             text += piece(token)
-    _close(found, role, text, is_last=True)
+    text += _shown(header, control, piece)
+    _close(found, role, text, is_last=not has_ended)
     return found
+
+
+def _shown(
+    header: list[int] | None, control: Collection[int], piece: Callable[[int], bytes]
+) -> bytes:
+    """The text of tokens behind a mark that began no message."""
+    return b"".join(piece(token) for token in header or () if token not in control)
 
 
 def _close(

@@ -115,13 +115,16 @@ class Journal:
         mine = self._append(turn)
         self._turns.pop(turn, None)
         reason = event.finish_reason if isinstance(event, DoneEvent) else event.error.name
-        mine.append(self._finish(session, turn.turn_id, status, reason, meta))
+        cached = turn.generation.cached_tokens
+        mine.append(self._finish(session, turn.turn_id, status, reason, cached, meta))
         self._dirty = False
         self._after(session, mine, self._commit(), lambda error: self._ended(turn, event, error))
 
-    def settle(self, session: Session, turn_id: str, reason: str, meta: SessionMeta) -> None:
+    def settle(
+        self, session: Session, turn_id: str, reason: str, cached: int, meta: SessionMeta
+    ) -> None:
         """Mark a recovered turn as done."""
-        end = self._finish(session, turn_id, DONE, reason, meta)
+        end = self._finish(session, turn_id, DONE, reason, cached, meta)
         self._after(session, [end], self._commit(), _nothing)
 
     async def hand_over(self, session: Session, turn: Turn | None, epoch: int, lane: Lane) -> None:
@@ -212,11 +215,17 @@ class Journal:
         self._after(turn.session, mine, self._commit(), lambda error: self._begun(turn, error))
 
     def _finish(
-        self, session: Session, turn_id: str, status: str, reason: str, meta: SessionMeta
+        self,
+        session: Session,
+        turn_id: str,
+        status: str,
+        reason: str,
+        cached: int,
+        meta: SessionMeta,
     ) -> Future[int]:
         name, epoch = session.name.decode(), session.logged_epoch
         return self._ledger.append(
-            writes.FinishTurn(name, epoch, turn_id, status, reason, round(unix_s())),
+            writes.FinishTurn(name, epoch, turn_id, status, reason, round(unix_s()), cached),
             writes.SetMeta(name, epoch, PARKED if meta.parked else IDLE, encode(meta)),
         )
 

@@ -40,7 +40,7 @@ def unix_s() -> float:
     return datetime.datetime.now(datetime.UTC).timestamp()
 
 
-_OF_LEDGER = ("number", "ended_s")  # fields of a record that no request has
+_OF_LEDGER = ("number", "ended_s", "cached_tokens")  # fields of a record that no request has
 
 
 class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -48,7 +48,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Fields may be added with a default, so that older programs and older records are read.
     `number` counts the turns that one run of the engine began; it orders the turns of one commit.
-    `ended_s` is written at its end, seconds since the Unix epoch.
+    `ended_s`, seconds since the Unix epoch, and `cached_tokens`, those of its prompt that had KV,
+    are written at its end.
     """
 
     sampling: Sampling
@@ -63,6 +64,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     echo: str = ""
     number: int = 0
     ended_s: int = 0
+    cached_tokens: int = 0
 
     @classmethod
     def of(cls, request: GenerationRequest, number: int = 0) -> TurnRecord:
@@ -91,9 +93,10 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return _essence(self.sampling) == _essence(sampling)
 
     def asks_the_same(self, request: GenerationRequest) -> bool:
-        """Whether `request` may be a repetition of this one. The seed is not compared: a client
-        that sends none gets a new one each time."""
-        sampling = msgspec.structs.replace(request.sampling, seed=self.sampling.seed)
+        """Whether `request` may be a repetition of this one. A seed is compared only if its client
+        sent it: one that sends none gets a new one each time."""
+        seed = request.sampling.seed if request.has_seed else self.sampling.seed
+        sampling = msgspec.structs.replace(request.sampling, seed=seed)
         limits = (request.tokens_max, request.stop, request.ignore_eos, request.constraint)
         same = (self.tokens_max, self.stop, self.ignore_eos, self.constraint) == limits
         return same and self.says_the_same(sampling)
@@ -149,11 +152,11 @@ class TimelineMark(msgspec.Struct, frozen=True):
 
 class SessionMeta(msgspec.Struct, frozen=True, omit_defaults=True):
     """Durable facts of a session besides its tokens. `repr_id` (hex): representation of its last
-    KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls.
-    `parked`: until the next turn. `mark`: of its timeline, if it has tool calls. `name`: what its
-    client calls it; `used_s`: Unix time at which its last turn began or ended, for listings.
-    `parent`: the session that started it. `prompt_tokens`: of the last turn, as its client sent
-    it; 0 = unknown."""
+    KV. `rebase` is of the last turn, `edit` of the last that changed history. `calls`: tool calls,
+    or turns whose calls it waits for. `parked`: until the next turn. `mark`: of its timeline, if it
+    has tool calls. `name`: what its client calls it; `used_s`: Unix time at which its last turn
+    began or ended, for listings. `parent`: the session that started it. `prompt_tokens`: of the
+    last turn, as its client sent it; 0 = unknown."""
 
     repr_id: str = ""
     rebase: Rebase | None = None
@@ -190,6 +193,12 @@ def rebase(timeline: Sequence[int], prompt: Sequence[int], shared: int) -> Rebas
 def last_prompt(meta: SessionMeta, length: int) -> int:
     """Return the tokens of the session's last prompt; all of its `length` tokens if unknown."""
     return min(meta.prompt_tokens or length, length)
+
+
+def with_call(meta: SessionMeta, call: str) -> SessionMeta:
+    """Return the meta of a session that waits for one more tool call."""
+    calls = (*(one for one in meta.calls if one != call), call)[-CALLS_MAX:]
+    return msgspec.structs.replace(meta, calls=calls)
 
 
 def encode(record: TurnRecord | SessionMeta) -> str:

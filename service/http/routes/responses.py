@@ -56,7 +56,7 @@ from service.session_ids import is_kept
 
 log = logging.getLogger("batchengine.service")
 
-TEXT_SLICE = 4096  # characters of an answer that are read between two chances for other tasks
+TOKENS_SLICE = 256  # of an answer that are read between two chances for other tasks
 
 
 async def behind(engine: EngineApi, tenant: str, prompt: Prompt) -> Prompt:
@@ -110,8 +110,9 @@ async def _answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list
         asked = past.request
         if _is_stored(past) and past.finish_reason:
             echo = asked.echo.encode()
-            found.append(PastAnswer(turn, past.text, asked.output, echo, past.finish_reason))
-            text_bytes += len(past.text)
+            text = past.text
+            found.append(PastAnswer(turn, text, asked.output, echo, past.finish_reason))
+            text_bytes += len(text)
             requests.check_text_size(text_bytes, engine.info.context_tokens, "input")
     return found
 
@@ -375,8 +376,9 @@ async def _answer(service: Service, past: PastTurn) -> web.Response:
     formatter = ResponsesFormatter(_job(service, past))
     body = formatter.begun()
     if past.finish_reason:  # one that has ended may still run for a reader of its stream
-        for start in range(0, len(past.text), TEXT_SLICE):
-            formatter.add(past.text[start : start + TEXT_SLICE])
+        tokens = past.texts[:-1]
+        for start in range(0, len(tokens), TOKENS_SLICE):
+            formatter.add(tokens[start : start + TOKENS_SLICE])
             await asyncio.sleep(0)
         body = formatter.stored(past)
     return web.Response(body=body, content_type="application/json")

@@ -141,7 +141,9 @@ class CompletionFormatter(OpenAIFormatter):
         self._sums = [0.0] * len(choices)  # of log-probabilities
 
     def opening(self) -> list[SseEvent]:
-        chunks = (self._chunk(index, self._echo(index)) for index in range(len(self.answers)))
+        is_rest = self.ids is not None and self.ids.is_rest  # its reader has the echo
+        echoes = ["" if is_rest else self._echo(index) for index in range(len(self.answers))]
+        chunks = (self._chunk(index, echo) for index, echo in enumerate(echoes))
         return [self._event(chunk) for chunk in chunks]
 
     def _echo(self, index: int) -> str:

@@ -207,20 +207,21 @@ class ResponsesFormatter(Formatter):
             yield from joined(logprobs)
             yield after
 
-    def add(self, text: str) -> None:
-        """Reads more text of an answer of the ledger."""
-        self._items.push(self.answers[0].parser.push(text), [])
+    def add(self, texts: Sequence[str]) -> None:
+        """Reads more tokens of an answer of the ledger."""
+        for text in texts:
+            self._items.push(self.answers[0].push(text), [])
 
     def stored(self, past: PastTurn) -> bytes:
-        """The whole object of an answer of the ledger, whose text was added; what nothing recorded
-        is left out of it."""
-        rest = self.answers[0].parser.flush(is_cut=past.finish_reason != "stop")
-        self._items.push(rest, [])
+        """The whole object of an answer of the ledger, whose tokens were added; what nothing
+        recorded is left out of it."""
+        parser, is_cut = self.answers[0].parser, past.finish_reason != "stop"
+        self._items.push([*parser.push(past.texts[-1]), *parser.flush(is_cut=is_cut)], [])
         status = STATUS.get(past.finish_reason, "failed")
         self._items.close("completed" if status == "completed" else "incomplete")
-        prompt, made = len(self.job.requests[0].prompt), past.tokens
-        counts = {"input_tokens": prompt, "output_tokens": made, "total_tokens": prompt + made}
-        facts: Chunk = {"output": self._items.done, "usage": counts}
+        prompt = len(self.job.requests[0].prompt)
+        usage = self._usage(prompt, past.cached_tokens, past.tokens)
+        facts: Chunk = {"output": self._items.done, "usage": usage}
         return _encode({**self._head, **ended(status, past.ended_s), **facts})
 
     # ---- inner ----
@@ -230,15 +231,17 @@ class ResponsesFormatter(Formatter):
         status = STATUS.get(answer.cut or answer.finish_reason, "failed")
         return "completed" if self._warms and status == "incomplete" else status
 
+    def _usage(self, prompt: int, cached: int, made: int) -> Chunk:
+        made = 0 if self._warms else made
+        return usage_object(prompt, cached, made, min(made, self.answers[0].reasoning_tokens))
+
     def _ended(self, status: str) -> Chunk:
         usage = self.answers[0].usage
-        made = 0 if self._warms else usage.completion_tokens
-        numbers = usage.prompt_tokens, usage.cached_tokens, made
         return {
             **self._head,
             **ended(status, self._ended_s or int(time.time())),
             "output": self._items.done,
-            "usage": usage_object(*numbers, min(made, self.answers[0].reasoning_tokens)),
+            "usage": self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
             "timings": timings_object(self.answers),
             "batchengine": serving_object(self.job, self.answers),
         }

@@ -188,6 +188,32 @@ async def test_a_turn_that_was_taken_over_is_taken_over_again(
             assert (await read(left)).error is not None
 
 
+async def test_one_idempotency_key_is_one_prompt_of_a_family(site: Site) -> None:
+    """While the first request runs, after it, in the next run, and whatever the timeline."""
+    prompt, other = words(1, 300), words(2, 80)
+
+    async def refused(engine: Engine) -> None:
+        with pytest.raises(BatchEngineError) as caught:
+            await asks(engine, other, idempotency_key="k")
+        assert caught.value.code == errors.OTHER_REQUEST_OF_KEY.code
+        assert engine.timelines("", "s") == ["s"]
+
+    async with running_engine(site) as engine:
+        first = await engine.begin(of_family(prompt, 60, idempotency_key="k"))
+        await until(lambda: first.completion_tokens > 3)
+        await refused(engine)
+        answer = await read(first)
+        await refused(engine)
+        _, again = await asks(engine, prompt, tokens_max=60, idempotency_key="k")
+        assert again.tokens == answer.tokens
+    async with running_engine(site) as engine:
+        await refused(engine)
+        await asks(engine, other, idempotency_key="k2")
+        _, again = await asks(engine, prompt, tokens_max=60, idempotency_key="k")
+        assert again.tokens == answer.tokens
+        assert engine.timelines("", "s") == ["s.2", "s"]
+
+
 @pytest.mark.parametrize("more", [{"is_retry": True}, {"attempt": "body"}])
 async def test_of_two_that_ask_the_same_none_is_taken_over(
     site: Site, reference: Reference, more: dict[str, Any]

@@ -126,6 +126,20 @@ async def test_a_missing_source_and_a_taken_name_of_a_fork_are_different_errors(
         )
 
 
+async def test_a_fork_has_the_name_that_its_client_gave_it(site: Site) -> None:
+    """In listings, from its beginning and after its first turn."""
+    prompt = words(4, 20)
+    async with running_engine(site) as engine:
+        answer = await read(engine.submit(request(prompt, 3, session="s")))
+        await engine.fork("", "s", "be_1", "other ending")
+        assert (await engine.session_detail("", "be_1"))["name"] == "other ending"
+        names = {row["session_id"]: row["name"] for row in await engine.stored_sessions(9)}
+        assert names["be_1"] == "other ending"
+        await read(engine.submit(request([*prompt, *answer.tokens, 7], 3, session="be_1")))
+        names = {row["session_id"]: row["name"] for row in engine.sessions()}
+        assert names["be_1"] == "other ending"
+
+
 async def test_two_api_keys_with_one_idempotency_key_each_explain_their_own_request(
     site: Site,
 ) -> None:

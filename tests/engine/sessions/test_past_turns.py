@@ -58,6 +58,10 @@ async def test_a_chain_goes_on_and_an_earlier_turn_forks(site: Site, reference: 
         assert third.session_id == "s"
         assert list(third.prompt) == [*second.prompt, *more.tokens, END, *words(4, 5)]
         assert last.done is not None
+        past = await engine.past_turn("", third.request_id)
+        assert past.cached_tokens == last.done.usage.cached_tokens
+        shown = [event.text for event in last.events if isinstance(event, TokenEvent)]
+        assert past.texts[:-1] == tuple(shown)
         assert last.done.usage.cached_tokens >= len(second.prompt) + len(more.tokens) - 1
 
 

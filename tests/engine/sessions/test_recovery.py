@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.core import BatchEngineError, GenerationRequest, Kind
+from batchengine.core import BatchEngineError, GenerationRequest, Kind, OutputForm
 from batchengine.engine import Engine
 from batchengine.engine.sessions import tool_calls
 from batchengine.engine.turns.records import TimelineMark
 from batchengine.gguf import GgufFile
 from bench.models.hashlm import WORKER_COMMAND, hashlm_tokens
+from service.protocols.output import call_id_of
 from tests.support.engines import (
     Reference,
     Site,
@@ -344,6 +345,40 @@ async def test_no_answer_is_of_two_models(site: Site, tmp_path: Path) -> None:
             assert anew.tokens == fresh
         rest = await read(await engine.resume("", "plain", 10))
         assert rest.tokens == fresh[10:]
+
+
+async def test_a_session_that_is_parked_with_its_turn_is_found_by_the_calls_of_that(
+    site: Site,
+) -> None:
+    """In the same engine and in the next, by each call of the answer as its client knows it."""
+    start, turn_id = words(17, 300), "req_" + "0c" * 12
+
+    def after(history: list[int], call: str) -> GenerationRequest:
+        made = request([*history, *words(18, 20)], 10)
+        return dataclasses.replace(made, tool_call_ids=(call,))
+
+    async with running_engine(site) as engine:
+        asked = dataclasses.replace(
+            request(start, 30, session="s"),
+            request_id=turn_id,
+            park=True,
+            output=OutputForm("hermes", calls=True),
+        )
+        one = await read(engine.submit(asked))
+        history = [*start, *one.tokens]
+        assert (await engine.session_detail("", "s"))["tool_calls"] == [turn_id]
+        for wrong in ("call_1", call_id_of("req_" + "0d" * 12, 0)):
+            other = await read(engine.submit(after(history, wrong)))
+            assert other.done is not None
+            assert other.done.usage.session_id != "s"
+        two = await read(engine.submit(after(history, call_id_of(turn_id, 1))))
+        assert two.done is not None
+        assert two.done.usage.session_id == "s"
+        history += [*words(18, 20), *two.tokens]
+    async with running_engine(site) as engine:
+        three = await read(engine.submit(after(history, call_id_of(turn_id, 0, "toolu_"))))
+        assert three.done is not None
+        assert three.done.usage.session_id == "s"
 
 
 async def test_a_parked_session_is_listed_as_parked_until_it_continues(site: Site) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import sqlite3
 from typing import Any
 
@@ -271,8 +272,11 @@ async def test_one_idempotency_key_is_one_execution(site: Site, reference: Refer
         assert sum(loop.meter.generated for loop in engine.state.lanes) == 0
 
 
-async def test_one_idempotency_key_is_one_request(site: Site, reference: Reference) -> None:
-    """A key with other limits or sampling is refused, but not one with another (random) seed."""
+async def test_one_idempotency_key_is_one_request(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key with other limits or sampling is refused, but not one with another random seed."""
+    caplog.set_level(logging.INFO)
     prompt = words(26, 50)
 
     def keyed(n: int, seed: int, **other: Any) -> GenerationRequest:
@@ -288,6 +292,7 @@ async def test_one_idempotency_key_is_one_request(site: Site, reference: Referen
             keyed(10, 1, temperature=0.5),
             dataclasses.replace(keyed(10, 1), stop=("x",)),
             dataclasses.replace(keyed(10, 1), ignore_eos=False),
+            dataclasses.replace(keyed(10, 2), has_seed=True),
         ):
             other = await read(engine.submit(asked))
             assert other.error is not None
@@ -295,6 +300,10 @@ async def test_one_idempotency_key_is_one_request(site: Site, reference: Referen
             assert other.error.name == "idempotency_conflict"
         again = await read(engine.submit(keyed(10, 2, logprobs=0)))
         assert again.tokens == one.tokens
+        lines = [one for one in caplog.records if "cannot begin" in one.getMessage()]
+        assert [one.levelno for one in lines] == [logging.INFO] * 6  # not errors of the daemon
+        seeded = dataclasses.replace(keyed(10, 1), has_seed=True)
+        assert (await read(engine.submit(seeded))).tokens == one.tokens
         assert sum(loop.meter.generated for loop in engine.state.lanes) == 10
 
 

@@ -36,6 +36,21 @@ def test_messages_of_a_timeline_have_roles_and_contents() -> None:
     assert len(found([*tokens, *[7] * 9000, MARK, *b"user\nx"])) == 3
 
 
+def test_an_answer_that_goes_on_behind_its_end_is_shown_whole() -> None:
+    """As `ignore_eos` makes them; also where the model wrote a mark."""
+    prompt = [MARK, *b"user\nhi", END, *b"\n", MARK, *b"assistant\n"]
+    user = {"role": "user", "content": "hi"}
+    for more, content in (
+        ([*b"One.", END, *b"\nTwo", END, END, *b" three.", END], "One.\nTwo three."),
+        ([*b"One ", MARK, *b"two three four five six", END], "One two three four five six"),
+        ([*b"One ", MARK, *b"two ", MARK, *b"three"], "One two three"),
+        ([END], ""),
+    ):
+        assert found([*prompt, *more]) == [user, {"role": "assistant", "content": content}]
+    again = [*prompt, *b"One.", END, *b"Two", MARK, *b"user\nmore"]
+    assert [one["content"] for one in found(again)] == ["hi", "One.Two", "more"]
+
+
 def test_a_timeline_without_marks_has_text_only() -> None:
     assert found([*b"Once upon a time", END]) == []
     assert found([MARK, *b"no role within sixteen tokens of the mark"]) == []

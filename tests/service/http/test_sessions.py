@@ -97,6 +97,9 @@ async def test_operations_reach_the_engine_by_the_clients_id_and_by_the_daemons_
         status, unnamed = await call(served, "POST", "/v1/sessions/mine/fork")
         assert status == 200
         assert unnamed["session_id"] not in (ours, body["session_id"])
+        assert engine.calls[-2:] == [
+            ("fork", "", body["session_id"], "twin"), ("fork", "", unnamed["session_id"], ""),
+        ]  # fmt: skip
         status, body = await call(served, "GET", "/v1/sessions/mine/why")
         assert (status, body["edit"]["first_difference"]) == (200, 5812)
         status, body = await call(served, "GET", "/v1/sessions")
@@ -249,6 +252,22 @@ async def test_a_resumed_stream_has_the_format_of_its_request() -> None:
         assert numbered_texts(await blocks_of(served, "/v1/stream?session_id=s"))
 
 
+@pytest.mark.parametrize(
+    ("position", "texts"), [("", "xabc"), (":1", "bc"), (":3", ""), (":0.1", "bc")]
+)
+async def test_a_resumed_stream_repeats_the_prompt_only_from_its_beginning(
+    position: str, texts: str
+) -> None:
+    async with serving(FakeEngine(["a", "b", "c"])) as served:
+        asked = {"prompt": "x", "stream": True, "session_id": "s", "echo": True}
+        await blocks_of(served, "/v1/completions", asked)
+        turn = served.engine.generations[-1].request_id
+        given = {"Last_Event_ID": turn + position} if position else {}
+        blocks = await blocks_of(served, "/v1/stream?session_id=s&include_usage=0", **given)
+        chunks = [json.loads(block.split("data: ")[1]) for block in blocks[:-1]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == texts
+
+
 class Resending(FakeEngine):
     """Sends its first two tokens again, without their log-probabilities."""
 
@@ -321,6 +340,7 @@ async def test_session_options_reach_the_engine() -> None:
         assert first.tool_call_ids == ("c2", "c1")  # the last mention wins
         assert second.tool_call_ids == ()
         assert (first.idempotency_key, second.idempotency_key) == ("k1", "k1#1")
+        assert not first.has_seed
         facts = answer["batchengine"]
         assert facts["predicted_ttft_ms"] == 6.0
         assert facts["tokens_reused"] == answer["usage"]["prompt_tokens"] // 2
@@ -331,8 +351,9 @@ async def test_session_options_reach_the_engine() -> None:
         ):
             await post(served, CHAT, chat(**more), headers=headers)
             assert served.engine.generations[-1].request.park
-        await post(served, CHAT, chat(nvext={"agent_hints": {"osl": 9}}))
+        await post(served, CHAT, chat(seed=0, nvext={"agent_hints": {"osl": 9}}))
         last = served.engine.generations[-1].request
+        assert last.has_seed
         assert (last.expected_output_tokens, last.park, last.promote) == (9, False, False)
         assert last.idempotency_key == ""
         many = [{"role": "tool", "tool_call_id": f"t{i}", "content": "x"} for i in range(100)]

@@ -46,10 +46,11 @@ async def test_a_stored_response_is_fetched_again_with_its_fields(
         _, made, _ = await post(served, "/v1/responses", asked)
         status, found = await get(served, "/v1/responses/" + made["id"])
         assert status == 200
-        for name in ("id", "output", "status", "instructions", "metadata", "model", "created_at"):
+        for name in (
+            "id", "output", "status", "instructions", "metadata", "model", "created_at", "usage",
+        ):  # fmt: skip
             assert found[name] == made[name], name
-        assert found["usage"]["input_tokens"] == made["usage"]["input_tokens"]
-        assert "input_tokens_details" not in found["usage"]  # nothing recorded it
+        assert found["usage"]["input_tokens_details"]["cached_tokens"] > 0
         status, text = await call(served, "GET", f"/v1/responses/{made['id']}?stream=true")
         assert status == 200
         assert isinstance(text, str)
@@ -65,6 +66,15 @@ async def test_a_stored_response_is_fetched_again_with_its_fields(
             wrong_start = last.rpartition("=")[0] + f"={wrong}"
             status, body = await get(served, wrong_start)
             assert (status, body["error"]["param"]) == (400, "starting_after")
+
+
+async def test_a_stored_response_counts_its_reasoning() -> None:
+    reply = ["<think>\nOne", " two", " three", "\n</think>\n\n", "Four", "."]
+    async with serving(FakeEngine(reply)) as served:
+        _, made, _ = await post(served, "/v1/responses", {"input": "hi"})
+        _, found = await get(served, "/v1/responses/" + made["id"])
+        assert found["usage"]["output_tokens_details"]["reasoning_tokens"] > 2
+        assert found["usage"] == made["usage"]
 
 
 async def test_what_was_not_stored_and_what_is_another_keys_is_not_found() -> None:

@@ -93,19 +93,20 @@ class PastTurns:
             if waiting[0].tenant != tenant or waiting[0].session_id is None:
                 raise
             found = await self._recovery.find(tenant, waiting[0].session_id)
-            return PastTurn(waiting[0], 0, "", "", True, True, only=found is None)
+            return PastTurn(waiting[0], 0, ("",), "", True, True, only=found is None)
         turn, tokens = place.turn, place.record.tokens[: place.end]
         asked = place.asked.request(turn.id, place.session_id, tenant, tokens[: turn.prompt_end])
         answer = tokens[turn.prompt_end :]
         return PastTurn(
             request=asked,
             tokens=len(answer),
-            text=await self._text_of(asked, answer),
+            texts=await self._texts_of(asked, answer),
             finish_reason=_ending(turn),
             is_last=place.is_last,
             is_running=self._is_running(turn_id),
             only=all(one.id == turn_id or _is_forgotten(one) for one in place.record.turns),
             ended_s=place.asked.ended_s,
+            cached_tokens=place.asked.cached_tokens,
         )
 
     async def forget(self, tenant: str, turn_id: str) -> dict[str, Any]:
@@ -136,8 +137,10 @@ class PastTurns:
             return True  # where it ended is not known from its tokens
         return bool(tokens) and tokens[-1] in self._text.tokenizer.eog
 
-    async def _text_of(self, asked: GenerationRequest, tokens: list[int]) -> str:
-        """The text that the client of this answer got; other tasks run meanwhile."""
+    async def _texts_of(self, asked: GenerationRequest, tokens: list[int]) -> tuple[str, ...]:
+        """The texts that the client of this answer got; other tasks run meanwhile."""
+        if asked.ends_at_end_token and tokens and tokens[-1] in self._text.tokenizer.eog:
+            tokens = tokens[:-1]
         detokeniser = self._text.detokeniser(asked.output)
         stops = StopMatcher(asked.stop, asked.sampling.tokens_min)
         texts: list[str] = []
@@ -147,9 +150,9 @@ class PastTurns:
                 text, stopped = stops.push(detokeniser.push(token))
                 texts.append(text)
                 if stopped:
-                    return "".join(texts)
+                    return (*texts, "")
         text, stopped = stops.push(detokeniser.flush())
-        return "".join(texts) + text + ("" if stopped else stops.flush())
+        return (*texts, text + ("" if stopped else stops.flush()))
 
 
 def _is_forgotten(turn: TurnInfo) -> bool:

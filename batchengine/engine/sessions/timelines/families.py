@@ -168,6 +168,8 @@ class Families:
     async def _chosen(self, request: GenerationRequest, *, is_warm: bool = False) -> Prepared:
         tenant, prompt = request.tenant, list(request.prompt)
         family = tenant, family_of(request.session_id or "")
+        if request.idempotency_key:
+            await self._check_key(family, request.idempotency_key, prompt)
         members = await self._members(family, prompt)
         if (running := self._repeated(members, request)) is not None:
             return self._taken_over(running, request)
@@ -264,23 +266,37 @@ class Families:
 
     # ------------------------------------------------------------------------------ repeats
 
+    async def _check_key(self, family: Name, key: str, prompt: list[int]) -> None:
+        """Raise OTHER_REQUEST_OF_KEY if the family has turns with this key, none of this prompt."""
+        prompts: list[list[int]] = []
+        for one in self._table.members(*family):
+            if (found := await self._recovery.find(family[0], one)) is not None:
+                same = [turn for turn in found.turns if turn.idempotency_key == key]
+                prompts += [found.tokens[: turn.prompt_end] for turn in same]
+        if prompts and prompt not in prompts:
+            raise errors.OTHER_REQUEST_OF_KEY()
+
     def _repeated(
         self, members: Iterable[Timeline], request: GenerationRequest
     ) -> Generation | None:
         """Return the request of a family that this one repeats while it is served.
 
         Without a key that says so, none is taken if two ask the same: either may have a reader.
+        Raises OTHER_REQUEST_OF_KEY.
         """
         key = request.idempotency_key
         sessions = self._sessions(request.tenant, (one.id for one in members))
-        same = [
+        keyed = [
             running
             for session in sessions
             for running in self._waiting(session)
-            if running.request.idempotency_key == key and running.request.prompt == request.prompt
+            if running.request.idempotency_key == key
         ]
+        same = [running for running in keyed if running.request.prompt == request.prompt]
         if not key:
             same = [running for running in same if _is_same(running.request, request)]
+        elif keyed and not same:
+            raise errors.OTHER_REQUEST_OF_KEY()
         return same[0] if len(same) == 1 or (key and same) else None
 
     def _taken_over(self, running: Generation, request: GenerationRequest) -> Prepared:
