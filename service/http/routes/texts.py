@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
 
 from batchengine.core import FORM_RESPONSES
 from service.engine_api import check_serving
+from service.http import appending
 from service.http.admission import CALLER, SERVICE, prompt_limits, read_json_body
+from service.http.answers import json_answer
 from service.http.routes import responses
 from service.http.routes.route import Handler, Route
-from service.protocols import reading
+from service.protocols import carriers, reading
 from service.protocols.llama.texts import DetokenizeRequest, TokenizeRequest
 from service.protocols.openai.chat import CHAT
+from service.protocols.protocol import input_tokens
+from service.protocols.schema import TOKENS_MAX
 from service.protocols.table import BY_COUNT_ROUTE
 
 
@@ -34,8 +39,26 @@ def _handler(task: str, protocol: str = CHAT.name) -> Handler:
 
 def _counter(protocol: str) -> Handler:
     """The handler that counts a prompt of `protocol`; one of Responses may follow stored ones."""
-    is_stateful = protocol == FORM_RESPONSES
-    return responses.count_input if is_stateful else _handler("count", protocol)
+    return _count_input if protocol == FORM_RESPONSES else _handler("count", protocol)
+
+
+async def _count_input(request: web.Request) -> web.Response:
+    """How many tokens the prompt of a body has, with those that it goes behind."""
+    service, tenant = request.app[SERVICE], request[CALLER].tenant
+    engine = service.engine
+    with service.admit(tenant) as admission:
+        data = await read_json_body(request, admission)
+        check_serving(engine)
+        limits = msgspec.structs.replace(prompt_limits(service), context_tokens=TOKENS_MAX)
+        question = reading.Question(FORM_RESPONSES, limits)
+        found = await responses.read(engine, tenant, question, data)
+        session_id = carriers.session_of(found.fields, request.headers, tenant)
+        prompt, past = await appending.followed(engine, tenant, found.prompt(), session_id)
+    count = sum(map(len, prompt.tokens))
+    if past is not None:  # the token that ends the last message is in both
+        before = len(past.request.prompt) + past.tokens
+        count = before + len(prompt.append) - (past.finish_reason == "stop")
+    return json_answer(input_tokens(count))
 
 
 _COUNTED = "How many tokens the prompt of this body has."

@@ -71,6 +71,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
         response_param="output_config.format",
         continues=body.messages[-1].get("role") == "assistant",
         template=template,
+        heading=1 if system else 0,
         unread=tuple(dict.fromkeys(tools.unread)),
     )
 

@@ -54,8 +54,10 @@ def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) ->
 def _conversation(body: ChatRequest) -> Conversation:
     offered = tools.tools_of(body)
     echo = LEGACY if body.tools is None and body.functions is not None else NOTHING
+    messages = [_message(message, index) for index, message in enumerate(body.messages)]
+    others = (index for index, one in enumerate(messages) if one["role"] != "system")
     return Conversation(
-        messages=[_message(message, index) for index, message in enumerate(body.messages)],
+        messages=messages,
         tools=offered.functions,
         tool_choice=tools.choice_of(body),
         response=formats.constraint_of(body),
@@ -64,6 +66,7 @@ def _conversation(body: ChatRequest) -> Conversation:
         tokens_max=tokens_asked(body.max_completion_tokens, body.max_tokens, body.n_predict),
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         echo=_encode(offered.custom) if offered.custom else echo,
+        heading=next(others, len(messages)),
         unread=tuple(dict.fromkeys((*_unread(body), *offered.unread))),
     )
 
