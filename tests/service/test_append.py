@@ -184,6 +184,34 @@ async def test_a_session_gets_its_system_text_and_its_tools_once() -> None:
                 assert all(f'"name": "{name}"' in appended for name in names) or not new
 
 
+@pytest.mark.parametrize(
+    ("path", "count_path"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions/input_tokens"),
+        ("/v1/messages", "/v1/messages/count_tokens"),
+        ("/v1/responses", "/v1/responses/input_tokens"),
+    ],
+)
+async def test_the_count_of_a_prompt_has_the_session_that_it_goes_behind(
+    path: str, count_path: str
+) -> None:
+    engine = FakeEngine()
+    headers = {"x-batchengine-append": "true"}
+    body: dict[str, Any] = {"batchengine": {"session_id": "s"}}
+    body |= {"input": "hi"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 9}
+    async with serving(engine) as served:
+        await post(served, path, body)
+        whole = engine.generations[-1].request.prompt
+        counted = (await post(served, count_path, body))[1]
+        assert counted["input_tokens"] == len(whole)
+        counted = (await post(served, count_path, body, headers=headers))[1]
+        answer, end = len(engine.reply), 1
+        assert counted["input_tokens"] == len(whole) + answer + len(b"\n") + len(whole) - end
+        body["batchengine"] |= {"append": True, "session_id": "other"}
+        counted = (await post(served, count_path, body))[1]
+        assert counted["input_tokens"] == len(whole)
+
+
 async def test_a_retry_of_the_turn_that_got_new_instructions_repeats_them() -> None:
     """The engine recognises it by its tokens."""
     engine = FakeEngine()
