@@ -109,6 +109,13 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     if not messages:
         what, fix = "the conversation has no message", "send a message of the user"
         raise errors.INVALID_MESSAGES(what=what, fix=fix, param=param)
+    if conversation.continues and conversation.response is not None:
+        raise errors.INVALID_FIELD(
+            param=conversation.response_param,
+            what="an answer of a given form cannot go on with a message of the assistant",
+            why="the form is of the whole answer, and the last message begins it",
+            fix="send a last message of another role, or leave out the form of the answer",
+        )
     requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
     is_callable = conversation.tool_choice.mode != "none"
     # in the prompt of every turn, called or not

@@ -399,6 +399,27 @@ async def test_an_answer_goes_on_with_the_last_message() -> None:
         assert (status, found["error"]["param"]) == (400, "continue_final_message")
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"guided_regex": "[0-9]+"}),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": {}}, "max_tokens": 9}),
+    ],
+)
+async def test_an_answer_that_goes_on_with_a_message_has_no_form(
+    path: str, fields: dict[str, Any]
+) -> None:
+    said = {"role": "assistant", "content": '{"a": '}
+    async with serving() as served:
+        body = {"messages": [USER, said], **fields}
+        status, found, _ = await post(served, path, body)
+        assert status == 400
+        assert "cannot go on with a message of the assistant" in found["error"]["message"]
+        status, found, _ = await post(served, path, body | {"messages": [USER, said, USER]})
+        assert status == 200, found
+
+
 async def test_a_prompt_may_end_without_the_beginning_of_an_answer() -> None:
     said = {"role": "assistant", "content": "The sky is"}
     whole = {"add_generation_prompt": False, "continue_final_message": False}
