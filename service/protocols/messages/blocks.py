@@ -180,7 +180,7 @@ def _choice(choice: Choice | None, tools: _Tools) -> ToolChoice:
 def _response(body: MessagesRequest) -> Constraint | None:
     form = body.output_format or (body.output_config.format if body.output_config else None)
     if form is None:
-        return formats.structured_outputs(body.structured_outputs or {})
+        return formats.structured_outputs(body.structured_outputs)
     if form.type != "json_schema" or form.schema is None:
         raise errors.INVALID_FIELD(
             param="output_config.format",

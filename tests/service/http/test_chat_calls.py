@@ -353,6 +353,33 @@ async def test_formats(fields: dict[str, Any], kind: str | None, text: str) -> N
     assert text in request.constraint.text
 
 
+@pytest.mark.parametrize(
+    ("forms", "param"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs.choice"),
+        ({"json_object": True, "structural_tag": "{}"}, "structured_outputs.structural_tag"),
+        ({"structural_tag": "{}"}, "structured_outputs"),
+        ({"regexp": "a"}, "structured_outputs"),
+        ({"json": None, "json_object": False}, "structured_outputs"),
+        ({}, "structured_outputs"),
+    ],
+)
+async def test_structured_outputs_have_one_form_that_is_known(
+    forms: dict[str, Any], param: str
+) -> None:
+    for path, body in (
+        ("/v1/chat/completions", chat()), ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", chat(max_tokens=9)),
+    ):  # fmt: skip
+        async with serving() as served:
+            status, found, _ = await post(served, path, {**body, "structured_outputs": forms})
+            assert status == 400, found
+            assert param in found["error"]["message"]
+            only = {"regex": "a", "choice": None, "disable_any_whitespace": True}
+            status, found, _ = await post(served, path, {**body, "structured_outputs": only})
+            assert status == 200, found
+
+
 async def test_gbnf_is_converted() -> None:
     pytest.importorskip("llguidance")
     status, body, request = await asked(chat(grammar='root ::= "a" [0-9]+\n'))
