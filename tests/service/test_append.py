@@ -85,6 +85,15 @@ async def test_a_body_a_header_or_a_key_asks_for_it() -> None:
         body = {"prompt": "x", "batchengine": {"append": True}}
         status, answer, _ = await post(served, "/v1/completions", body)
         assert (status, answer["error"]["code"]) == (400, "not_appendable")
+        for given, appends in (("1", True), (" True ", True), ("0", False), ("false", False)):
+            headers = {"x-batchengine-append": given}
+            await post(served, "/v1/chat/completions", chat(), headers=headers)
+            assert engine.generations[-1].request.append == (added if appends else ())
+        for given in ("yes", "on", "maybe", "2"):
+            headers = {"x-batchengine-append": given}
+            for path in ("/v1/chat/completions", "/v1/chat/completions/input_tokens"):
+                status, answer, _ = await post(served, path, chat(), headers=headers)
+                assert (status, answer["error"]["param"]) == (400, "x-batchengine-append")
     keys = (ApiKey("a", "sk-aaaaaaaaaaaaaaaaaaaa", append=True), ApiKey("b", "sk-bbbbbbbbbbbbbb"))
     engine = FakeEngine()
     async with serving(engine, dataclasses.replace(config, auth=keys)) as served:
