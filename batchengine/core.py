@@ -170,7 +170,9 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     ends inside a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the
     only tool that the answer calls, where its text is the arguments alone; "" = none.
     `text_parameters`: by tool, the parameters that are text, which markup without quotes does not
-    tell. `checked`: a grammar holds the calls, so an answer that begins as one is one.
+    tell. `checked`: a grammar holds the calls, so an answer that begins as one is one. `heading`:
+    digests of the system's text and of the tools that the prompt has, which tell a request that
+    appends what is new; "" = it has none.
     """
 
     markup: str = msgspec.field(default="", name="family")  # its name in records of turns
@@ -179,6 +181,7 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     tool: str = ""
     text_parameters: dict[str, tuple[str, ...]] = {}
     checked: bool = False
+    heading: tuple[str, str] = ("", "")
 
 
 PLAIN_OUTPUT = OutputForm()

@@ -20,7 +20,7 @@ from batchengine import errors
 from batchengine.config import keys
 from batchengine.core import BatchEngineError, Kind
 from service.engine_api import EngineApi, check_serving
-from service.http import relay, sessions
+from service.http import appending, relay, sessions
 from service.http.access import address_of, has_key
 from service.http.admission import (
     CALLER,
@@ -237,8 +237,9 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             request[REQUEST_ID],
         )  # fmt: skip
         prompt = found.prompt()
-        if prompt.append_to:
-            prompt = await responses.behind(engine, request[CALLER].tenant, prompt)
+        prompt, _ = await appending.followed(
+            engine, request[CALLER].tenant, prompt, job.asked.session_id
+        )
         requests.fill(job, found.fields, prompt, engine.info)
         generations = await requests.submit_all(engine, job)
         live = service.enter(Live(job, generations, time.monotonic()))

@@ -80,6 +80,7 @@ HEADERS_EXACT = (
 )
 HEADERS_LAST = ("x-conversation-id", "x-openwebui-chat-id")
 HEADER_APPEND = "x-batchengine-append"
+SWITCHES = {"true": True, "false": False, "1": True, "0": False}
 HEADER_AGENT = "x-claude-code-agent-id"  # a child, whose parent has the session id beside it
 HEADERS_PARENT = (
     "x-batchengine-parent-session-id",
@@ -180,9 +181,17 @@ def is_retry(headers: CIMultiDictProxy[str]) -> bool:
 
 
 def appends(headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> bool:
-    """Whether requests of the caller hold new messages only; their bodies may say otherwise."""
+    """Whether requests of the caller hold new messages only; their bodies may say otherwise.
+
+    Raises 400 for a header that says neither.
+    """
     given = headers.get(HEADER_APPEND, "").strip().lower()
-    return given == "true" if given else keys.key_of(config, caller.tenant).append
+    if not given:
+        return keys.key_of(config, caller.tenant).append
+    if given not in SWITCHES:
+        what, fix = f"{HEADER_APPEND} {given[:40]!r} is unknown", "use " + ", ".join(SWITCHES)
+        raise errors.INVALID_FIELD(param=HEADER_APPEND, what=what, fix=fix)
+    return SWITCHES[given]
 
 
 # ---- the SLA ----

@@ -6,10 +6,13 @@ Owns `Conversation`, which the protocols make of their bodies, and the order in 
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
+
+import msgspec
 
 from batchengine import errors
 from batchengine.core import Constraint, OutputForm
@@ -68,7 +71,7 @@ class Conversation:
     unread: tuple[str, ...] = ()  # as in `Prompt`
     append: bool = False
     append_to: str = ""  # the turn behind whose answer they go
-    heading: int = 0  # first messages that `append` leaves out where the turn before has them
+    heading: int = 0  # first messages, of the system, which the turn before may have already
     stored: bool = False  # as in `Prompt`
 
 
@@ -106,20 +109,29 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     if not messages:
         what, fix = "the conversation has no message", "send a message of the user"
         raise errors.INVALID_MESSAGES(what=what, fix=fix, param=param)
+    if conversation.continues and conversation.response is not None:
+        raise errors.INVALID_FIELD(
+            param=conversation.response_param,
+            what="an answer of a given form cannot go on with a message of the assistant",
+            why="the form is of the whole answer, and the last message begins it",
+            fix="send a last message of another role, or leave out the form of the answer",
+        )
     requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
     is_callable = conversation.tool_choice.mode != "none"
     # in the prompt of every turn, called or not
     tools = [_shown(tool) for tool in conversation.tools] or None
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
     first, begun = _split(conversation)
+    head, rest = first[: conversation.heading], first[conversation.heading :]
     prepared, template = history.prepare(first, tools, text), conversation.template
     added: list[int] = []
     bare: list[int] = []
     if conversation.append or limits.append:
-        added = bare = _begun(append.appended(text, *prepared, template), begun, text)
-        if conversation.heading and len(first) > conversation.heading:
-            rest = history.prepare(first[conversation.heading :], tools, text)
-            bare = _begun(append.appended(text, *rest, template), begun, text)
+        later = history.prepare_later(rest, head, tools, text)
+        added = bare = _begun(append.appended(text, later, prepared[1], template), begun, text)
+        if rest and (head or tools):
+            later = history.prepare_later(rest, [], None, text)
+            bare = _begun(append.appended(text, later, prepared[1], template), begun, text)
     if conversation.append_to:  # without that turn the request is refused
         tokens = added
     else:
@@ -135,6 +147,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         calls=bool(called),
         text_parameters=text_parameters(called) if text.markup.has_bare_values else {},
         checked=is_checked,
+        heading=(_digest(head), _digest(tools)),
     )
     return Prompt(
         [tokens],
@@ -152,6 +165,11 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         append_to=conversation.append_to,
         stored=conversation.stored,
     )
+
+
+def _digest(part: list[dict[str, Any]] | None) -> str:
+    """A digest of one part of the heading; "" of one that is empty."""
+    return hashlib.sha256(msgspec.json.encode(part)).hexdigest()[:16] if part else ""
 
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:

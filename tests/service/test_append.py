@@ -85,6 +85,15 @@ async def test_a_body_a_header_or_a_key_asks_for_it() -> None:
         body = {"prompt": "x", "batchengine": {"append": True}}
         status, answer, _ = await post(served, "/v1/completions", body)
         assert (status, answer["error"]["code"]) == (400, "not_appendable")
+        for given, appends in (("1", True), (" True ", True), ("0", False), ("false", False)):
+            headers = {"x-batchengine-append": given}
+            await post(served, "/v1/chat/completions", chat(), headers=headers)
+            assert engine.generations[-1].request.append == (added if appends else ())
+        for given in ("yes", "on", "maybe", "2"):
+            headers = {"x-batchengine-append": given}
+            for path in ("/v1/chat/completions", "/v1/chat/completions/input_tokens"):
+                status, answer, _ = await post(served, path, chat(), headers=headers)
+                assert (status, answer["error"]["param"]) == (400, "x-batchengine-append")
     keys = (ApiKey("a", "sk-aaaaaaaaaaaaaaaaaaaa", append=True), ApiKey("b", "sk-bbbbbbbbbbbbbb"))
     engine = FakeEngine()
     async with serving(engine, dataclasses.replace(config, auth=keys)) as served:
@@ -129,6 +138,106 @@ def test_an_answer_that_goes_on_with_the_last_message_goes_on_with_it_behind_a_s
     assert read().tokens == [list(b"user: hi\nWe")]
     behind = read(append_to="turn")  # nothing else is sent of the conversation
     assert (behind.append, behind.tokens) == (list(b"\nuser: hi\nWe"), [behind.append])
+
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "ls", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@pytest.mark.parametrize("which", ["own", "chatml", "thinking"])
+def test_instructions_and_tools_reach_a_prompt_that_has_others(
+    tokenizer: Tokenizer, which: str
+) -> None:
+    template = {"own": tokenizer.chat_template, "chatml": None, "thinking": THINKING}[which]
+    text = encoder_of(tokenizer, template)
+    messages = [{"role": "system", "content": "Be rude."}, USER]
+    asked = Conversation(messages, tools=[TOOL], append_to="turn", append=True, heading=1)
+    prompt = conversation.read(asked, text, PromptLimits(1000, 300, 10))
+    shown = b"".join(map(text.piece, prompt.append)).decode()
+    assert shown.count("<system>\nBe rude.\n</system>") == 1
+    assert shown.count('"name": "ls"') == 1
+    bare = append.appended(text, [USER], None, {})
+    assert prompt.append_bare == bare
+    assert all(prompt.output.heading)
+
+
+async def test_a_session_gets_its_system_text_and_its_tools_once() -> None:
+    engine = FakeEngine()
+
+    def made(system: str, *names: str) -> dict[str, Any]:
+        messages = [{"role": "system", "content": system}, USER] if system else [USER]
+        tools = [{**TOOL, "function": {**TOOL["function"], "name": name}} for name in names]
+        extension = {"session_id": "s", "append": True}
+        return {"messages": messages, "tools": tools, "batchengine": extension, "max_tokens": 5}
+
+    async with serving(engine) as served:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            for system, names, new in (
+                ("kind", ("ls",), True), ("kind", ("ls",), False), ("", ("ls",), False),
+                ("rude", ("ls",), True), ("", (), False), ("rude", ("ls",), False),
+                ("rude", ("cat",), True), ("rude", ("cat",), False),
+            ):  # fmt: skip
+                body = made(system, *names)
+                if path == "/v1/messages":
+                    body["messages"] = [USER]
+                    body |= {"system": system} if system else {}
+                    schema = {"type": "object"}
+                    body["tools"] = [{"name": name, "input_schema": schema} for name in names]
+                    body["batchengine"]["session_id"] = "m"
+                status, answer, _ = await post(served, path, body)
+                assert status == 200, answer
+                appended = bytes(engine.generations[-1].request.append).decode()
+                assert (f"<system>\n{system}\n" in appended) is new, (path, system, names)
+                assert all(f'"name": "{name}"' in appended for name in names) or not new
+
+
+@pytest.mark.parametrize(
+    ("path", "count_path"),
+    [
+        ("/v1/chat/completions", "/v1/chat/completions/input_tokens"),
+        ("/v1/messages", "/v1/messages/count_tokens"),
+        ("/v1/responses", "/v1/responses/input_tokens"),
+    ],
+)
+async def test_the_count_of_a_prompt_has_the_session_that_it_goes_behind(
+    path: str, count_path: str
+) -> None:
+    engine = FakeEngine()
+    headers = {"x-batchengine-append": "true"}
+    body: dict[str, Any] = {"batchengine": {"session_id": "s"}}
+    body |= {"input": "hi"} if path == "/v1/responses" else {"messages": [USER], "max_tokens": 9}
+    async with serving(engine) as served:
+        await post(served, path, body)
+        whole = engine.generations[-1].request.prompt
+        counted = (await post(served, count_path, body))[1]
+        assert counted["input_tokens"] == len(whole)
+        counted = (await post(served, count_path, body, headers=headers))[1]
+        answer, end = len(engine.reply), 1
+        assert counted["input_tokens"] == len(whole) + answer + len(b"\n") + len(whole) - end
+        body["batchengine"] |= {"append": True, "session_id": "other"}
+        counted = (await post(served, count_path, body))[1]
+        assert counted["input_tokens"] == len(whole)
+
+
+async def test_a_retry_of_the_turn_that_got_new_instructions_repeats_them() -> None:
+    """The engine recognises it by its tokens."""
+    engine = FakeEngine()
+    body = chat(batchengine={"session_id": "s", "append": True})
+    body["messages"].insert(0, {"role": "system", "content": "rude"})
+    async with serving(engine) as served:
+        await post(served, "/v1/chat/completions", body)
+        (name,) = engine.known
+        asked = engine.generations[-1].request
+        behind = dataclasses.replace(asked, prompt=(1, 2, *asked.append[1:]))
+        engine.known[name] = engine.generations[-1].request = behind
+        headers = {"x-stainless-retry-count": "1"}
+        await post(served, "/v1/chat/completions", body, headers=headers)
+        assert engine.generations[-1].request.append == asked.append
+        body["messages"][-1]["content"] = "more"
+        await post(served, "/v1/chat/completions", body)
+        assert bytes(engine.generations[-1].request.append) == b"\nuser: more\n"
 
 
 def test_messages_are_needed() -> None:

@@ -260,7 +260,7 @@ class FakeEngine:
         return {
             "session_id": session_id, "family": session_id, "tenant": tenant,
             "tokens": len(request.prompt),
-            "state": "idle", "turns": [], "tool_calls": [],
+            "state": "idle", "turns": [{"turn": request.request_id}], "tool_calls": [],
             **self._parked_row(session_id),
         }  # fmt: skip
 

@@ -34,49 +34,25 @@ from service.http.admission import (
     Live,
     Service,
     prompt_limits,
-    read_json_body,
 )
 from service.http.answers import json_answer
 from service.http.routes.route import Route
-from service.protocols import carriers, reading, requests
+from service.protocols import reading, requests
 from service.protocols.formatter import Formatter
-from service.protocols.protocol import PastAnswer, input_tokens
-from service.protocols.requests import HttpJob, Prompt
+from service.protocols.protocol import PastAnswer
+from service.protocols.requests import HttpJob
 from service.protocols.responses import past_items
 from service.protocols.responses.formatter import (
     ID_PREFIX,
     TURN_PREFIX,
     ResponsesFormatter,
     echo_of,
-    response_id,
     turn_id_of,
 )
-from service.protocols.schema import TOKENS_MAX
-from service.session_ids import is_kept
 
 log = logging.getLogger("batchengine.service")
 
 TOKENS_SLICE = 256  # of an answer that are read between two chances for other tasks
-
-
-async def behind(engine: EngineApi, tenant: str, prompt: Prompt) -> Prompt:
-    """The prompt of a request that follows a response: without instructions that it has already.
-
-    Raises 404 if there is no such response.
-    """
-    try:
-        past = await engine.past_turn(tenant, prompt.append_to)
-    except BatchEngineError as error:
-        if error.code != errors.UNKNOWN_TURN.code:
-            raise
-        given = response_id(prompt.append_to)
-        raise errors.UNKNOWN_PREVIOUS(given=given) from None
-    if not _is_stored(past):
-        raise errors.UNKNOWN_PREVIOUS(given=response_id(prompt.append_to))
-    before, now = echo_of(past.request.echo.encode()), echo_of(prompt.echo)
-    if before.fields.get("instructions") != now.fields.get("instructions"):
-        return prompt
-    return dataclasses.replace(prompt, append=prompt.append_bare)
 
 
 async def read(
@@ -108,7 +84,7 @@ async def _answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list
                 raise
             continue
         asked = past.request
-        if _is_stored(past) and past.finish_reason:
+        if is_stored(past) and past.finish_reason:
             echo = asked.echo.encode()
             text = past.text
             found.append(PastAnswer(turn, text, asked.output, echo, past.finish_reason))
@@ -203,7 +179,7 @@ async def _past(request: web.Request) -> tuple[Service, PastTurn]:
         if error.code != errors.UNKNOWN_TURN.code:
             raise
         raise errors.UNKNOWN_RESPONSE(given=given) from None
-    if not _is_stored(past):
+    if not is_stored(past):
         raise errors.UNKNOWN_RESPONSE(given=given)
     return service, past
 
@@ -315,41 +291,6 @@ def _page_of(request: web.Request, turn: str, kept: str) -> past_items.InputPage
     return past_items.InputPage(turn, kept, order, number, request.query.get("after"))
 
 
-async def count_input(request: web.Request) -> web.Response:
-    """How many tokens the prompt of a body has, with those of the responses that it follows."""
-    service, tenant = request.app[SERVICE], request[CALLER].tenant
-    engine = service.engine
-    with service.admit(tenant) as admission:
-        data = await read_json_body(request, admission)
-        check_serving(engine)
-        limits = msgspec.structs.replace(prompt_limits(service), context_tokens=TOKENS_MAX)
-        found = await read(engine, tenant, reading.Question(FORM_RESPONSES, limits), data)
-        prompt = found.prompt()
-        count, reason, before = sum(map(len, prompt.tokens)), "", 0
-        session_id = carriers.session_of(found.fields, request.headers, tenant)
-        if prompt.append_to:
-            prompt = await behind(engine, tenant, prompt)
-            past = await engine.past_turn(tenant, prompt.append_to)
-            before, reason = len(past.request.prompt) + past.tokens, past.finish_reason
-        elif prompt.append and session_id is not None and is_kept(session_id):
-            before, reason = await _session_tokens(engine, tenant, session_id)
-    if before:  # the token that ends the last message is in both
-        count = before + len(prompt.append) - (reason == "stop")
-    return json_answer(input_tokens(count))
-
-
-async def _session_tokens(engine: EngineApi, tenant: str, session_id: str) -> tuple[int, str]:
-    """The tokens of a session, 0 of an unknown one, and why its last turn ended."""
-    try:
-        detail = await engine.session_detail(tenant, session_id)
-    except BatchEngineError as error:
-        if error.kind is not Kind.MISSING:
-            raise
-        return 0, ""
-    turns = detail["turns"]
-    return detail["tokens"], turns[-1]["finish_reason"] if turns else ""
-
-
 async def _unbuilt(request: web.Request) -> web.Response:
     why = "clients compact a conversation by themselves, where it is not OpenAI that serves them"
     fix = "ask for a summary with POST /v1/responses, and send that instead of the items"
@@ -384,7 +325,7 @@ async def _answer(service: Service, past: PastTurn) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _is_stored(past: PastTurn) -> bool:
+def is_stored(past: PastTurn) -> bool:
     """Whether a turn is a response that clients may ask for."""
     return past.request.form == FORM_RESPONSES and _says(past.request.echo.encode(), "store")
 

@@ -1,4 +1,4 @@
-"""Tasks about texts in a text process: tokenize, detokenize, apply-template, and counting a prompt.
+"""Tasks about texts in a text process: tokenize, detokenize and apply-template.
 
 Each takes the bytes of a body and returns the JSON of the answer, so that the daemon handles
 neither. The forms are llama-server's. An answer is bounded by ANSWER_BYTES_MAX.
@@ -6,7 +6,7 @@ neither. The forms are llama-server's. An answer is bounded by ANSWER_BYTES_MAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -42,18 +42,17 @@ Body = TypeVar("Body", bound=Struct)
 Task = Callable[[PromptEncoder, Protocol[Any], PromptLimits, bytes], bytes]
 
 
-def count(text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes) -> bytes:
-    """The number of tokens of a request's prompt; one that is too long is counted, too."""
-    tokens = _prompt(text, protocol, limits, data)
-    return _encode(protocol.counted(sum(map(len, tokens))))
-
-
 def apply_template(
     text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes
 ) -> bytes:
     """The text of a chat's prompt: the bytes of the tokens that would be computed."""
-    tokens = _prompt(text, CHAT, limits, data)
-    return _encode({"prompt": _joined(text, tokens[0]), "tokens": len(tokens[0])})
+    body, _ = CHAT.parse(data)
+    CHAT.check(body)
+    limits = msgspec.structs.replace(
+        limits, context_tokens=schema.TOKENS_MAX
+    )  # its body is bounded
+    (tokens,) = CHAT.read_prompt(body, text, limits).tokens
+    return _encode({"prompt": _joined(text, tokens), "tokens": len(tokens)})
 
 
 def tokenize(
@@ -90,21 +89,10 @@ def detokenize(
 
 
 TASKS: dict[str, Task] = {
-    "count": count,
     "apply-template": apply_template,
     "tokenize": tokenize,
     "detokenize": detokenize,
 }
-
-
-def _prompt(
-    text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes
-) -> Sequence[Sequence[int]]:
-    """The prompts of a generation request, however long; its body is bounded."""
-    body, _ = protocol.parse(data)
-    protocol.check(body)
-    limits = msgspec.structs.replace(limits, context_tokens=schema.TOKENS_MAX)
-    return protocol.read_prompt(body, text, limits).tokens
 
 
 def _read(kind: type[Body], data: bytes) -> Body:

@@ -29,21 +29,40 @@ def prepare(
     messages: list[Message], tools: list[dict[str, Any]] | None, text: PromptEncoder
 ) -> tuple[list[Message], list[dict[str, Any]] | None]:
     """The messages and tools for the template of `text`."""
-    made = [dict(message) for message in messages]
-    if not made:
-        return made, tools
-    if any("tool_calls" in one or one["role"] == "tool" for one in made):
-        made = _with_calls(made, text)
+    if not messages:
+        return [], tools
+    made = _with_calls(messages, text)
     if tools and not text.takes("tools"):
-        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        made.insert(0, {"role": "system", "content": TOOLS_TEXT.format(tools=listed)})
+        made.insert(0, _listed(tools))
         tools = None
     if made[0]["role"] == "system" and not text.takes("system"):
         made[0]["role"] = "user"
     return alternating(made), tools
 
 
-def _with_calls(messages: list[Message], text: PromptEncoder) -> list[Message]:
+def prepare_later(
+    messages: list[Message],
+    heading: list[Message],
+    tools: list[dict[str, Any]] | None,
+    text: PromptEncoder,
+) -> list[Message]:
+    """The messages for the template of `text` behind others; `heading` and `tools` are new to the
+    conversation, and stand as text in front of them, but behind the results of its last calls."""
+    first = next((i for i, one in enumerate(messages) if one["role"] != "tool"), len(messages))
+    new = [*heading, _listed(tools)] if tools else heading
+    made = _with_calls([*messages[:first], *new, *messages[first:]], text)
+    return alternating(made, begins=False)
+
+
+def _listed(tools: list[dict[str, Any]]) -> Message:
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return {"role": "system", "content": TOOLS_TEXT.format(tools=listed)}
+
+
+def _with_calls(given: list[Message], text: PromptEncoder) -> list[Message]:
+    messages = [dict(message) for message in given]
+    if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
+        return messages
     if text.markup.name == "mistral":
         for message in messages:
             _shorten_ids(message)
@@ -94,18 +113,20 @@ def _short(call_id: str) -> str:
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:MISTRAL_ID_CHARS]
 
 
-def alternating(messages: list[Message]) -> list[Message]:
+def alternating(messages: list[Message], *, begins: bool = True) -> list[Message]:
     """The messages as templates take them: one system message at most, which is the first, and no
     two of users in a row.
 
     Templates skip or refuse others. Later system messages become text of the user, marked as the
-    system's; so all tokens before them stay as they were.
+    system's; so all tokens before them stay as they were. `begins` False = other messages stand in
+    front of these.
     """
     made: list[Message] = []
     texts: list[str] = []  # of the last message in `made`
     for message in messages:
         role, text = message["role"], message["content"]
-        if role == "system" and made and not (len(made) == 1 and made[0]["role"] == "system"):
+        is_first = begins and (not made or (len(made) == 1 and made[0]["role"] == "system"))
+        if role == "system" and not is_first:
             message, role, text = {"role": "user"}, "user", f"<system>\n{text}\n</system>"
         if made and role == made[-1]["role"] and role in ("system", "user"):
             texts.append(text)

@@ -71,6 +71,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
         response_param="output_config.format",
         continues=body.messages[-1].get("role") == "assistant",
         template=template,
+        heading=1 if system else 0,
         unread=tuple(dict.fromkeys(tools.unread)),
     )
 
@@ -179,7 +180,7 @@ def _choice(choice: Choice | None, tools: _Tools) -> ToolChoice:
 def _response(body: MessagesRequest) -> Constraint | None:
     form = body.output_format or (body.output_config.format if body.output_config else None)
     if form is None:
-        return formats.structured_outputs(body.structured_outputs or {})
+        return formats.structured_outputs(body.structured_outputs)
     if form.type != "json_schema" or form.schema is None:
         raise errors.INVALID_FIELD(
             param="output_config.format",

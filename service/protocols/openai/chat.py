@@ -54,16 +54,20 @@ def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) ->
 def _conversation(body: ChatRequest) -> Conversation:
     offered = tools.tools_of(body)
     echo = LEGACY if body.tools is None and body.functions is not None else NOTHING
+    messages = [_message(message, index) for index, message in enumerate(body.messages)]
+    continues = _continues(body)
+    others = (index for index, one in enumerate(messages) if one["role"] != "system")
     return Conversation(
-        messages=[_message(message, index) for index, message in enumerate(body.messages)],
+        messages=messages,
         tools=offered.functions,
         tool_choice=tools.choice_of(body),
         response=formats.constraint_of(body),
-        continues=_continues(body),
-        template=_kwargs(body),
+        continues=continues,
+        template=_kwargs(body, continues=continues),
         tokens_max=tokens_asked(body.max_completion_tokens, body.max_tokens, body.n_predict),
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         echo=_encode(offered.custom) if offered.custom else echo,
+        heading=next(others, len(messages)),
         unread=tuple(dict.fromkeys((*_unread(body), *offered.unread))),
     )
 
@@ -80,11 +84,18 @@ def _unread(body: ChatRequest) -> Iterator[str]:
 
 def _continues(body: ChatRequest) -> bool:
     """Whether the answer goes on with the last message: one of the assistant that is text, unless
-    the client says that it does not."""
-    last = body.messages[-1]
+    the client says that it does not. Raises 400 where the client says so of another message."""
+    last, asked = body.messages[-1], body.continue_final_message
     if last.get("role") != "assistant" or last.get("tool_calls") or last.get("function_call"):
+        if asked:
+            raise errors.INVALID_FIELD(
+                param="continue_final_message",
+                what="continue_final_message goes on with a text of the assistant",
+                why="the last message is none",
+                fix="put that text last, or leave out continue_final_message",
+            )
         return False
-    return bool(body.continue_final_message) or body.add_generation_prompt is not True
+    return body.add_generation_prompt is not True if asked is None else asked
 
 
 def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
@@ -161,8 +172,9 @@ def _objects(value: object, param: str) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", items)
 
 
-def _kwargs(body: ChatRequest) -> dict[str, Any]:
-    """Arguments of the template beside the messages; a template may ignore them."""
+def _kwargs(body: ChatRequest, *, continues: bool) -> dict[str, Any]:
+    """Arguments of the template beside the messages; a template may ignore them. `continues`: the
+    beginning of an answer stands in front of the last message, whatever the client says."""
     given = dict(body.chat_template_kwargs or {})
     for name, value in given.items():
         if name == "enable_thinking" and isinstance(value, bool):
@@ -180,6 +192,8 @@ def _kwargs(body: ChatRequest) -> dict[str, Any]:
         given["reasoning_effort"] = body.reasoning_effort
         if body.reasoning_effort == "none":
             given.setdefault("enable_thinking", False)
+    if body.add_generation_prompt is False and not continues:
+        given["add_generation_prompt"] = False
     return given
 
 

@@ -26,9 +26,7 @@ def constraint_of(body: OpenAIBody) -> Constraint | None:
         value: object = getattr(body, name)
         if value is not None and (found := _read(name, value)) is not None:
             asked[name] = found
-    if len(asked) > 1:
-        what = f"{' and '.join(asked)} ask for two forms of one answer"
-        raise errors.INVALID_FIELD(param=list(asked)[1], what=what, fix="send one of them")
+    _check_one(list(asked))
     return next(iter(asked.values()), None)
 
 
@@ -65,15 +63,25 @@ def _response_format(given: dict[str, Any]) -> Constraint | None:
             raise _wrong("response_format.type", "must be text, json_object or json_schema")
 
 
-def structured_outputs(given: dict[str, Any]) -> Constraint | None:
-    """The form that vLLM's field of this name asks for; None = any text. Raises 400."""
+def structured_outputs(given: dict[str, Any] | None) -> Constraint | None:
+    """The form that vLLM's field of this name asks for; None = any text. Raises 400, also for two
+    forms and for none that is known."""
+    if given is None:
+        return None
     known = ("json", "regex", "choice", "grammar", "json_object")
-    for name, value in given.items():
-        if name in known and value is not None and value is not False:
-            return _read(f"structured_outputs.{name}", value)
-    if given.get("structural_tag") is not None:
-        raise _wrong("structured_outputs.structural_tag", "is not known: use " + ", ".join(known))
-    return None
+    names = (*known, "structural_tag")
+    asked = [name for name in names if given.get(name) not in (None, False)]
+    _check_one([f"structured_outputs.{name}" for name in asked])
+    if not asked or asked[0] not in known:
+        raise _wrong("structured_outputs", "must have one of " + ", ".join(known))
+    return _read(f"structured_outputs.{asked[0]}", given[asked[0]])
+
+
+def _check_one(asked: list[str]) -> None:
+    """Raises 400 if more than one of the forms of an answer is asked for."""
+    if len(asked) > 1:
+        what = f"{' and '.join(asked)} ask for two forms of one answer"
+        raise errors.INVALID_FIELD(param=asked[1], what=what, fix="send one of them")
 
 
 def _schema(value: object, param: str) -> Constraint:

@@ -137,7 +137,7 @@ def response_format(body: ResponsesRequest) -> Constraint | None:
     """The form that the answer's text must have, None = any; raises 400."""
     asked: object = (body.text or {}).get("format")
     if asked is None:
-        return formats.structured_outputs(body.structured_outputs or {})
+        return formats.structured_outputs(body.structured_outputs)
     fields = cast("Fields", asked) if isinstance(asked, dict) else {}
     match fields.get("type"):
         case "text":

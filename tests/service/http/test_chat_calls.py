@@ -20,13 +20,14 @@ from batchengine.core import (
 from service.protocols import requests
 from service.protocols.openai.chat import ChatFormatter
 from service.protocols.output import CallArguments, CallStart, OutputPart
-from tests.support.fake_engine import FakeEngine, chat, serving
+from tests.support.fake_engine import FakeEngine, chat, post, serving
 
 REPLY = (
     "<think>\nOne", " two", "\n</think>\n\nLet", " me see.\n\n", "<tool", "_call>\n{",
     '"name": "weather", "argu', 'ments": {"city"', ': "Paris"', "}}\n</tool", "_call>",
     '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', "\n",
 )  # fmt: skip
+USER = {"role": "user", "content": "x"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -352,6 +353,33 @@ async def test_formats(fields: dict[str, Any], kind: str | None, text: str) -> N
     assert text in request.constraint.text
 
 
+@pytest.mark.parametrize(
+    ("forms", "param"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs.choice"),
+        ({"json_object": True, "structural_tag": "{}"}, "structured_outputs.structural_tag"),
+        ({"structural_tag": "{}"}, "structured_outputs"),
+        ({"regexp": "a"}, "structured_outputs"),
+        ({"json": None, "json_object": False}, "structured_outputs"),
+        ({}, "structured_outputs"),
+    ],
+)
+async def test_structured_outputs_have_one_form_that_is_known(
+    forms: dict[str, Any], param: str
+) -> None:
+    for path, body in (
+        ("/v1/chat/completions", chat()), ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", chat(max_tokens=9)),
+    ):  # fmt: skip
+        async with serving() as served:
+            status, found, _ = await post(served, path, {**body, "structured_outputs": forms})
+            assert status == 400, found
+            assert param in found["error"]["message"]
+            only = {"regex": "a", "choice": None, "disable_any_whitespace": True}
+            status, found, _ = await post(served, path, {**body, "structured_outputs": only})
+            assert status == 200, found
+
+
 async def test_gbnf_is_converted() -> None:
     pytest.importorskip("llguidance")
     status, body, request = await asked(chat(grammar='root ::= "a" [0-9]+\n'))
@@ -385,6 +413,53 @@ async def test_an_answer_goes_on_with_the_last_message() -> None:
     assert bytes(request.prompt).endswith(b"The sky is")
     _, _, request = await asked(body | {"add_generation_prompt": True})
     assert not bytes(request.prompt).endswith(b"The sky is")
+    _, _, request = await asked(body | {"continue_final_message": False})
+    assert not bytes(request.prompt).endswith(b"The sky is")
+    more = {"continue_final_message": True, "add_generation_prompt": True}
+    _, _, request = await asked(body | more)
+    assert bytes(request.prompt).endswith(b"The sky is")
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    for last in ({"role": "user", "content": "y"}, call):
+        wrong = {**body, "messages": [*body["messages"][:1], last], "continue_final_message": True}
+        async with serving() as served:
+            status, found, _ = await post(served, "/v1/chat/completions", wrong)
+        assert (status, found["error"]["param"]) == (400, "continue_final_message")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}),
+        ("/v1/chat/completions", {"guided_regex": "[0-9]+"}),
+        ("/v1/messages", {"output_format": {"type": "json_schema", "schema": {}}, "max_tokens": 9}),
+    ],
+)
+async def test_an_answer_that_goes_on_with_a_message_has_no_form(
+    path: str, fields: dict[str, Any]
+) -> None:
+    said = {"role": "assistant", "content": '{"a": '}
+    async with serving() as served:
+        body = {"messages": [USER, said], **fields}
+        status, found, _ = await post(served, path, body)
+        assert status == 400
+        assert "cannot go on with a message of the assistant" in found["error"]["message"]
+        status, found, _ = await post(served, path, body | {"messages": [USER, said, USER]})
+        assert status == 200, found
+
+
+async def test_a_prompt_may_end_without_the_beginning_of_an_answer() -> None:
+    said = {"role": "assistant", "content": "The sky is"}
+    whole = {"add_generation_prompt": False, "continue_final_message": False}
+    async with serving() as served:
+        for messages, more, is_open in (
+            ([USER], {}, True), ([USER], {"add_generation_prompt": False}, False),
+            ([USER, said], whole, False), ([USER, said], {"add_generation_prompt": False}, True),
+        ):  # fmt: skip
+            body = chat() | {"messages": messages} | more
+            status, _, _ = await post(served, "/apply-template", body)
+            assert status == 200
+            _, _, variables = served.engine.text.chats[-1]
+            assert variables.get("add_generation_prompt", True) is is_open, (messages, more)
 
 
 def test_what_one_token_shows_is_one_chunk() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from batchengine.markup import MARKUPS
 from batchengine.text.messages import PROBE_TEXT, PROBES
 from batchengine.text.renderer import Renderer
-from service.protocols.markup.history import prepare
+from service.protocols.markup.history import prepare, prepare_later
 from tests.support.fake_engine import FakeText
 
 STRICT = """{%- for m in messages %}
@@ -67,6 +67,19 @@ def test_calls_and_tools_are_text_where_a_template_has_none() -> None:
     assert '{"type": "function"}' in found[0]["content"]
     assert found[2]["content"].startswith('Wait.\n\n<tool_call>\n{"name": "f", "arguments": {"a"')
     assert found[3] == message("user", "<tool_response>\nsunny\n</tool_response>")
+
+
+def test_what_is_new_to_a_conversation_stands_behind_the_results_of_its_calls() -> None:
+    heading, result = [message("system", "s")], message("tool", "r", tool_call_id="call_1")
+    found = prepare_later([result, message("user", "u")], heading, [CALL], Takes(*PROBES))
+    assert found[0] == result
+    assert found[1]["content"].startswith("<system>\ns\n</system>\n\n<system>\nYou can call")
+    assert '"name": "f"' in found[1]["content"]
+    assert found[1]["content"].endswith("\n\nu")
+    only = [message("system", "s"), message("user", "u")]
+    for takes in (Takes(*PROBES), Takes()):
+        found = prepare_later(only, [], None, takes)
+        assert found == [message("user", "<system>\ns\n</system>\n\nu")]
 
 
 def test_call_ids_of_mistral_have_nine_characters() -> None:

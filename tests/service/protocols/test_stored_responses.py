@@ -17,6 +17,7 @@ from batchengine.config import ApiKey
 from batchengine.core import PastTurn, SlaClass
 from service.http import relay
 from service.protocols.responses import formatter as responses_formatter
+from service.protocols.responses import schema as responses_schema
 from tests.support.fake_engine import FakeEngine, Served, fake_config, post, serving
 
 
@@ -114,9 +115,35 @@ async def test_a_request_that_follows_repeats_no_instructions() -> None:
             await post(served, "/v1/responses", {**more, "instructions": instructions})
             asked = served.engine.generations[-1].request
             assert asked.append_to == "req_" + made["id"].removeprefix("resp_")
-            assert (b"system: " in bytes(asked.append)) is expected
-            assert b"user: more\n" in bytes(asked.append)
+            assert (b"<system>\nlong\n</system>" in bytes(asked.append)) is expected
+            assert bytes(asked.append).endswith(b"more\n")
             assert asked.session_id not in (None, served.engine.generations[0].request.session_id)
+
+
+async def test_a_request_that_follows_repeats_no_tools_and_says_those_that_are_new() -> None:
+    def tools(*names: str) -> dict[str, Any]:
+        schema = {"type": "object", "properties": {"x": {"type": "string"}}}
+        large = {"description": "d" * responses_schema.ECHO_BYTES_MAX}
+        tool = {"type": "function", "parameters": schema, **large}
+        return {"tools": [tool | {"name": name} for name in names]}
+
+    engine = FakeEngine()
+    engine.info.context_tokens = 1 << 20
+    async with serving(engine) as served:
+        body = {"input": "hi", "instructions": "brief"}
+        _, made, _ = await post(served, "/v1/responses", body | tools("ls"))
+        for names, instructions, new in (
+            ((), "brief", ()), (("ls",), "brief", ()), (("ls", "cat"), "brief", ("ls", "cat")),
+            (("ls", "cat"), "brief", ()), (("ls",), "long", ("ls",)), (("ls",), "long", ()),
+        ):  # fmt: skip
+            body = {"input": f"after {made['id']}", "previous_response_id": made["id"]}
+            body["instructions"] = instructions
+            status, made, _ = await post(served, "/v1/responses", body | tools(*names))
+            assert status == 200
+            appended = bytes(engine.generations[-1].request.append)
+            for name in ("ls", "cat"):
+                assert (f'"name": "{name}"'.encode() in appended) is (name in new)
+            assert (b"\nlong\n" in appended) is (instructions == "long" and bool(new))
 
 
 async def test_a_background_response_goes_on_without_a_reader_and_can_be_cancelled() -> None:
