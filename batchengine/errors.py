@@ -334,7 +334,7 @@ TEXT_UNUSABLE = Problem("BE1506", Kind.INVALID, "text_unusable",
     "{why}",
     "send less text, or text without long runs of one kind of character")
 TEXT_UNAVAILABLE = Problem("BE1507", Kind.UNAVAILABLE, "text_unavailable",
-    "no process for the tokenizer could be started", "{why}",
+    "no process for the tokenizer works", "{why}",
     "send the request again; if it stays so, look for memory limits in the daemon's log",
     retry_ms=1000)
 TOKENIZER_EXTRA = Problem("BE1508", Kind.INVALID, "tokenizer_unknown",
