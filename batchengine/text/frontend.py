@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from batchengine import errors
-from batchengine.core import PLAIN_OUTPUT, Constraint, OutputForm
+from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
 from batchengine.markup import MARKERS
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.pool import TextLimits, TextPool
@@ -98,6 +98,16 @@ class TextFrontend:
         if len(chat) > TEXT_BYTES_MAX:
             raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
         return token_ids(await self._pool.call(EncodeChat(), chat, tenant))
+
+    async def template_fault(self) -> str:
+        """Why no chat can be made a prompt, found by the shortest one; "" = the template works."""
+        try:
+            tokens = await self.encode_chat([{"role": "user", "content": "a"}])
+        except BatchEngineError as error:
+            if error.code == errors.TEXT_UNAVAILABLE.code:  # says nothing about the template
+                return ""
+            return f"{error.what}: {error.why}"
+        return "" if tokens else "the model's chat template makes an empty prompt"
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str = "") -> bytes:
         """What the reader answers to a request's body; neither is looked at in this process."""

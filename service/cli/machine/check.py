@@ -6,6 +6,7 @@ same file; one that fails does not keep the others from being made.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -122,7 +123,20 @@ def _model(config: Config, running: Running, found: Findings) -> list[str]:
     with GgufFile(path) as gguf:
         if "tokenizer.chat_template" not in gguf.values:
             notes.append("the model file has no chat template: ChatML will be used")
+        elif why := asyncio.run(_template_fault(path)):
+            notes.append(f"{why}; plain completions will work")
     return notes
+
+
+async def _template_fault(path: str) -> str:
+    """Why the chat template cannot be used, found in a text process, as in the daemon; or ""."""
+    from batchengine.text.frontend import TextFrontend
+
+    text = await TextFrontend.open(path)
+    try:
+        return await text.template_fault()
+    finally:
+        await text.close()
 
 
 def _gpu(config: Config, running: Running, found: Findings) -> list[str]:
