@@ -20,7 +20,7 @@ from batchengine.core import (
 from service.protocols import requests
 from service.protocols.openai.chat import ChatFormatter
 from service.protocols.output import CallArguments, CallStart, OutputPart
-from tests.support.fake_engine import FakeEngine, chat, serving
+from tests.support.fake_engine import FakeEngine, chat, post, serving
 
 REPLY = (
     "<think>\nOne", " two", "\n</think>\n\nLet", " me see.\n\n", "<tool", "_call>\n{",
@@ -324,6 +324,27 @@ async def test_wrong_choices_and_formats(fields: dict[str, Any], param: str) -> 
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"guided_json": SCHEMA}, "response_format.not"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools.not"),
+        ({}, None),
+    ],
+)
+async def test_keywords_that_an_answer_may_break_are_named_in_a_header(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], named: str | None
+) -> None:
+    async def check(*_: object, **__: object) -> list[str]:
+        return ["not"]
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine.text, "check", check)
+    async with serving(engine) as served:
+        status, _, headers = await post(served, "/v1/chat/completions?strict=1", chat(**fields))
+    assert (status, headers.get("x-batchengine-ignored-fields")) == (200, named)
 
 
 @pytest.mark.parametrize(
