@@ -23,6 +23,7 @@ import pytest
 
 import batchengine
 from batchengine import errors
+from kv_store.store import take_lock
 from service.admin.client import Client
 from service.cli import main
 from service.cli.chat import Options, Talk
@@ -320,6 +321,21 @@ def test_check_warns_of_a_chat_template_that_no_chat_can_use(tmp_path: Path) -> 
     done = cli("check", str(model), "--config", str(path))
     assert done.returncode == 0, done.stderr
     assert "warning: the model's chat template refuses these messages: never" in done.stdout
+
+
+def test_check_says_that_another_daemon_has_the_store(tmp_path: Path) -> None:
+    path, folder = tmp_path / "c.toml", tmp_path / "kv"
+    folder.mkdir()
+    path.write_text(
+        f'cache_dir = "{tmp_path}/cache"\n[model]\npath = "{POCKET}"\n[store]\ndir = "{folder}"\n'
+        f'[server]\nport = 0\nadmin_socket = "{tmp_path}/a.sock"\n'
+    )
+    lock = take_lock(str(folder))
+    done = cli("check", "--config", str(path))
+    assert (done.returncode, done.stderr.split()[1]) == (3, "BE1601"), done.stderr
+    os.close(lock)
+    done = cli("check", "--config", str(path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_check_looks_for_a_gpu_that_is_required(tmp_path: Path) -> None:
