@@ -150,6 +150,7 @@ GREEDY = Sampling()
 
 CONSTRAINT_CHARS_MAX = 1 << 20
 SCHEMA_TOOL = "x-tool"  # keyword of a schema in a grammar: the tool that it is of
+SCHEMA_LOST = "x-lost"  # likewise: names of keywords that were taken out of it
 
 
 class Constraint(msgspec.Struct, frozen=True):

@@ -334,7 +334,7 @@ TEXT_UNUSABLE = Problem("BE1506", Kind.INVALID, "text_unusable",
     "{why}",
     "send less text, or text without long runs of one kind of character")
 TEXT_UNAVAILABLE = Problem("BE1507", Kind.UNAVAILABLE, "text_unavailable",
-    "no process for the tokenizer could be started", "{why}",
+    "no process for the tokenizer works", "{why}",
     "send the request again; if it stays so, look for memory limits in the daemon's log",
     retry_ms=1000)
 TOKENIZER_EXTRA = Problem("BE1508", Kind.INVALID, "tokenizer_unknown",
@@ -388,7 +388,7 @@ UNSUPPORTED_FIELD = Problem("BE1704", Kind.INVALID, "unsupported_parameter",
     "{what}", "the answer would not be what was asked for", "{fix}")
 BODY_TOO_LARGE = Problem("BE1705", Kind.TOO_LARGE, "request_too_large",
     "the request body is larger than {bytes_max:,} bytes",
-    fix="send a smaller body; a prompt that long does not fit the context either")
+    fix="send a smaller body; server.body_bytes_max is the limit of a generation's")
 WRONG_CONTENT_TYPE = Problem("BE1706", Kind.MEDIA_TYPE, "unsupported_media_type",
     "the content type is {seen:.62}",
     "a browser may send other types across sites without asking",
@@ -472,6 +472,10 @@ THREADS_UNSUPPORTED = Problem("BE1736", Kind.INVALID, "unsupported_parameter",
     "send the whole conversation without thread: what was computed of it is found again. The SDK"
     " does so by itself in tool_runner(), and in thread() with"
     " unsupported_request_behavior=\"continue_unthreaded\"", param="thread")
+TEXT_OF_BODY_TOO_LARGE = Problem("BE1737", Kind.TOO_LARGE, "request_too_large",
+    "the request body has more than {bytes_max:,} bytes beside images and files",
+    "a prompt that long does not fit the context of {context:,} tokens",
+    "send a smaller body")
 ANSWER_TOO_LARGE = Problem("BE1750", Kind.INVALID, "answer_too_large",
     "the answer would be larger than {mib} MiB", fix="send a part of it at a time")
 LOOKS_LIKE_TLS = Problem("BE1751", Kind.INVALID, "malformed_http",

@@ -117,6 +117,12 @@ def lock_exclusive(fd: int) -> bool:
     return True
 
 
+def is_locked(fd: int) -> bool:
+    """Whether another holder has the lock of `lock_exclusive`; takes none."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK
+
+
 def boot_id() -> str:
     """Identity of this boot; empty where the kernel has none."""
     try:

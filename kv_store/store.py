@@ -542,11 +542,30 @@ def take_lock(path: str) -> int:
         ) from error
     if osio.lock_exclusive(fd):
         return fd
-    pid = 0
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        pid = int(json.loads(os.pread(fd, 4096, 0))["pid"])
+    pid = _holder(fd)
     os.close(fd)
     raise StoreLocked(path, pid)
+
+
+def check_lock(path: str) -> None:
+    """Raises StoreLocked if another process holds the store, which may not exist yet; OSError.
+    Changes nothing."""
+    try:
+        fd = osio.open_plain(os.path.join(path, "LOCK"), os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        if osio.is_locked(fd):
+            raise StoreLocked(path, _holder(fd))
+    finally:
+        os.close(fd)
+
+
+def _holder(fd: int) -> int:
+    """The process that the LOCK file names; 0 = unreadable."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        return int(json.loads(os.pread(fd, 4096, 0))["pid"])
+    return 0
 
 
 def _open_ledger(

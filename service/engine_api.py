@@ -61,8 +61,9 @@ class TextApi(Protocol):
         """What `service.protocols.reading` answers to `body`; leaves the event loop free."""
         ...
 
-    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str) -> None:
-        """Raises 400 unless an answer can be constrained to this, whose digest is given."""
+    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str) -> list[str]:
+        """The names of keywords that this does not enforce; raises 400 unless an answer can be
+        constrained to it. Its digest is given."""
         ...
 
     def piece(self, token: int) -> bytes: ...

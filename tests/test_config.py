@@ -343,6 +343,36 @@ def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[model]\nid = 'foo:batch'", "model.id = 'foo:batch' ends as NAME:CLASS"),
+        ("[model]\npath = '/x/Foo:Batch.gguf'", "model.id = 'foo:batch' ends as NAME:CLASS"),
+        ("[model]\nid = 'a'\naliases = ['b', 'c:interactive']", "model.aliases = 'c:interactive'"),
+        ("[model]\nid = 'a'\naliases = ['']", "model.aliases has '', no name"),
+        ("[model]\nid = 'a'\naliases = ['b', 'b']", "has 'b', which is a name already"),
+        ("[model]\nid = 'a'\naliases = ['a']", "has 'a', which is a name already"),
+        ("[server]\nallowed_origins = ['localhost:3000']", "has 'localhost:3000', which is the"),
+        ("[server]\nallowed_origins = ['*']", "has '*', which is the origin of no page"),
+        ("[server]\nallowed_origins = ['https://*.a.example']", "the origin of no page"),
+        ("[server]\nallowed_origins = ['https://a.example/x']", "the origin of no page"),
+    ],
+)
+def test_names_that_mean_something_else_or_nothing_are_refused(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    found = message(tmp_path, text)
+    assert why in found
+    assert "line" in found or "path" in text
+    assert "Fix:" in found
+
+
+def test_names_with_a_colon_and_the_origins_of_pages_are_allowed(tmp_path: Path) -> None:
+    origins = ["https://a.example/", "http://[::1]:3000", "app://obsidian.md", "null"]
+    text = f"[model]\nid = 'qwen3:8b'\naliases = ['a:b']\n[server]\nallowed_origins = {origins}"
+    assert load(write(tmp_path, text)).server.allowed_origins == tuple(origins)
+
+
+@pytest.mark.parametrize(
     ("host", "expected"),
     [
         ("127.0.0.1", True),

@@ -45,6 +45,7 @@ POOL_CHARS_MAX = 64
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 3}  # by kind of lane
 GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
+_ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s*?#@]+/?", re.IGNORECASE)
 
 
 def load(
@@ -234,6 +235,8 @@ def _check_together(source: Source, config: Config) -> None:
                 fix="give each [[lane]] a name of its own, or none",
             )
         names |= {lane.name} - {""}
+    _check_model_names(source, config)
+    _check_origins(source, config)
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
     for (urgent, a), (patient, b) in itertools.pairwise(targets):
@@ -244,6 +247,38 @@ def _check_together(source: Source, config: Config) -> None:
                 fix="targets may only grow from interactive to batch",
             )
     _check_auth(source, config)
+
+
+def _check_model_names(source: Source, config: Config) -> None:
+    named = [("model.id", config.model.id or _model_id(config.model.path))]
+    named += [("model.aliases", alias) for alias in config.model.aliases]
+    seen: set[str] = set()
+    for dotted, name in named:
+        if name in seen or (dotted == "model.aliases" and not name.strip()):
+            raise source.contradiction(
+                dotted,
+                f"has {name[:80]!r}, " + ("which is a name already" if name in seen else "no name"),
+                fix="a name for each alias, other than model.id, or no aliases",
+            )
+        seen.add(name)
+        if name.rpartition(":")[2] in {*SlaClass}:
+            raise source.contradiction(
+                dotted,
+                f"= {name[:80]!r} ends as NAME:CLASS does, by which clients ask for a class",
+                fix="another name; clients can add the class to every name themselves",
+            )
+
+
+def _check_origins(source: Source, config: Config) -> None:
+    """Raises CONFIG_CONTRADICTION for an entry that no browser sends as the origin of a page."""
+    for origin in config.server.allowed_origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise source.contradiction(
+                "server.allowed_origins",
+                f"has {origin[:80]!r}, which is the origin of no page",
+                fix="SCHEME://HOST or SCHEME://HOST:PORT, as http://localhost:3000; each page is"
+                " named, since * would allow every one",
+            )
 
 
 def _check_routing(source: Source, config: Config) -> None:

@@ -59,7 +59,7 @@ class ServerConfig:
     reasoning_field: str = field(
         default="reasoning_content", metadata=_one_of("reasoning_content", "reasoning", "both")
     )
-    body_bytes_max: int = field(
+    body_bytes_max: int = field(  # of it beside images: 1 MiB, and 128 for each token of context
         default=32 << 20, metadata={**_within(1 << 10, 1 << 30), "size": True}
     )
     keepalive_s: float = field(default=10.0, metadata=_within(0.1, 300))

@@ -297,6 +297,9 @@ async def start(launch: Launch) -> Running:
         info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
         if text.tokenizer.chat_template is None:
             info.notes.append(NO_TEMPLATE)
+        elif launch.reader and (why := await text.template_fault()):  # its processes are warm
+            state.troubles["template"] = f"{why}; plain completions work"
+            info.notes.append(state.troubles["template"])
         started = time.monotonic()
         store = await asyncio.to_thread(_open_store, config, facts, vocabulary)
         undo.push_async_callback(asyncio.to_thread, store.close)

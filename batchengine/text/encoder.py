@@ -111,10 +111,11 @@ class TextEncoder:
         self._on_phase(GRAMMAR)
         self._grammars.prepare()
 
-    def check_constraint(self, constraint: Constraint) -> None:
-        """Raise GRAMMAR_REFUSED unless an answer can be constrained to this."""
+    def check_constraint(self, constraint: Constraint) -> list[str]:
+        """The names of keywords that this does not enforce; raise GRAMMAR_REFUSED unless an answer
+        can be constrained to it."""
         self._on_phase(GRAMMAR)
-        self._grammars.check(constraint)
+        return self._grammars.check(constraint)
 
 
 def _text(tokenizer: Tokenizer, token: int | None) -> str:

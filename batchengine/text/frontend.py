@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from batchengine import errors
-from batchengine.core import PLAIN_OUTPUT, Constraint, OutputForm
+from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
 from batchengine.markup import MARKERS
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.pool import TextLimits, TextPool
@@ -33,7 +33,7 @@ class TextFrontend:
     def __init__(self, tokenizer: Tokenizer, pool: TextPool) -> None:
         self.tokenizer = tokenizer
         self._pool = pool
-        self._good = OrderedDict[bytes, None]()  # digests of constraints
+        self._good = OrderedDict[bytes, list[str]]()  # by digests of constraints
         control, name = tokenizer.control, tokenizer.token_text
         self._unmarked = frozenset(token for token in control if name(token) not in MARKERS)
 
@@ -99,21 +99,33 @@ class TextFrontend:
             raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
         return token_ids(await self._pool.call(EncodeChat(), chat, tenant))
 
+    async def template_fault(self) -> str:
+        """Why no chat can be made a prompt, found by the shortest one; "" = the template works."""
+        try:
+            tokens = await self.encode_chat([{"role": "user", "content": "a"}])
+        except BatchEngineError as error:
+            if error.code == errors.TEXT_UNAVAILABLE.code:  # says nothing about the template
+                return ""
+            return f"{error.what}: {error.why}"
+        return "" if tokens else "the model's chat template makes an empty prompt"
+
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str = "") -> bytes:
         """What the reader answers to a request's body; neither is looked at in this process."""
         if len(body) > TEXT_BYTES_MAX:
             raise errors.TEXT_TOO_LARGE(mib=TEXT_BYTES_MAX >> 20)
         return await self._pool.call(Read(question), body, tenant)
 
-    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str = "") -> None:
-        """Raise GRAMMAR_REFUSED unless an answer can be constrained to this, whose `digest` it is:
-        agents send the same tools with every turn, so what was found good is remembered."""
+    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str = "") -> list[str]:
+        """The names of keywords that the constraint does not enforce. Raise GRAMMAR_REFUSED unless
+        an answer can be constrained to this, whose `digest` it is: agents send the same tools with
+        every turn, so what was found good is remembered."""
         if digest not in self._good:
-            await self._pool.call(Check(), msgspec.msgpack.encode(constraint), tenant)
+            found = await self._pool.call(Check(), msgspec.msgpack.encode(constraint), tenant)
             if len(self._good) >= GOOD_MAX:
                 self._good.popitem(last=False)
-            self._good[digest] = None
+            self._good[digest] = msgspec.msgpack.decode(found, type=list[str])
         self._good.move_to_end(digest)
+        return self._good[digest]
 
     def piece(self, token: int) -> bytes:
         """Bytes of one token."""

@@ -18,7 +18,7 @@ from typing import Any, cast
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from batchengine import errors
-from batchengine.core import SCHEMA_TOOL, BatchEngineError, Constraint
+from batchengine.core import SCHEMA_LOST, SCHEMA_TOOL, BatchEngineError, Constraint
 from batchengine.text.vocab import Tokenizer
 
 # Counts of steps, not times, so that they are reached at the same token on every machine. A mask
@@ -33,7 +33,8 @@ LIMITS = {
     "max_grammar_size": 500_000,
     "verbose_errors": False,
 }
-# Schemas of clients have keywords that do not constrain text, or that nothing can enforce.
+# Schemas of clients have keywords that do not constrain text, or that nothing can enforce: these
+# are not refused, but named (see `GrammarMatcher.lost`).
 # White space is at most one after a comma and a colon: a model that repeats it would never end.
 JSON_OPTIONS = {
     "lenient": True,
@@ -55,6 +56,13 @@ NO_ANSWER = "no answer follows it: a part of it consists of itself, or excludes 
 STOPS = {"NoExtension": NO_ANSWER, "NoExtensionBias": NO_ANSWER}
 _AT_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _SCHEMA = re.compile(r"%json\s+(?=\{)")
+# what the library says of a keyword that it leaves out -> its name, if the text does not have it
+_LEFT_OUT = {"Unimplemented keys: ": "", "Unknown format: ": "format", "oneOf ": "oneOf"}
+_LOST = re.compile(rf'"{SCHEMA_LOST}": ?\[([^\]]*)\]')
+_NAME = re.compile(r'"([\w$]+)"', re.ASCII)
+# The library computes bounds in binary64, so those of 2^53 and more may be off by some.
+_LARGE_BOUND = re.compile(r'"((?:exclusiveM|m)(?:in|ax)imum|multipleOf)": ?-?(\d{16,})')
+_EXACT_MAX = 1 << 53
 
 
 class GrammarCompiler:
@@ -85,7 +93,7 @@ class GrammarCompiler:
             made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         except (ValueError, UnicodeError) as error:
             raise errors.GRAMMAR_REFUSED(why=_line(str(error))) from None
-        matcher = GrammarMatcher(made, self.words)
+        matcher = GrammarMatcher(made, self.words, constraint.text)
         matcher.check()
         return matcher
 
@@ -93,9 +101,10 @@ class GrammarCompiler:
         """Read the vocabulary now; else the first matcher does."""
         self._vocabulary()
 
-    def check(self, constraint: Constraint) -> None:
-        """Raise GRAMMAR_REFUSED unless the constraint compiles, in time, and some answers can
-        begin under it and under the schemas in it: the longest one, others while time is left.
+    def check(self, constraint: Constraint) -> list[str]:
+        """The names of keywords that the constraint does not enforce. Raise GRAMMAR_REFUSED unless
+        it compiles, in time, and some answers can begin under it and under the schemas in it: the
+        longest one, others while time is left.
 
         What one of these schemas does not allow is said of its tool.
         """
@@ -103,7 +112,7 @@ class GrammarCompiler:
         began = time.thread_time()
         schemas = sorted(_schemas_in(constraint), key=len, reverse=True)
         try:
-            self._follow(constraint)
+            lost = self._follow(constraint)
         except BatchEngineError:
             self._check_schemas(schemas, self.matcher, began)  # the sooner, of many
             self._check_schemas(schemas, self._follow, began)
@@ -112,6 +121,7 @@ class GrammarCompiler:
         if time.thread_time() - began > CHECK_CPU_S_MAX:
             why = f"its compilation takes more than {CHECK_CPU_S_MAX:.0f} s"
             raise errors.GRAMMAR_REFUSED(why=why)
+        return lost
 
     def _check_schemas(
         self, schemas: Sequence[str], check: Callable[[Constraint], object], began: float
@@ -128,13 +138,18 @@ class GrammarCompiler:
             if time.thread_time() - began > PARTS_CPU_S:
                 break
 
-    def _follow(self, constraint: Constraint) -> None:
-        """Compile a constraint, and follow some answers: a short one, then random ones."""
+    def _follow(self, constraint: Constraint) -> list[str]:
+        """Compile a constraint, and follow some answers: a short one, then random ones. Returns
+        what it does not enforce."""
         began, rng = time.thread_time(), random.Random(len(constraint.text))
+        lost: list[str] = []
         for number, count in enumerate(WALKS):
-            self._walk(self.matcher(constraint), count, rng if number else None)
+            matcher = self.matcher(constraint)
+            lost = lost or matcher.lost()
+            self._walk(matcher, count, rng if number else None)
             if time.thread_time() - began > WALK_CPU_S:
                 break
+        return lost
 
     def _walk(self, matcher: GrammarMatcher, count: int, rng: random.Random | None) -> None:
         for _ in range(count):
@@ -161,9 +176,23 @@ class GrammarCompiler:
 class GrammarMatcher:
     """The grammar of one answer after some of its tokens."""
 
-    def __init__(self, made: LLMatcher, words: int) -> None:
+    def __init__(self, made: LLMatcher, words: int, source: str) -> None:
         self._made = made
         self._words = words
+        self._source = source
+
+    def lost(self) -> list[str]:
+        """The names of keywords of its schemas that answers may break."""
+        found: set[str] = set()
+        for warning in self._made.get_grammar_warnings():
+            for said, name in _LEFT_OUT.items():
+                if warning.startswith(said):
+                    found.update((name,) if name else _NAME.findall(warning))
+        for names in _LOST.findall(self._source):
+            found.update(_NAME.findall(names))
+        for name, bound in _LARGE_BOUND.findall(self._source):
+            found.update((name,) if int(bound) >= _EXACT_MAX else ())
+        return sorted(found)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Add tokens of the answer; those behind the end of the grammar change nothing. Raises

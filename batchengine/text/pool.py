@@ -12,9 +12,11 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 from batchengine import errors
 from batchengine.child.command import python_command
@@ -57,7 +59,8 @@ class TextLimits:
     """
 
     cpu_s: int = 5  # and a second for each MiB; of a grammar `process.CHECK_CPU_S`
-    wall_s: float = 120.0  # as much again for each MiB; of a process that hangs without using time
+    wall_s: float = 120.0  # as much again for each MiB; of a process that waits
+    idle_s: float = 10.0  # without any processor time: the process is stopped, or waits for nothing
     start_s: float = 30.0  # a cold, loaded machine may take seconds to start an interpreter
     memory_bytes: int = 1 << 30
     output_chars_max: int = 64 << 20
@@ -66,10 +69,13 @@ class TextLimits:
 class ProcessLost(Exception):
     """The process ended or broke the protocol; the text describes how."""
 
-    def __init__(self, why: str, phase: str, *, is_final: bool = False) -> None:
+    def __init__(
+        self, why: str, phase: str, *, is_final: bool = False, is_idle: bool = False
+    ) -> None:
         super().__init__(why)
         self.phase = phase
         self.is_final = is_final  # another attempt would take as long
+        self.is_idle = is_idle  # it used no processor time: no text is the cause of that
 
 
 class _Line:
@@ -216,7 +222,7 @@ class TextPool:
                     raise errors.TEXT_UNAVAILABLE(why="the engine stops") from lost
                 log.warning("a text process %s during %s", lost, lost.phase)
                 if attempt == ATTEMPTS_MAX or lost.is_final or job.answer.done():
-                    row = problem_of(lost.phase)
+                    row = errors.TEXT_UNAVAILABLE if lost.is_idle else problem_of(lost.phase)
                     raise row(why=f"its process {lost}") from lost
         raise AssertionError("the last attempt returns or raises")
 
@@ -294,21 +300,38 @@ class TextWorker:
         self._reply = asyncio.get_running_loop().create_future()
         self._protocol.send(TEXT_LINK.encode(message, payload))
         try:
-            await asyncio.wait(
-                (self._reply, self._end), timeout=wall_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            is_idle = await self._wait((self._reply, self._end), wall_s)
             if self._reply.done():
                 return self._result(self._reply.result())
             if not self._end.done():
-                self.kill(f"took longer than {wall_s:.0f} s")
+                idle = f"used no processor time for {self._limits.idle_s:.0f} s"
+                self.kill(idle if is_idle else f"took longer than {wall_s:.0f} s")
                 await self._end
-                raise ProcessLost(self._end.result(), self._phase, is_final=True)
+                why, is_final = self._end.result(), not is_idle
+                raise ProcessLost(why, self._phase, is_final=is_final, is_idle=is_idle)
             raise ProcessLost(self._end.result(), self._phase, is_final=self._used_its_time)
         except asyncio.CancelledError:
             self.kill("was closed")
             raise
         finally:
             self._reply = None
+
+    async def _wait(self, ends: tuple[asyncio.Future[Any], ...], wall_s: float) -> bool:
+        """Waits for one of `ends`, at most `wall_s`; True as soon as the process has used no
+        processor time for `idle_s`. One that waits for a processor on a loaded machine uses some.
+        """
+        assert self._child is not None
+        left, used_ns = wall_s, _cpu_ns(self._child.process.pid)
+        while left > 0:
+            span = min(left, self._limits.idle_s)
+            done, _ = await asyncio.wait(ends, timeout=span, return_when=asyncio.FIRST_COMPLETED)
+            if done:
+                return False
+            left -= span
+            before, used_ns = used_ns, _cpu_ns(self._child.process.pid)
+            if used_ns == before and span == self._limits.idle_s:
+                return True
+        return False
 
     def _result(self, frame: TextFrame) -> bytes:
         match frame.message:
@@ -359,3 +382,14 @@ class TextWorker:
         if self._protocol is not None:
             self._protocol.close()
         self._end.set_result(how)
+
+
+def _cpu_ns(pid: int) -> int:
+    """The processor time that a process has used; 0 once it is reaped.
+
+    The number of its clock is what clock_getcpuclockid(3) returns.
+    """
+    try:
+        return time.clock_gettime_ns((~pid << 3) | 2)
+    except OSError:
+        return 0

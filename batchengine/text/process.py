@@ -133,8 +133,8 @@ class TextProcess:
             case Check():
                 encoder.prepare_check()
                 set_cpu_limit(CHECK_CPU_S)
-                encoder.check_constraint(msgspec.msgpack.decode(frame.payload, type=Constraint))
-                return b""
+                constraint = msgspec.msgpack.decode(frame.payload, type=Constraint)
+                return msgspec.msgpack.encode(encoder.check_constraint(constraint))
             case other:
                 raise errors.TOKENIZER_FAILED(why=f"no reader for {type(other).__name__}")
 

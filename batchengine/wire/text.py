@@ -86,7 +86,7 @@ class Refused(Message, tag=7, frozen=True):
 
 class Check(Message, tag=8, frozen=True):
     """Engine -> process: whether an answer can be constrained to the payload, a
-    `core.Constraint` as msgpack. The result is empty."""
+    `core.Constraint` as msgpack. The result is a list of what it does not enforce."""
 
 
 TextMessage = Open | Encode | EncodeChat | Read | Check | Phase | Done | Refused

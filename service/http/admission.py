@@ -210,10 +210,7 @@ async def read_body(
 async def read_json_body(request: web.Request, admission: Admission) -> bytearray:
     """The bytes of a POST, never more than allowed; raises 400, 408, 413, 415 or 503."""
     check_content(request.headers, request.content_type, request.charset)
-    service = request.app[SERVICE]
-    bytes_max = service.config.server.body_bytes_max
-    if service.engine.phase != "loading":
-        bytes_max = min(bytes_max, requests.body_bytes_max(service.engine.info.context_tokens))
+    bytes_max = request.app[SERVICE].config.server.body_bytes_max
     return await read_body(request, bytes_max, BODY_SECONDS_MAX, admission)
 
 

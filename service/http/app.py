@@ -48,7 +48,7 @@ log = logging.getLogger("batchengine.service")
 
 UNREAD = (errors.TOO_MANY_BODIES.code, errors.MALFORMED_HTTP.code)  # the body, or its rest
 HEADER_IGNORED = "x-batchengine-ignored-fields"
-_FIELD_NAME = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
+_FIELD_NAME = re.compile(r"[\w.\[\]$-]{1,64}", re.ASCII)
 _TARGET = re.compile(r"[!-~]{1,4096}")
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9_, -]{1,1024}")
 
@@ -226,8 +226,8 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         limits = msgspec.structs.replace(prompt_limits(service), append=appends)
         question = reading.Question(protocol.name, limits, strict)
         found = await responses.read(engine, request[CALLER].tenant, question, data)
-        await _check_constraint(engine, found, request[CALLER].tenant)
-        ignored = [*found.ignored, *betas.unknown(request.headers)]
+        lost = await _check_constraint(engine, found, request[CALLER].tenant)
+        ignored = [*found.ignored, *betas.unknown(request.headers), *lost]
         for name in ignored:
             engine.metrics.count_ignored_field(name, request[CALLER].tenant)
         if named := [name for name in ignored if _FIELD_NAME.fullmatch(name)]:
@@ -246,12 +246,14 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         return protocol.formatter(job), live
 
 
-async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> None:
-    """Raises 400 for a constraint that answers cannot follow."""
+async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> list[str]:
+    """The keywords of schemas that the answer may break, as fields; raises 400 for a constraint
+    that answers cannot follow."""
     if found.constraint is None:
-        return
+        return []
     try:
-        await engine.text.check(found.constraint, found.constraint_digest, tenant=tenant)
+        lost = await engine.text.check(found.constraint, found.constraint_digest, tenant=tenant)
+        return [f"{found.constraint_param}.{name}" for name in lost]
     except BatchEngineError as error:
         if error.kind is Kind.INVALID:
             error.param = found.constraint_param

@@ -8,14 +8,15 @@ as they came, and gets a `Reading`, which is small but for the token ids.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, PLAIN_OUTPUT, Constraint, OutputForm
 from batchengine.wire.text import token_bytes, token_ids
-from service.protocols import carriers
+from service.protocols import carriers, requests, strict_json
+from service.protocols.conversation import MEDIA_PARTS
 from service.protocols.llama import texts
 from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import NOTHING, Prompt
@@ -96,6 +97,7 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     """A `Reading` of the body `data`, as msgpack, or the answer of a task, as JSON; raises
     BatchEngineError 400."""
     asked = _decode_question(question)
+    _check_size(data, asked.limits.context_tokens)
     protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
     if asked.task:
         return TASKS[asked.task](text, protocol, asked.limits, data)
@@ -142,6 +144,30 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             prompt_logprobs=prompt.prompt_logprobs,
         )
     )
+
+
+def _check_size(data: bytes, context_tokens: int) -> None:
+    """Raises 413 for a body with more than a prompt of this context needs. Images and files do not
+    count: those in results of tools are left out of the prompt, and others are refused."""
+    bytes_max = requests.body_bytes_max(context_tokens)
+    if len(data) <= bytes_max:
+        return
+    body = strict_json.parse_object(data)
+    media = _media_bytes(body.get("messages")) + _media_bytes(body.get("input"))
+    if len(data) - media > bytes_max:
+        raise errors.TEXT_OF_BODY_TOO_LARGE(bytes_max=bytes_max, context=context_tokens)
+
+
+def _media_bytes(value: object) -> int:
+    """The bytes of images and files in the content of messages, or in the output of tools."""
+    if isinstance(value, list):
+        return sum(map(_media_bytes, cast("list[object]", value)))
+    if not isinstance(value, dict):
+        return 0
+    part = cast("dict[str, object]", value)
+    if part.get("type") in MEDIA_PARTS:
+        return len(msgspec.json.encode(part))
+    return _media_bytes(part.get("content")) + _media_bytes(part.get("output"))
 
 
 def _digest_of(constraint: Constraint) -> bytes:

@@ -241,7 +241,7 @@ def derived_seed(seed: int, index: int) -> int:
 
 
 def body_bytes_max(context_tokens: int) -> int:
-    """The largest body that can hold a prompt of this context; a larger one is refused unread."""
+    """The most bytes, apart from images and files, of a body with a prompt of this context."""
     return BODY_BYTES_MIN + BYTES_PER_TOKEN_MAX * context_tokens
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
+import shutil
 import signal
+from typing import Any
 
 import pytest
 
@@ -12,6 +15,8 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
 from bench.processes.store_check import check_integrity
+from service.protocols.reading import READER
+from tests.hostile.rewrite import edited
 from tests.support.engines import (
     Reference,
     Site,
@@ -40,6 +45,25 @@ async def test_batch_chunks_and_seeds_change_no_token(site: Site, reference: Ref
         answers = await asyncio.gather(*(read(g) for g in running))
     assert all(a.reason == "length" for a in answers)
     assert [a.tokens for a in answers] == [reference.tokens(p, 40, s) for p, s in jobs]
+
+
+async def test_a_chat_template_that_no_chat_can_use_is_a_trouble(site: Site) -> None:
+    """The daemon serves on: plain completions need no template."""
+
+    def edit(values: dict[str, Any], _: object) -> None:
+        source = "{{ raise_exception('never') }}"
+        values["tokenizer.chat_template"] = source, values["tokenizer.chat_template"][1]
+
+    shutil.copyfile(site.model, site.folder / "m.gguf")
+    own = dataclasses.replace(site, model=edited(site.folder / "m.gguf", edit))
+    async with running_engine(own, reader=READER) as engine:
+        assert engine.phase == "degraded"
+        why = "the model's chat template refuses these messages: never; plain completions work"
+        assert engine.stats()["troubles"] == engine.info.notes == [why]
+        answer = await read(engine.submit(request(words(3, 40), 4)))
+        assert answer.reason == "length"
+    async with running_engine(site.at("other"), reader=READER) as engine:
+        assert engine.phase == "ready"
 
 
 async def test_a_matched_prefix_changes_no_token(site: Site, reference: Reference) -> None:

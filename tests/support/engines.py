@@ -47,8 +47,8 @@ class Site:
 class WatchedEngine(Engine):
     """An engine whose migrations call a function of the test at each of their points."""
 
-    def __init__(self, config: Config, worker_command: tuple[str, ...]) -> None:
-        super().__init__(config, worker_command=worker_command, on_point=self._at)
+    def __init__(self, config: Config, worker_command: tuple[str, ...], reader: str) -> None:
+        super().__init__(config, worker_command=worker_command, reader=reader, on_point=self._at)
         self._planted: OnPoint = pass_point
 
     def plant(self, planted: OnPoint) -> None:
@@ -66,6 +66,7 @@ async def running_engine(
     lanes: tuple[LaneConfig, ...] = (),
     *,
     require: str = "",
+    reader: str = "",
     **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
     """A started engine; keys of `overrides` are dotted with __ (store__budget_bytes=...)."""
@@ -84,7 +85,7 @@ async def running_engine(
     config = dataclasses.replace(
         config, cache_dir=str(site.cache_dir), lanes=lanes or config.lanes, require=require
     )
-    engine = WatchedEngine(config, worker_command)
+    engine = WatchedEngine(config, worker_command, reader)
     await engine.start(lambda _: None)
     try:
         yield engine

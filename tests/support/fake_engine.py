@@ -78,8 +78,9 @@ class FakeText:
     def ends_turn(self, token: int) -> bool:
         return token == ord("\n")
 
-    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str) -> None:
+    async def check(self, constraint: Constraint, digest: bytes, *, tenant: str) -> list[str]:
         """Every grammar will do."""
+        return []
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str) -> bytes:
         await asyncio.sleep(0)

@@ -94,6 +94,47 @@ def compiler(request: pytest.FixtureRequest, pocket_path: Path) -> GrammarCompil
     return GrammarCompiler(cast(Tokenizer, made[request.param]()))
 
 
+INTEGER = {"type": "integer"}
+NOT_ENFORCED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"type": "array", "items": INTEGER, "minItems": 2, "title": "x"}, []),
+    ({"properties": {"contains": INTEGER, "not": {"enum": ["uniqueItems"]}}}, []),
+    ({"type": "array", "uniqueItems": True, "contains": INTEGER}, ["contains", "uniqueItems"]),
+    ({"properties": {"a": {"type": "object", "propertyNames": {}}}}, ["propertyNames"]),
+    ({"properties": {"a": {"type": "string", "pattern": "^(?=a)b"}}}, ["pattern"]),
+    ({"patternProperties": {"^(?=a)b": INTEGER, "c": INTEGER}}, ["patternProperties"]),
+    ({"oneOf": [INTEGER, {"type": "number"}]}, ["oneOf"]),
+    ({"type": "string", "format": "tax-number"}, ["format"]),
+    (INTEGER | {"minimum": (1 << 53) + 1}, ["minimum"]),
+    (INTEGER | {"maximum": (1 << 53) - 1}, []),
+]
+
+
+@pytest.mark.parametrize(("value", "lost"), NOT_ENFORCED)
+def test_keywords_that_are_not_enforced_are_named(
+    compiler: GrammarCompiler, value: dict[str, Any], lost: list[str]
+) -> None:
+    """The schema as a format, alone and behind reasoning, and as that of a tool's arguments."""
+    for may_reason in (False, True):
+        found = constraint_of(
+            MARKUPS["hermes"], lambda _: None, in_reasoning=False, may_reason=may_reason,
+            calls=None, response=schema(value),
+        )  # fmt: skip
+        assert found is not None
+        assert compiler.check(found) == lost
+    given = calls("hermes", [tool(1, {"properties": {"b": value}})])
+    assert compiler.check(given) == lost
+
+
+async def test_what_is_not_enforced_is_remembered(pocket_path: Path) -> None:
+    text = await TextFrontend.open(pocket_path)
+    try:
+        given = schema({"type": "array", "uniqueItems": True})
+        for _ in range(2):
+            assert await text.check(given, b"a") == ["uniqueItems"]
+    finally:
+        await text.close()
+
+
 @pytest.mark.parametrize("name", HONEST)
 def test_what_agents_send_passes(compiler: GrammarCompiler, name: str) -> None:
     compiler.check(HONEST[name])

@@ -167,6 +167,38 @@ async def test_a_process_that_hangs_without_computing_is_ended(pocket_path: Path
             await text.encode("hi")
 
 
+async def test_a_process_that_is_stopped_is_replaced_and_costs_no_request(
+    pocket_path: Path,
+) -> None:
+    async with opened(pocket_path) as text:
+        wanted = await text.encode("hi")
+        (worker,) = [worker for worker in text._pool._all if worker.pid]
+        first = worker.pid
+        suspend(first)
+        worker._limits = TextLimits(idle_s=0.5)
+        assert await text.encode("hi") == wanted
+        assert worker.pid != first
+
+
+async def test_processes_that_stop_again_and_again_are_not_blamed_on_the_text(
+    pocket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with opened(pocket_path) as text:
+        await text.encode("hi")
+        (worker,) = [worker for worker in text._pool._all if worker.pid]
+        start = worker.start
+
+        async def start_stopped() -> None:
+            await start()
+            suspend(worker.pid)
+
+        monkeypatch.setattr(worker, "start", start_stopped)
+        worker._limits = TextLimits(idle_s=0.5)
+        with pytest.raises(BatchEngineError, match="used no processor time") as caught:
+            await text.encode("hi")
+        assert (caught.value.kind, caught.value.retry_ms) == (Kind.UNAVAILABLE, 1000)
+
+
 async def test_a_killed_process_costs_no_request(pocket_path: Path) -> None:
     async with opened(pocket_path) as text:
         wanted = await text.encode(LONG)

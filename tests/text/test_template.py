@@ -34,6 +34,7 @@ USER: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 TIGHT = TextLimits(cpu_s=1, memory_bytes=256 << 20, output_chars_max=1 << 20)
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 START_CPU_S = 4.0  # of an interpreter with the model's vocabulary, on a slow machine
 
 
@@ -358,3 +359,26 @@ def test_warm_rendering_is_fast(make: Callable[..., Template]) -> None:
         times.append(time.perf_counter() - started)
     # 0.1 ms on an idle core; the bound allows for a loaded machine.
     assert statistics.median(times) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("{{ messages[0].content }}", ""),
+        ("{% if %}", "does not compile: line 1"),
+        ("{{ raise_exception('no') }}", "refuses these messages: no"),
+        ("{{ messages.content.x }}", "failed"),
+        ("{% set a = 1 %}", "an empty prompt"),
+        (ENDLESS, "was stopped: its process used more processor time"),
+    ],
+)
+async def test_a_template_that_no_chat_can_use_is_found_by_the_shortest_chat(
+    pocket_path: Path, source: str, why: str
+) -> None:
+    text = await TextFrontend.open(pocket_path, template=source, limits=TIGHT)
+    try:
+        found = await text.template_fault()
+    finally:
+        await text.close()
+    assert why in found
+    assert bool(found) == bool(why)

@@ -6,6 +6,7 @@ same file; one that fails does not keep the others from being made.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -61,7 +62,7 @@ def check(config: Config, *, may_run: bool = False) -> Findings:
     found = Findings()
     found.warnings += warnings(config) + disk_warnings(config)
     running = _running(config)
-    parts = [_model, _gpu, _address, _admin_socket, _store, _cache, _peers]
+    parts = [_model, _gpu, _address, _admin_socket, _store, _lock, _cache, _peers]
     if may_run and running is not None:
         parts.remove(_address)
     for part in parts:
@@ -122,7 +123,20 @@ def _model(config: Config, running: Running, found: Findings) -> list[str]:
     with GgufFile(path) as gguf:
         if "tokenizer.chat_template" not in gguf.values:
             notes.append("the model file has no chat template: ChatML will be used")
+        elif why := asyncio.run(_template_fault(path)):
+            notes.append(f"{why}; plain completions will work")
     return notes
+
+
+async def _template_fault(path: str) -> str:
+    """Why the chat template cannot be used, found in a text process, as in the daemon; or ""."""
+    from batchengine.text.frontend import TextFrontend
+
+    text = await TextFrontend.open(path)
+    try:
+        return await text.template_fault()
+    finally:
+        await text.close()
 
 
 def _gpu(config: Config, running: Running, found: Findings) -> list[str]:
@@ -172,6 +186,21 @@ def _store(config: Config, running: Running, found: Findings) -> list[str]:
         raise errors.STORE_UNUSABLE(what=error.what, why=error.why, fix=error.fix) from None
     except OSError as error:
         raise errors.STORE_UNOPENED(folder=folder, why=error.strerror or str(error)) from None
+
+
+def _lock(config: Config, running: Running, found: Findings) -> list[str]:
+    """The lock of the store, which the running daemon of this configuration holds."""
+    from kv_store.errors import StoreLocked
+    from kv_store.store import check_lock
+
+    try:
+        if running is None:
+            check_lock(config.store.dir)
+    except StoreLocked as error:
+        raise errors.STORE_LOCKED(what=error.what, why=error.why, fix=error.fix) from None
+    except OSError:  # `_store` says what is wrong with the folder
+        return []
+    return []
 
 
 def _room(config: Config, found: Findings) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from batchengine import errors
-from batchengine.core import CONSTRAINT_CHARS_MAX, SCHEMA_TOOL, Constraint
+from batchengine.core import CONSTRAINT_CHARS_MAX, SCHEMA_LOST, SCHEMA_TOOL, Constraint
 from batchengine.markup import (
     ARGS,
     CALL_BEGIN,
@@ -261,7 +261,8 @@ def enforceable(schema: str) -> str:
     """A JSON Schema without what cannot be compiled: patterns that no automaton can follow,
     those that look around or back; unknown names of a dialect; and lists that are null.
 
-    Schemas made from JavaScript's validators and Go's structures have them; the rest still holds.
+    Schemas made from JavaScript's validators and Go's structures have them; the rest still holds,
+    and SCHEMA_LOST names the patterns.
     """
     looks_around = '"pattern' in schema and LOOKS_AROUND.search(schema)
     if not looks_around and not NOT_READ.search(schema):
@@ -275,8 +276,10 @@ def _enforceable(schema: object) -> object:
     if not isinstance(schema, dict):
         return schema
     made: dict[str, object] = {}
+    lost: list[str] = []
     for key, value in cast("dict[str, object]", schema).items():
         if key == "pattern" and isinstance(value, str) and LOOKS_AROUND.search(value):
+            lost.append(key)
             continue
         if key in ("required", "properties") and value is None:
             continue
@@ -285,8 +288,9 @@ def _enforceable(schema: object) -> object:
         if key == "patternProperties" and isinstance(value, dict):
             found = cast("dict[str, object]", value)
             value = {name: one for name, one in found.items() if not LOOKS_AROUND.search(name)}
+            lost += [key] * (len(value) < len(found))
         made[key] = _enforceable(value)
-    return made
+    return made | ({SCHEMA_LOST: lost} if lost else {})
 
 
 def _json(schema: object, options: dict[str, Any], tool: str = "") -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
+from service.protocols.openai import gbnf
 from service.protocols.schema import OpenAIBody
 
 CHOICES_MAX = 1024
@@ -110,9 +110,9 @@ def _grammar(text: str, param: str) -> Constraint | None:
     if "::=" not in text:
         return Constraint("lark", text)
     try:
-        return Constraint("lark", gbnf_to_lark(text))
-    except Exception as error:  # the converter raises what its parser meets
-        raise _wrong(param, f"cannot be read as GBNF: {str(error)[:200]}") from None
+        return Constraint("lark", gbnf.lark_of(text))
+    except ValueError as error:
+        raise _wrong(param, f"cannot be read as GBNF: {error}") from None
 
 
 def _text(value: object, param: str) -> str:

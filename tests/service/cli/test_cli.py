@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,9 +23,11 @@ import pytest
 
 import batchengine
 from batchengine import errors
+from kv_store.store import take_lock
 from service.admin.client import Client
 from service.cli import main
 from service.cli.chat import Options, Talk
+from tests.hostile.rewrite import edited
 
 ROOT = Path(__file__).resolve().parents[3]
 POCKET = ROOT / "pocket" / "pocket-q4_0.gguf"
@@ -304,6 +307,35 @@ def test_check_names_everything_that_serve_would_refuse(tmp_path: Path) -> None:
     path.write_text(f'[store]\nbudget_bytes = 5\ndir = "{tmp_path}/kv"\n[server]\nport = 0\n')
     done = cli("check", str(POCKET), "--config", str(path))
     assert (done.returncode, done.stderr.split()[1]) == (2, "BE1608"), done.stderr
+
+
+def test_check_warns_of_a_chat_template_that_no_chat_can_use(tmp_path: Path) -> None:
+    def edit(values: dict[str, Any], _: object) -> None:
+        source = "{{ raise_exception('never') }}"
+        values["tokenizer.chat_template"] = source, values["tokenizer.chat_template"][1]
+
+    shutil.copyfile(POCKET, tmp_path / "m.gguf")
+    model, path = edited(tmp_path / "m.gguf", edit), tmp_path / "c.toml"
+    places = f'cache_dir = "{tmp_path}/cache"\n[store]\ndir = "{tmp_path}/kv"\n'
+    path.write_text(f'{places}[server]\nport = 0\nadmin_socket = "{tmp_path}/a.sock"\n')
+    done = cli("check", str(model), "--config", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "warning: the model's chat template refuses these messages: never" in done.stdout
+
+
+def test_check_says_that_another_daemon_has_the_store(tmp_path: Path) -> None:
+    path, folder = tmp_path / "c.toml", tmp_path / "kv"
+    folder.mkdir()
+    path.write_text(
+        f'cache_dir = "{tmp_path}/cache"\n[model]\npath = "{POCKET}"\n[store]\ndir = "{folder}"\n'
+        f'[server]\nport = 0\nadmin_socket = "{tmp_path}/a.sock"\n'
+    )
+    lock = take_lock(str(folder))
+    done = cli("check", "--config", str(path))
+    assert (done.returncode, done.stderr.split()[1]) == (3, "BE1601"), done.stderr
+    os.close(lock)
+    done = cli("check", "--config", str(path))
+    assert done.returncode == 0, done.stderr
 
 
 def test_check_looks_for_a_gpu_that_is_required(tmp_path: Path) -> None:

@@ -328,6 +328,27 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
 @pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"guided_json": SCHEMA}, "response_format.not"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tools.not"),
+        ({}, None),
+    ],
+)
+async def test_keywords_that_an_answer_may_break_are_named_in_a_header(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], named: str | None
+) -> None:
+    async def check(*_: object, **__: object) -> list[str]:
+        return ["not"]
+
+    engine = FakeEngine()
+    monkeypatch.setattr(engine.text, "check", check)
+    async with serving(engine) as served:
+        status, _, headers = await post(served, "/v1/chat/completions?strict=1", chat(**fields))
+    assert (status, headers.get("x-batchengine-ignored-fields")) == (200, named)
+
+
+@pytest.mark.parametrize(
     ("fields", "kind", "text"),
     [
         ({"response_format": {"type": "text"}}, None, ""),
@@ -381,10 +402,9 @@ async def test_structured_outputs_have_one_form_that_is_known(
 
 
 async def test_gbnf_is_converted() -> None:
-    pytest.importorskip("llguidance")
     status, body, request = await asked(chat(grammar='root ::= "a" [0-9]+\n'))
     assert status == 200, body
-    assert request.constraint.text.startswith("%llguidance")
+    assert request.constraint.text.startswith("start: ")
     status, body, _ = await asked(chat(grammar='root ::= "a'))
     assert (status, body["error"]["param"]) == (400, "grammar")
 

@@ -13,11 +13,9 @@ import pytest
 
 from batchengine.config import ApiKey, Config
 from service.http import admission
-from service.protocols import requests
 from service.protocols.openai import chat as chat_module
 from tests.support.engines import until
 from tests.support.fake_engine import (
-    CONTEXT_TOKENS,
     FakeEngine,
     Served,
     chat,
@@ -161,8 +159,8 @@ async def pour(served: Served, bytes_max: int) -> tuple[int, bytes]:
 
 async def test_a_chunked_body_is_refused_as_soon_as_it_is_too_long() -> None:
     """F59: no length was sent, so the bytes themselves are counted."""
-    bytes_max = requests.body_bytes_max(CONTEXT_TOKENS)
-    async with serving() as served:
+    bytes_max = 1 << 20
+    async with serving(config=fake_config(body_bytes_max=bytes_max)) as served:
         sent, answer = await pour(served, 30 << 20)
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert b"request_too_large" in answer

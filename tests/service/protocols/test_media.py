@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import json
 from typing import Any
 
 import pytest
 
-from tests.support.fake_engine import post, serving
+from service.protocols import requests
+from tests.support.fake_engine import CONTEXT_TOKENS, Served, post, serving
 
 CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+LARGE = requests.body_bytes_max(CONTEXT_TOKENS) + 1
 PARTS = {
     "chat": ("/v1/chat/completions", "image_url", "tool.image_url"),
     "messages": ("/v1/messages", "image", "tool_result.image"),
@@ -58,6 +62,27 @@ async def test_a_result_with_an_image_is_its_text_and_what_stands_for_the_image(
         assert (status, headers.get("x-batchengine-ignored-fields")) == (200, None)
         with_image, with_text = (one.request.prompt for one in served.engine.generations)
     assert with_image == with_text
+
+
+async def send(served: Served, path: str, body: Any) -> tuple[int, dict[str, Any], Any]:
+    """`post` of a large body."""
+    data, headers = io.BytesIO(json.dumps(body).encode()), {"Content-Type": "application/json"}
+    return await post(served, path, data=data, headers=headers)
+
+
+@pytest.mark.parametrize("protocol", PARTS)
+async def test_an_image_may_be_larger_than_any_prompt(protocol: str) -> None:
+    """It is left out of the prompt. Bytes elsewhere are bounded as in a body without images."""
+    path, kind, _ = PARTS[protocol]
+    image = {"type": kind, "source": {"data": "A" * LARGE}, "image_url": {}}
+    async with serving() as served:
+        assert (await send(served, path, body_of(protocol, [image])))[0] == 200
+        for field in ({"tools": [image]}, {"metadata": {"content": [image]}}):
+            status, answer, _ = await send(served, path, body_of(protocol, [image]) | field)
+            assert (status, answer["error"]["code" if protocol != "messages" else "type"]) == (
+                413,
+                "request_too_large",
+            )
 
 
 @pytest.mark.parametrize("protocol", PARTS)
