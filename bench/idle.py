@@ -35,7 +35,7 @@ GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step and of each t
 BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 200, 40
 PROMPT, TOKEN_IDS = 8, 300  # tokens at least, and ids that they have
 BUDGET_BYTES, VRAM_BYTES = 6 << 30, 64 << 30
-PLACES = 2 * max(BATCHES)  # open pages: one of each session, and those on their way
+PLACES = 3 * max(BATCHES) + 16  # open pages: as many as a lane has if the budget is no limit
 SKIPPED = 8  # steps of all sessions, before the first that counts
 
 Row = dict[str, float]
