@@ -161,7 +161,9 @@ def test_headers_give_whether_and_when_to_retry() -> None:
         "Retry-After": "2",
         "retry-after-ms": "1200",
         "x-should-retry": "true",
+        "x-llm-d-request-dropped-reason": "rejected-saturated",
     }
+    assert "x-llm-d-request-dropped-reason" not in error_headers(errors.DRAINING())
     assert error_headers(errors.NOT_DURABLE(why="full"))["retry-after-ms"] == "1000"
     method = errors.WRONG_METHOD(method="PUT", usable="GET", allowed="GET, HEAD")
     assert error_headers(method)["Allow"] == "GET, HEAD"

@@ -25,6 +25,8 @@ STATUS: dict[Kind, int] = {  # of the answer to an error
     Kind.UNAVAILABLE: 503,
 }
 RETRY_MS = 1000  # where an error that passes by itself names no time
+# Names of errors that refuse a request before any work of it, since the daemon has too much.
+SATURATED = {"overloaded", "too_many_requests", "too_many_connections", "too_many_bodies"}
 
 
 def json_answer(
@@ -40,7 +42,8 @@ def json_answer(
 
 
 def error_headers(error: BatchEngineError) -> dict[str, str]:
-    """Retry headers that the OpenAI and Anthropic SDKs obey; only where a retry makes sense."""
+    """Retry headers that the OpenAI and Anthropic SDKs obey, only where a retry makes sense; of a
+    daemon that is full, the reason as llm-d's routers read it."""
     if error.kind not in (Kind.BUSY, Kind.UNAVAILABLE):
         headers = {"x-should-retry": "false"}
     else:
@@ -50,6 +53,8 @@ def error_headers(error: BatchEngineError) -> dict[str, str]:
             "retry-after-ms": str(retry_ms),
             "x-should-retry": "true",
         }
+    if error.name in SATURATED:
+        headers["x-llm-d-request-dropped-reason"] = "rejected-saturated"
     if error.kind is Kind.METHOD:
         headers["Allow"] = str(error.details["allowed"])
     if error.kind is Kind.UNAUTHENTICATED:
