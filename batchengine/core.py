@@ -194,17 +194,18 @@ class GenerationRequest:
 
     `session_id` None = anonymous: prefix sharing still finds common pages.
     `tenant` namespaces sessions and salts content keys; KV is never shared across tenants.
-    `tool_call_ids`: calls whose results the messages carry; a request without a session continues
-    the session that was parked for one of them. `park`: the session will wait for a tool, so its KV
-    leaves the lane at the end of the turn. `idempotency_key`: the same key in one session is
-    computed once. `promote`: route this turn to the fast lane. `expected_output_tokens`: the
-    client's estimate, for the router only. `has_seed`: its client chose the seed. `patience_ms`:
-    how long the client waits for its first byte, None = unknown, or it gets one at once. `form`:
-    form of the answer's events; the engine records it for later streams of the same turn, and
-    `output` with it. `constraint` None = any text. `client_name`: what the client calls the
-    session, for listings. `echo`: text of the service, which the turn keeps. `prompt_logprobs`: as
-    `Sampling.logprobs`, of the tokens of the prompt; such a request has no session, since tokens
-    that have KV already have no logits, and the token that ends its answer is one of its events.
+    `tool_call_ids`: calls whose results the messages carry, and the turns of those that were made
+    here; a request without a session continues the session that was parked for one of them. `park`:
+    the session will wait for a tool, so its KV leaves the lane at the end of the turn.
+    `idempotency_key`: the same key in one session is computed once. `promote`: route this turn to
+    the fast lane. `expected_output_tokens`: the client's estimate, for the router only. `has_seed`:
+    its client chose the seed. `patience_ms`: how long the client waits for its first byte, None =
+    unknown, or it gets one at once. `form`: form of the answer's events; the engine records it for
+    later streams of the same turn, and `output` with it. `constraint` None = any text.
+    `client_name`: what the client calls the session, for listings. `echo`: text of the service,
+    which the turn keeps. `prompt_logprobs`: as `Sampling.logprobs`, of the tokens of the prompt;
+    such a request has no session, since tokens that have KV already have no logits, and the token
+    that ends its answer is one of its events.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the

@@ -201,9 +201,10 @@ class Engine:
         """Choose the timeline that the request goes on with, and admit it; see `Families`."""
         return await self.running.families.begin(request)
 
-    async def past_turn(self, tenant: str, turn_id: str) -> PastTurn:
-        """Return a turn of the ledger with its answer. Raises BatchEngineError (404)."""
-        return await self.running.past_turns.find(tenant, turn_id)
+    async def past_turn(self, tenant: str, turn_id: str, *, has_texts: bool = True) -> PastTurn:
+        """Return a turn of the ledger with its answer, whose texts may be left out. Raises
+        BatchEngineError (404)."""
+        return await self.running.past_turns.find(tenant, turn_id, has_texts=has_texts)
 
     async def forget_turn(self, tenant: str, turn_id: str) -> dict[str, Any]:
         """Erase what a response has beside its tokens. Raises BatchEngineError (404, 503)."""

@@ -137,9 +137,12 @@ class Worker:
     def _store_deferred(self) -> None:
         """Do what the device has put off, before the engine ends this worker: rows of steps that
         were answered need not be computed again."""
-        with contextlib.suppress(Exception):
-            while self._device is not None and self._device.do_deferred():
-                pass
+        try:
+            is_left = self._device is not None
+            while self._device is not None and is_left:
+                is_left = self._device.do_deferred()
+        except Exception:
+            log.exception("rows that waited are not stored")
 
     def _next(self) -> wire.LaneFrame | None:
         """The next request; data links are served until it comes."""

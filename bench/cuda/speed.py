@@ -15,11 +15,11 @@ import numpy as np
 
 import kernels
 from bench.cuda.arrays import Arrays
-from bench.cuda.cases import FLOATS, random_page
+from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds
 from bench.cuda.weights import RandomMatrices
 from kernels.cuda.gpu import Gpu
-from kernels.cuda.ops import CudaOps
+from kernels.cuda.ops import FLOATS, CudaOps
 
 Row = dict[str, float]
 Ceilings = Mapping[str, float]

@@ -35,7 +35,7 @@ async def followed(
 
 async def _response(engine: EngineApi, tenant: str, turn_id: str) -> PastTurn:
     try:
-        past = await engine.past_turn(tenant, turn_id)
+        past = await engine.past_turn(tenant, turn_id, has_texts=False)
     except BatchEngineError as error:
         if error.code != errors.UNKNOWN_TURN.code:
             raise
@@ -50,7 +50,9 @@ async def _last_turn(engine: EngineApi, tenant: str, session_id: str) -> PastTur
     try:
         detail = await engine.session_detail(tenant, engine.timelines(tenant, session_id)[-1])
         turns = detail["turns"]
-        return await engine.past_turn(tenant, turns[-1]["turn"]) if turns else None
+        if not turns:
+            return None
+        return await engine.past_turn(tenant, turns[-1]["turn"], has_texts=False)
     except BatchEngineError as error:
         if error.kind not in (Kind.MISSING, Kind.NOT_FOUND):
             raise

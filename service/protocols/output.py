@@ -7,8 +7,11 @@ and the type checker reports every formatter that does not handle them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
+
+OWN_CALL = re.compile(r"(?:call|toolu)_([0-9a-f]+)n[0-9]+")  # as `call_id_of` makes them
 
 
 class Text(NamedTuple):
@@ -144,6 +147,11 @@ def arguments_of(parts: Iterable[OutputPart]) -> list[str]:
 
 
 def call_id_of(request_id: str, call: int, prefix: str = "call_") -> str:
-    """The id of call number `call` of an answer: the same in every stream of its turn. The engine
-    finds the turn by it (`tool_calls.turn_of`)."""
+    """The id of call number `call` of an answer: the same in every stream of its turn."""
     return f"{prefix}{request_id.removeprefix('req_').replace('-', 'c')}n{call}"
+
+
+def turns_of(calls: Iterable[str]) -> list[str]:
+    """The ids of the turns whose answers have these calls, but for calls of other servers."""
+    found = map(OWN_CALL.fullmatch, calls)
+    return list(dict.fromkeys(f"req_{one[1]}" for one in found if one is not None))

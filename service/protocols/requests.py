@@ -31,6 +31,7 @@ from batchengine.core import (
 from service.engine_api import EngineApi, GenerationApi
 from service.protocols import carriers
 from service.protocols.carriers import Caller
+from service.protocols.output import turns_of
 from service.protocols.schema import (
     GENERATIONS_MAX,
     Common,
@@ -311,7 +312,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
             job.asked,
             prompt=tuple(tokens),
             tokens_max=prompt.tokens_max,
-            tool_call_ids=prompt.tool_call_ids,
+            tool_call_ids=(*prompt.tool_call_ids, *turns_of(prompt.tool_call_ids)),
             output=prompt.output,
             constraint=prompt.constraint,
             append=tuple(prompt.append),

@@ -201,11 +201,11 @@ class FakeEngine:
     async def begin(self, request: GenerationRequest) -> FakeGeneration:
         return self.submit(request)
 
-    async def past_turn(self, tenant: str, turn_id: str) -> PastTurn:
+    async def past_turn(self, tenant: str, turn_id: str, *, has_texts: bool = True) -> PastTurn:
         for generation in self.generations:
             asked = generation.request
             if asked.request_id == turn_id and asked.tenant == tenant and asked.session_id:
-                texts = (*self.reply[: asked.tokens_max], "")
+                texts = (*self.reply[: asked.tokens_max], "") if has_texts else ("",)
                 reason = "stop" if generation.finished else ""
                 running = not generation.finished
                 ended_s = ENDED_S if generation.finished else 0

@@ -2,14 +2,13 @@
 
 Owns the map from a tenant's calls to sessions, with a limit per tenant. Many clients number their
 calls alike (`call_1`), so a call alone proves nothing: the request must continue the session's
-timeline, too, as its mark says. A session that was parked with its turn waits for all calls of that
-turn, whose id is in theirs.
+timeline, too, as its mark says. A session that was parked with its turn waits under the id of that
+turn.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from kv_store import keys
 CALLS_MAX = 4096  # tool calls of one tenant that are kept
 CALLS_ALL = 16 * CALLS_MAX  # of all tenants
 SESSIONS_MAX = 16  # latest sessions of one tenant that are kept for one call
-OWN_CALL = re.compile(r"(?:call|toolu)_([0-9a-f]+)n[0-9]+")  # as the service names them
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -70,8 +68,7 @@ class ToolCalls:
         """Return the id of a session that has one of these calls and whose timeline the prompt
         continues; of several, the one with the longest timeline."""
         mine = self._calls.get(tenant, {})
-        names = {name for call in calls for name in (call, turn_of(call))}
-        waiting = {w for name in names for w in mine.get(name, {}).values()}
+        waiting = {w for call in calls for w in mine.get(call, {}).values()}
         if not waiting:
             return None
         try:
@@ -97,9 +94,3 @@ class ToolCalls:
                 del mine[call]
         if not mine:
             self._calls.pop(tenant, None)
-
-
-def turn_of(call: str) -> str:
-    """Return the id of the turn whose answer has this call; "" for calls of other servers."""
-    found = OWN_CALL.fullmatch(call)
-    return "" if found is None else f"req_{found[1]}"

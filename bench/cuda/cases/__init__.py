@@ -20,13 +20,12 @@ from bench.cuda.cases.attention import (
     attention_spans_case,
     random_page,
 )
-from bench.cuda.cases.linear import FLOATS, embed_case, linear_case, quantise_case
+from bench.cuda.cases.linear import embed_case, linear_case, quantise_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
 from kernels.cuda.gpu import Gpu
 
 __all__ = [
-    "FLOATS",
     "Attention",
     "Differs",
     "cases",

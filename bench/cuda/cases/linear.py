@@ -16,10 +16,7 @@ from bench.cuda.cases.values import (
     some_values,
 )
 from kernels.cuda.gpu import Gpu
-
-FLOATS = ("f16", "bf16", "f32")
-KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
-STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
+from kernels.cuda.ops import ADD, FLOATS, GATE, KIND_INDEX, STORE
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:

@@ -17,7 +17,7 @@ from batchengine.engine.sessions import tool_calls
 from batchengine.engine.turns.records import TimelineMark
 from batchengine.gguf import GgufFile
 from bench.models.hashlm import WORKER_COMMAND, hashlm_tokens
-from service.protocols.output import call_id_of
+from service.protocols.output import call_id_of, turns_of
 from tests.support.engines import (
     Reference,
     Site,
@@ -355,7 +355,7 @@ async def test_a_session_that_is_parked_with_its_turn_is_found_by_the_calls_of_t
 
     def after(history: list[int], call: str) -> GenerationRequest:
         made = request([*history, *words(18, 20)], 10)
-        return dataclasses.replace(made, tool_call_ids=(call,))
+        return dataclasses.replace(made, tool_call_ids=(call, *turns_of([call])))
 
     async with running_engine(site) as engine:
         asked = dataclasses.replace(

@@ -79,8 +79,9 @@ class PastTurns:
             raise _unknown(turn_id)
         return TurnPlace(name_of(name)[1], found, turn, asked, end, not later)
 
-    async def find(self, tenant: str, turn_id: str) -> PastTurn:
-        """Return a turn of this tenant with the text of its answer. Raises BatchEngineError.
+    async def find(self, tenant: str, turn_id: str, *, has_texts: bool = True) -> PastTurn:
+        """Return a turn of this tenant with the texts of its answer, which cost time for each
+        token, or without them. Raises BatchEngineError.
 
         A turn that waits for its first token is not in the ledger yet.
         """
@@ -100,7 +101,7 @@ class PastTurns:
         return PastTurn(
             request=asked,
             tokens=len(answer),
-            texts=await self._texts_of(asked, answer),
+            texts=await self._texts_of(asked, answer) if has_texts else ("",),
             finish_reason=_ending(turn),
             is_last=place.is_last,
             is_running=self._is_running(turn_id),
