@@ -176,7 +176,7 @@ class SessionKv:
     pages, as far as needed, at least of the held ones. `digests` are those of the pages
     that were handed over, by key. `writers[p]` are the lanes of this run that
     computed rows of open page p. `invalid_from`: the first held page that is known to be wrong.
-    `cut_off`: a holder does not answer, so the session does not compute.
+    `cut_off`: a holder of held pages does not answer, so the session does not compute.
     """
 
     __slots__ = (
@@ -318,6 +318,7 @@ class SessionKv:
             return []
         self.held, dropped = split_segments(self.held, n_pages)
         self.n_held = n_pages
+        self.cut_off &= n_pages > 0
         return dropped
 
     def cut_pending(self, tokens: int) -> None:
@@ -433,6 +434,7 @@ class SessionKv:
         refs = [] if self.parked is None else [self.parked.ref]
         self.held, self.parked = self.held[:index], None
         self.n_held = segment_pages(self.held)
+        self.cut_off &= self.n_held > 0
         del self.codes[self.n_held :]
         self.cut_pending(0)
         if after or sealed:
@@ -485,6 +487,8 @@ class SessionKv:
                 raise AssertionError(f"{self!r}: pending rows do not follow page {first - 1}")
         if self.parked is not None and self.parked.page + 1 != len(self.codes):
             raise AssertionError(f"{self!r}: page {self.parked.page} is parked")
+        if self.cut_off and not self.held:
+            raise AssertionError(f"{self!r}: waits for a holder that has nothing of it")
         if self.held or self.later:
             self._check_held(frontier)
 

@@ -261,7 +261,8 @@ class StepWriter:
         for turn in nonfinite:
             self._nonfinite(turn)
         for turn in without_rows - nonfinite - void:
-            seats.cut_off(turn)
+            if turn.session.kv.held:  # else they were lost, or came back, meanwhile
+                seats.cut_off(turn)
         for turn in void:
             if self._kv.slots.owns(turn.session):
                 self._kv.slots.trim(turn.session)

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from batchengine.engine.lane import seats
 from batchengine.session import Loss, Session
 from batchengine.session_kv import SELF, page_start
+from batchengine.wire import lane as wire
+from batchengine.wire.frames import Payload
 from bench.models.hashlm import hashlm_tokens
 from tests.engine.linked import scene as linked_scene
 from tests.engine.linked.scene import SUPERPAGE, VOCAB, Scene
@@ -117,6 +119,39 @@ def test_a_peer_that_does_not_answer_costs_no_token(
     scene.run(turn)  # after CUT_OFF_MS
     assert session.tokens[len(ids) :] == expected(ids, 12)
     assert scene.computed(session)[0][0] >= page_start(21)
+
+
+def test_a_peer_that_is_lost_during_a_step_is_not_waited_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, session = routed(scene, "north")
+    turn = scene.begin(session, ids, 12)
+    scene.run(turn, until=lambda: turn.generation.completion_tokens == 4)
+    scene.peers.peers["north"].answers = False
+    compute, now_ms = scene.worker._step, scene.seats.now_ms()
+
+    def lost(step: wire.Step, payload: Payload) -> wire.StepDone:
+        done = compute(step, payload)
+        assert isinstance(done, wire.StepDone)
+        if scene.unreachable == 0 and done.unreachable:
+            scene.lose("north")
+        return done
+
+    monkeypatch.setattr(scene.worker, "_step", lost)
+    monkeypatch.setattr(seats.Seats, "now_ms", lambda _: now_ms)  # CUT_OFF_MS never passes
+    scene.run(turn)
+    assert scene.unreachable == 1
+    assert session.tokens[len(ids) :] == expected(ids, 12)
+
+
+def test_a_session_that_is_cut_waits_for_no_peer(scene: Scene) -> None:
+    ids, session = routed(scene, "north")
+    turn = scene.begin(session, ids, 12)
+    scene.peers.peers["north"].answers = False
+    scene.run(turn, until=lambda: session.kv.cut_off)
+    scene.kv.slots.protect(session)
+    scene.kv.slots.truncate(session, 0)
+    assert not session.kv.cut_off
 
 
 def test_other_sessions_of_a_step_do_not_notice(scene: Scene) -> None:
