@@ -92,7 +92,8 @@ class HttpJob:
     """The facts of one HTTP request that outlive its body.
 
     `asked` is what its generations have in common, without a prompt; of a stream that resumes a
-    turn the request of that turn.
+    turn the request of that turn. `turn_of` returns the turn that the first of them computes or
+    repeats, for good once that turn is recorded; None = that of `requests`.
     """
 
     asked: GenerationRequest
@@ -109,6 +110,11 @@ class HttpJob:
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # names of reasoning in chat answers
     echo: bytes = NOTHING  # as in `Prompt`
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+    turn_of: Callable[[], str] | None = None
+
+    @property
+    def turn_id(self) -> str:
+        return self.requests[0].request_id if self.turn_of is None else self.turn_of()
 
 
 def new_request_id() -> str:
@@ -280,7 +286,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
     job.echo = prompt.echo
     named = job.asked.session_id or ""
     if prompt.stored and (prompt.append_to or job.asked.session_id is None):
-        name = session_key(job.asked.tenant, job.asked.request_id)
+        name = job.asked.session_of_key or session_key(job.asked.tenant, job.asked.request_id)
         job.asked = dataclasses.replace(job.asked, session_id=name)
     elif prompt.append_to:
         job.asked = dataclasses.replace(job.asked, session_id=None)
@@ -381,4 +387,5 @@ async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
             generation.cancel()
         raise
     job.requests = [generation.request for generation in made]
+    job.turn_of = lambda: made[0].turn_id
     return made

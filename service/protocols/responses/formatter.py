@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -127,13 +128,8 @@ class ResponsesFormatter(Formatter):
         """
         super().__init__(job)
         self._first, self._ended_s = first, ended_s
-        echo, turn_id = echo_of(job.echo), job.requests[0].request_id
-        self._head = head(job, turn_id, echo)
-        turn = turn_id.removeprefix(TURN_PREFIX)
-        self._warms = echo.warms
-        self._items = OutputItems(
-            turn, echo.names, encrypts=echo.encrypts, summarises=echo.summarises
-        )
+        self._echo = echo_of(job.echo)
+        self._warms = self._echo.warms
         self._sent = 0  # events
         self._early: list[bytes] = []  # log-probabilities of tokens whose text is held back
 
@@ -225,6 +221,21 @@ class ResponsesFormatter(Formatter):
         return _encode({**self._head, **ended(status, past.ended_s), **facts})
 
     # ---- inner ----
+
+    @cached_property
+    def _turn_id(self) -> str:
+        """The turn that names the response and its items: read when a client first sees it, since
+        a request may repeat an earlier turn."""
+        return self.job.turn_id
+
+    @cached_property
+    def _head(self) -> Chunk:
+        return head(self.job, self._turn_id, self._echo)
+
+    @cached_property
+    def _items(self) -> OutputItems:
+        echo, turn = self._echo, self._turn_id.removeprefix(TURN_PREFIX)
+        return OutputItems(turn, echo.names, encrypts=echo.encrypts, summarises=echo.summarises)
 
     def _status(self) -> str:
         answer = self.answers[0]
