@@ -226,7 +226,7 @@ class ResponsesFormatter(Formatter):
     def _turn_id(self) -> str:
         """The turn that names the response and its items: read when a client first sees it, since
         a request may repeat an earlier turn."""
-        return self.job.turn_id
+        return self.job.turn_id()
 
     @cached_property
     def _head(self) -> Chunk:
