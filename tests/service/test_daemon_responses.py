@@ -146,6 +146,9 @@ def test_a_response_that_is_asked_for_again_has_the_id_of_the_first(
         again = [made("", **named), made("", **named), streamed("", **named)]
         assert {one.id for one in again} == {again[0].id}
         assert client.responses.retrieve(again[0].id).output_text == again[1].output_text
+        for other in (made("", **named, max_output_tokens=8), made("three", **named)):
+            assert other.id != again[0].id
+            assert client.responses.retrieve(other.id).output_text == other.output_text
 
         long: dict[str, Any] = {"background": True, "max_output_tokens": 12_000}
         long["extra_body"] = {"ignore_eos": True}
