@@ -62,6 +62,9 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
         assert third.batchengine["timeline"]["use"] == "appended"
         assert third.usage.input_tokens > second.usage.total_tokens
         assert reused(third) >= 256
+        with client.responses.retrieve(third.id, stream=True) as events_again:
+            *_, last = events_again
+        assert last.response.usage == client.responses.retrieve(third.id).usage == third.usage
         whole = client.responses.create(input="Once", store=False, **asked)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(whole.id)

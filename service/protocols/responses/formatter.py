@@ -121,13 +121,13 @@ class ResponsesFormatter(Formatter):
 
     is_fetched = True
 
-    def __init__(self, job: HttpJob, first: int = 0, ended_s: int = 0) -> None:
+    def __init__(self, job: HttpJob, first: int = 0, past: PastTurn | None = None) -> None:
         """Events before number `first` are not sent: the client has them.
 
-        `ended_s`: when a stored response ended, seconds since the epoch; 0 = its end is to come.
+        `past`: the turn of a stored response that has ended; None = its end is to come.
         """
         super().__init__(job)
-        self._first, self._ended_s = first, ended_s
+        self._first, self._past = first, past
         self._echo = echo_of(job.echo)
         self._warms = self._echo.warms
         self._sent = 0  # events
@@ -247,12 +247,15 @@ class ResponsesFormatter(Formatter):
         return usage_object(prompt, cached, made, min(made, self.answers[0].reasoning_tokens))
 
     def _ended(self, status: str) -> Chunk:
-        usage = self.answers[0].usage
+        usage, ended_s = self.answers[0].usage, int(time.time())
+        cached = usage.cached_tokens
+        if self._past is not None:  # not those of the request that asks for it again
+            ended_s, cached = self._past.ended_s, self._past.cached_tokens
         return {
             **self._head,
-            **ended(status, self._ended_s or int(time.time())),
+            **ended(status, ended_s),
             "output": self._items.done,
-            "usage": self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+            "usage": self._usage(usage.prompt_tokens, cached, usage.completion_tokens),
             "timings": timings_object(self.answers),
             "batchengine": serving_object(self.job, self.answers),
         }
