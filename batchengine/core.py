@@ -7,6 +7,7 @@ this package.
 from __future__ import annotations
 
 import enum
+import hashlib
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -251,6 +252,15 @@ class GenerationRequest:
         """Whether a token that ends a generation ends this one: a grammar that is complete allows
         nothing else, so `ignore_eos` does not count then."""
         return not self.ignore_eos or self.constraint is not None
+
+    @property
+    def session_of_key(self) -> str:
+        """The id of the session of a request that names none but has an idempotency key: its
+        repetitions find there what the first of them computed. "" = it has no key."""
+        if not self.idempotency_key:
+            return ""
+        digest = hashlib.sha256(b"batchengine idempotency\0" + self.idempotency_key.encode())
+        return f"idem_{digest.hexdigest()[:32]}"
 
 
 class TimelineUse(enum.StrEnum):

@@ -83,8 +83,12 @@ class Service:
         return answer
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels one request; False if it is not running."""
-        found = [live for live in self.live.values() if live.job.asked.request_id == request_id]
+        """Cancels one request, and those that repeat its turn; False if none is running."""
+        found = [
+            live
+            for live in self.live.values()
+            if request_id in (live.job.asked.request_id, live.generations[0].turn_id)
+        ]
         for live in found:
             for generation in live.generations:
                 generation.cancel()

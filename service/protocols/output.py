@@ -146,9 +146,9 @@ def arguments_of(parts: Iterable[OutputPart]) -> list[str]:
     return list(map("".join, found))
 
 
-def call_id_of(request_id: str, call: int, prefix: str = "call_") -> str:
+def call_id_of(turn_id: str, call: int, prefix: str = "call_") -> str:
     """The id of call number `call` of an answer: the same in every stream of its turn."""
-    return f"{prefix}{request_id.removeprefix('req_').replace('-', 'c')}n{call}"
+    return f"{prefix}{turn_id.removeprefix('req_').replace('-', 'c')}n{call}"
 
 
 def turns_of(calls: Iterable[str]) -> list[str]:

@@ -92,7 +92,8 @@ class HttpJob:
     """The facts of one HTTP request that outlive its body.
 
     `asked` is what its generations have in common, without a prompt; of a stream that resumes a
-    turn the request of that turn.
+    turn the request of that turn. `turn_of` returns the turn that a generation computes or repeats,
+    by its index, for good once that turn is recorded; None = those of `requests`.
     """
 
     asked: GenerationRequest
@@ -109,6 +110,11 @@ class HttpJob:
     reasoning_fields: tuple[str, ...] = ("reasoning_content",)  # names of reasoning in chat answers
     echo: bytes = NOTHING  # as in `Prompt`
     requests: list[GenerationRequest] = field(default_factory=list[GenerationRequest])
+    turn_of: Callable[[int], str] | None = None
+
+    def turn_id(self, index: int = 0) -> str:
+        """The turn of a generation, after which its calls and stored answers are named."""
+        return self.requests[index].request_id if self.turn_of is None else self.turn_of(index)
 
 
 def new_request_id() -> str:
@@ -280,7 +286,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
     job.echo = prompt.echo
     named = job.asked.session_id or ""
     if prompt.stored and (prompt.append_to or job.asked.session_id is None):
-        name = session_key(job.asked.tenant, job.asked.request_id)
+        name = job.asked.session_of_key or session_key(job.asked.tenant, job.asked.request_id)
         job.asked = dataclasses.replace(job.asked, session_id=name)
     elif prompt.append_to:
         job.asked = dataclasses.replace(job.asked, session_id=None)
@@ -381,4 +387,5 @@ async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
             generation.cancel()
         raise
     job.requests = [generation.request for generation in made]
+    job.turn_of = lambda index: made[index].turn_id
     return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,9 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
         assert third.batchengine["timeline"]["use"] == "appended"
         assert third.usage.input_tokens > second.usage.total_tokens
         assert reused(third) >= 256
+        with client.responses.retrieve(third.id, stream=True) as events_again:
+            *_, last = events_again
+        assert last.response.usage == client.responses.retrieve(third.id).usage == third.usage
         whole = client.responses.create(input="Once", store=False, **asked)
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(whole.id)
@@ -111,6 +115,60 @@ def test_a_chain_of_responses_survives_a_restart_and_reuses_its_kv(
                 kinds = [event.type for event in stream]
             assert "response.output_item.done" in kinds
             assert kinds[-1] in ("response.completed", "response.incomplete")
+
+
+def test_a_response_that_is_asked_for_again_has_the_id_of_the_first(
+    pocket_path: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By an idempotency key, also while the first is made; and in a session by its sampling."""
+    with client_of(pocket_path, tmp_path_factory.mktemp("i"), cache_dir) as (client, _):
+        model = client.models.list().data[0].id
+
+        def made(key: str, **more: Any) -> Any:
+            asked = {"model": model, "input": "Tell me a story.", "max_output_tokens": 12, **more}
+            return client.responses.create(**asked, extra_headers={"Idempotency-Key": key})
+
+        def streamed(key: str, **more: Any) -> Any:
+            with made(key, stream=True, **more) as events:
+                begun, *_, last = events
+            assert begun.response.id == last.response.id
+            return last.response
+
+        first = made("one")
+        assert (made("one").id, streamed("one").id) == (first.id, first.id)
+        assert made("one").output_text == client.responses.retrieve(first.id).output_text
+        assert made("two").id != first.id
+        with pytest.raises(openai.ConflictError):
+            made("one", input="Something else.")
+        behind = made("behind", previous_response_id=first.id)
+        forks = [make("fork", previous_response_id=first.id) for make in (made, streamed, made)]
+        assert forks[0].id != behind.id
+        assert {fork.id for fork in forks} == {forks[0].id}
+
+        named: dict[str, Any] = {"prompt_cache_key": "chat", "temperature": 0}
+        again = [made("", **named), made("", **named), streamed("", **named)]
+        assert {one.id for one in again} == {again[0].id}
+        assert client.responses.retrieve(again[0].id).output_text == again[1].output_text
+        for other in (made("", **named, max_output_tokens=8), made("three", **named)):
+            assert other.id != again[0].id
+            assert client.responses.retrieve(other.id).output_text == other.output_text
+
+        long: dict[str, Any] = {"background": True, "max_output_tokens": 12_000}
+        long["extra_body"] = {"ignore_eos": True}
+        begun = [made("long", **long) for _ in range(3)]
+        assert {one.id for one in begun} == {begun[0].id}
+        assert client.responses.cancel(begun[0].id).status == "cancelled"
+        deadline = time.monotonic() + 30
+        while running(client) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not running(client)
+        assert client.responses.retrieve(begun[0].id).status == "cancelled"
+
+
+def running(client: openai.OpenAI) -> int:
+    """How many requests of this client are computed or wait."""
+    queue: Any = client.get(str(client.base_url.copy_with(path="/api/queue")), cast_to=object)
+    return queue["running"] + queue["waiting"]
 
 
 class Dog(pydantic.BaseModel):

@@ -7,7 +7,6 @@ and per tenant are the dispatcher's.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 
 from batchengine import errors
 from batchengine.core import GenerationRequest, ModelInfo
@@ -62,14 +61,24 @@ class RequestAdmission:
 
 
 def with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
-    """Return the request with a session id: its own, that of its tool calls, or one from its key.
-
-    By an id from its idempotency key, a retry finds what the first attempt computed.
-    """
+    """Return the request with a session id: its own, that of its tool calls, or its key's."""
     if request.session_id is not None:
         return request
     found = recovery.calls.find(request.tenant, request.tool_call_ids, request.prompt)
-    if found is None and request.idempotency_key:
-        digest = hashlib.sha256(b"batchengine idempotency\0" + request.idempotency_key.encode())
-        found = f"idem_{digest.hexdigest()[:32]}"
-    return request if found is None else dataclasses.replace(request, session_id=found)
+    found = found or request.session_of_key
+    return dataclasses.replace(request, session_id=found) if found else request
+
+
+def with_turn(request: GenerationRequest, state: EngineState) -> GenerationRequest:
+    """Return the request under the id of the turn that has its key and is served now, if any.
+
+    It repeats that turn, and its client may be shown the id before the turn ends.
+    """
+    key, name = request.idempotency_key, (request.tenant, request.session_id or "")
+    if not key or (session := state.sessions.get(name)) is None:
+        return request
+    for served, of in state.requests.items():
+        is_over = served.cancelled or served.finished
+        if of is session and not is_over and served.request.idempotency_key == key:
+            return dataclasses.replace(request, request_id=served.turn_id)
+    return request

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from batchengine import errors
-from batchengine.core import PAGE_TOKENS, GenerationRequest
+from batchengine.core import FORM_RESPONSES, PAGE_TOKENS, GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.suspects import STRIKES_MAX, Suspects
 from batchengine.engine.sessions.crash_marker import CrashMarker
@@ -527,6 +527,9 @@ def _find(
     same = (asked.tokens_max, asked.stop, asked.ignore_eos)
     if request.idempotency_key or same != (request.tokens_max, request.stop, request.ignore_eos):
         found.turn_id = ""  # the same tokens, but other limits: recorded as a new turn
+        ends = last.finish_reason == "stop" or request.tokens_max <= len(found.tokens)
+        if request.form == FORM_RESPONSES and (ends or asked.stop != request.stop):
+            return None  # nothing would be recorded of it, and a response is found by its turn
     return found
 
 

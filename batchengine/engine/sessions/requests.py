@@ -27,7 +27,7 @@ from batchengine.core import (
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.move_report import MoveCause
-from batchengine.engine.sessions.admission import RequestAdmission, with_session
+from batchengine.engine.sessions.admission import RequestAdmission, with_session, with_turn
 from batchengine.engine.sessions.closing import TurnClosing
 from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.parking import Parking
@@ -84,7 +84,7 @@ class Requests:
     def submit(self, request: GenerationRequest, more: Continuation | None = None) -> Generation:
         """Admit one generation, or raise BatchEngineError before anything has changed; `more` is
         what a request without a session goes on with."""
-        request = with_session(request, self._recovery)
+        request = with_turn(with_session(request, self._recovery), self._state)
         self.admission.check(request)
         if request.session_id is None:
             session = Session(next(self._keys), f"be_{request.request_id}", request.tenant)

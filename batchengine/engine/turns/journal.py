@@ -225,7 +225,7 @@ class Journal:
     ) -> Future[int]:
         name, epoch = session.name.decode(), session.logged_epoch
         return self._ledger.append(
-            writes.FinishTurn(name, epoch, turn_id, status, reason, round(unix_s()), cached),
+            writes.FinishTurn(name, epoch, turn_id, status, reason, int(unix_s()), cached),
             writes.SetMeta(name, epoch, PARKED if meta.parked else IDLE, encode(meta)),
         )
 

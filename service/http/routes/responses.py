@@ -208,7 +208,7 @@ async def _stream(request: web.Request, service: Service, past: PastTurn) -> web
     with service.admit(tenant):
         generation = await service.engine.resume(tenant, asked.session_id, 0, asked.request_id)
         live = service.enter(Live(_job(service, past), [generation], time.monotonic()))
-        formatter = ResponsesFormatter(live.job, skip, past.ended_s)
+        formatter = ResponsesFormatter(live.job, skip, past if past.ended_s else None)
     request[HEADERS]["x-batchengine-session-id"] = asked.session_id
     alone = _says(live.job.echo, "background")
     return await _shown(request, formatter, live, in_background=alone)

@@ -35,6 +35,10 @@ UNBUILT: dict[str, tuple[str, str]] = {
         "conversations are sessions here",
         f"use {_CHAT} with one x-batchengine-session-id per conversation",
     ),
+    "stored_completions": (
+        "chat completions are not stored",
+        "use POST /v1/responses, whose answers can be fetched by their ids",
+    ),
     "fine_tuning": ("it does not train", "serve a GGUF file of the tuned model"),
     "audio": (_TEXT_ONLY, "name another server for speech in the client"),
     "images": (_TEXT_ONLY, "name another server for images in the client"),
@@ -63,6 +67,8 @@ def refusal(method: str, path: str, routes: Collection[str]) -> BatchEngineError
     word, _, rest = _without_version(path).lstrip("/").partition("/")
     if word == "messages" and rest.startswith("batches"):
         word = "batches"
+    if word == "chat" and rest.startswith("completions/chatcmpl-"):
+        word = "stored_completions"
     found = UNBUILT.get(SAME.get(word, word))
     if found is not None:
         why, fix = found

@@ -6,7 +6,7 @@ content of a whole message, so that the two agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -87,7 +87,7 @@ class MessagesFormatter(Formatter):
     def __init__(self, job: HttpJob) -> None:
         super().__init__(job)
         self._facts = msgspec.json.decode(job.echo, type=Facts | None) or Facts()
-        self._blocks = _Blocks(job.asked.request_id, self._facts.hides_reasoning)
+        self._blocks = _Blocks(job.turn_id, self._facts.hides_reasoning)
 
     def opening(self) -> list[SseEvent]:
         return [self._event({"type": "message_start", "message": self._message([], None)})]
@@ -212,8 +212,8 @@ class MessagesFormatter(Formatter):
 class _Blocks:
     """The content blocks of one answer, as the events that build them."""
 
-    def __init__(self, request_id: str, hides_reasoning: bool) -> None:
-        self._request_id = request_id
+    def __init__(self, turn_of: Callable[[], str], hides_reasoning: bool) -> None:
+        self._turn_of = turn_of
         self._hides_reasoning = hides_reasoning
         self._index = -1
         self._open = ""  # type of the open block
@@ -235,7 +235,7 @@ class _Blocks:
                 else:
                     self._hidden.push(text)
             case CallStart(call, name):
-                call_id = call_id_of(self._request_id, call, "toolu_")
+                call_id = call_id_of(self._turn_of(), call, "toolu_")
                 block: Chunk = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
                 yield from self._begin(block)
             case CallArguments(_, json):

@@ -277,7 +277,7 @@ class ChatFormatter(OpenAIFormatter):
                 return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
 
     def _call(self, index: int, call: int, name: str, arguments: str = "") -> Chunk:
-        call_id = call_id_of(self.job.requests[index].request_id, call)
+        call_id = call_id_of(self.job.turn_id(index), call)
         if name in self._custom:
             custom = {"name": name, "input": custom_input(arguments)}
             return {"id": call_id, "type": "custom", "custom": custom}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -120,20 +121,15 @@ class ResponsesFormatter(Formatter):
 
     is_fetched = True
 
-    def __init__(self, job: HttpJob, first: int = 0, ended_s: int = 0) -> None:
+    def __init__(self, job: HttpJob, first: int = 0, past: PastTurn | None = None) -> None:
         """Events before number `first` are not sent: the client has them.
 
-        `ended_s`: when a stored response ended, seconds since the epoch; 0 = its end is to come.
+        `past`: the turn of a stored response that has ended; None = its end is to come.
         """
         super().__init__(job)
-        self._first, self._ended_s = first, ended_s
-        echo, turn_id = echo_of(job.echo), job.requests[0].request_id
-        self._head = head(job, turn_id, echo)
-        turn = turn_id.removeprefix(TURN_PREFIX)
-        self._warms = echo.warms
-        self._items = OutputItems(
-            turn, echo.names, encrypts=echo.encrypts, summarises=echo.summarises
-        )
+        self._first, self._past = first, past
+        self._echo = echo_of(job.echo)
+        self._warms = self._echo.warms
         self._sent = 0  # events
         self._early: list[bytes] = []  # log-probabilities of tokens whose text is held back
 
@@ -226,6 +222,21 @@ class ResponsesFormatter(Formatter):
 
     # ---- inner ----
 
+    @cached_property
+    def _turn_id(self) -> str:
+        """The turn that names the response and its items: read when a client first sees it, since
+        a request may repeat an earlier turn."""
+        return self.job.turn_id()
+
+    @cached_property
+    def _head(self) -> Chunk:
+        return head(self.job, self._turn_id, self._echo)
+
+    @cached_property
+    def _items(self) -> OutputItems:
+        echo, turn = self._echo, self._turn_id.removeprefix(TURN_PREFIX)
+        return OutputItems(turn, echo.names, encrypts=echo.encrypts, summarises=echo.summarises)
+
     def _status(self) -> str:
         answer = self.answers[0]
         status = STATUS.get(answer.cut or answer.finish_reason, "failed")
@@ -236,12 +247,15 @@ class ResponsesFormatter(Formatter):
         return usage_object(prompt, cached, made, min(made, self.answers[0].reasoning_tokens))
 
     def _ended(self, status: str) -> Chunk:
-        usage = self.answers[0].usage
+        usage, ended_s = self.answers[0].usage, int(time.time())
+        cached = usage.cached_tokens
+        if self._past is not None:  # not those of the request that asks for it again
+            ended_s, cached = self._past.ended_s, self._past.cached_tokens
         return {
             **self._head,
-            **ended(status, self._ended_s or int(time.time())),
+            **ended(status, ended_s),
             "output": self._items.done,
-            "usage": self._usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens),
+            "usage": self._usage(usage.prompt_tokens, cached, usage.completion_tokens),
             "timings": timings_object(self.answers),
             "batchengine": serving_object(self.job, self.answers),
         }

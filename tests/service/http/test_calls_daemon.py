@@ -251,3 +251,40 @@ def test_a_choice_is_of_the_whole_answer_calls_included(
     ).choices[0]
     calls = [call.function.name for call in answer.message.tool_calls or ()]
     assert (answer.message.content or "", calls) == said
+
+
+def test_a_request_sent_again_has_the_calls_of_the_first_and_their_parked_session(
+    daemon: ChildDaemon, sdk: openai.OpenAI
+) -> None:
+    create = sdk.chat.completions.create
+    more = asked(messages=[USER], tools=[WEATHER], tool_choice="required")
+    more["extra_headers"] = {"Idempotency-Key": "calls of a key"}
+    more["extra_body"] = {"batchengine": {"park": True}}
+    first = create(**more).choices[0].message
+    with create(**more, stream=True) as events:
+        deltas = [choice.delta for event in events for choice in event.choices]
+    streamed = [call.id for delta in deltas for call in delta.tool_calls or () if call.id]
+    again = create(**more)
+    message = again.choices[0].message
+    ids = [call.id for call in message.tool_calls or ()]
+    assert ids == streamed == [call.id for call in first.tool_calls or ()]
+    assert messages_calls(daemon) == messages_calls(daemon)
+    results: list[Any] = [{"role": "tool", "tool_call_id": one, "content": "sunny"} for one in ids]
+    answered: Any = create(**asked(messages=[USER, message, *results], tools=[WEATHER]))
+    parked: Any = again
+    assert answered.batchengine["session_id"] == parked.batchengine["session_id"]
+
+
+def messages_calls(daemon: ChildDaemon) -> list[str]:
+    """Ids of the calls of an answer to Messages whose request has a key."""
+    tool = {"name": "weather", "input_schema": WEATHER["function"]["parameters"]}
+    body = {
+        "messages": [USER], "max_tokens": 96, "tools": [tool], "tool_choice": {"type": "any"},
+    }  # fmt: skip
+    headers = {"Content-Type": "application/json", "Idempotency-Key": "calls of messages"}
+    url, data = f"{daemon.url}/messages", json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as reply:
+        content = json.load(reply)["content"]
+    found = [block["id"] for block in content if block["type"] == "tool_use"]
+    assert found
+    return found

@@ -206,6 +206,8 @@ async def test_paths_without_a_route_are_404_with_a_replacement() -> None:
             ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
             ("/heath", "did you mean /health?"), ("/" + "x" * 3000, "/openapi.json"),
             ("/v1/messages/batches", "service_tier"),
+            ("/v1/chat/completions/chatcmpl-1", "POST /v1/responses"),
+            ("/v1/chat/completions/chatcmpl-1/messages", "POST /v1/responses"),
             ("/v1beta/models/fake:generateContent", "OpenAI's"),
         ]:  # fmt: skip
             status, body, headers = await post(served, path, {})
