@@ -237,7 +237,7 @@ MODEL_UNREADABLE = Problem("BE1301", Kind.INVALID, _USAGE,
     "check the path, and that the daemon's user may read the file and enter its folders")
 GGUF_MAGIC = Problem("BE1302", Kind.INTERNAL, _DEFECT,
     "{file} is not a GGUF file",
-    "it starts with {found!r}, not 'GGUF'",
+    "{why}",
     "convert the model to GGUF, or name another file")
 GGUF_VERSION = Problem("BE1303", Kind.INTERNAL, _DEFECT,
     "{file} cannot be read", "{why}", "{fix}")
@@ -260,7 +260,7 @@ TENSOR_SHAPE = Problem("BE1311", Kind.INTERNAL, _DEFECT,
 TENSOR_TYPE = Problem("BE1312", Kind.INTERNAL, _DEFECT,
     "tensor {tensor} has the unknown type {number}",
     "this version knows no such storage type",
-    "use a Q4_0 model, or update batchengine")
+    "use a Q4_K_M or Q4_0 file of the model, or update batchengine")
 TENSOR_UNALIGNED = Problem("BE1313", Kind.INTERNAL, _DEFECT,
     "tensor {tensor} starts at {offset}", "not a multiple of {alignment}", _NEW_FILE)
 TENSOR_OUTSIDE = Problem("BE1314", Kind.INTERNAL, _DEFECT,

@@ -35,6 +35,12 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 
 MAGIC = b"GGUF"
+_PAGE = "it is a web page: download the file itself, not the page that shows it"
+_OTHER_FILES = {  # by the first bytes, letters upper case
+    b"VERS": "it is a pointer of Git LFS: git lfs pull fetches the file that it stands for",
+    b"<!DO": _PAGE,
+    b"<HTM": _PAGE,
+}
 VERSIONS = (2, 3)  # 3 differs from 2 only in that it may be big-endian, which is refused
 
 # Limits: each is far above any model in use and keeps a hostile file's cost below a second.
@@ -94,7 +100,20 @@ TENSOR_TYPES: dict[int, TensorType] = {
         (34, "TQ1_0", 256, 54),
         (35, "TQ2_0", 256, 66),
         (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
+        (41, "Q1_0", 128, 18),
     )
+}
+# Types that files may still have and no converter writes any more.
+REMOVED_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
 }
 
 # value type number -> little-endian struct code; 8 is a string, 9 an array
@@ -280,12 +299,18 @@ def _open_file(path: Path) -> tuple[int, Identity]:
         if status.st_size < 24:
             head = os.pread(fd, len(MAGIC), 0)
             if head != MAGIC[: len(head)]:
-                raise errors.GGUF_MAGIC(file=path, found=head.decode("latin-1"))
+                raise _no_gguf(path, head)
             raise errors.GGUF_CUT_SHORT(file=path, why=f"it has {status.st_size} bytes")
     except BaseException:
         os.close(fd)
         raise
     return fd, file_identity(status)
+
+
+def _no_gguf(file: str | Path, head: bytes) -> BatchEngineError:
+    """The error for a file that starts with other bytes; two are what a failed download leaves."""
+    shown = f"it starts with {head.decode('latin-1')!r}, not 'GGUF'"
+    return errors.GGUF_MAGIC(file=file, why=_OTHER_FILES.get(head.upper(), shown))
 
 
 def _read_header(fd: int, size: int, path: Path) -> tuple[memoryview, Parsed]:
@@ -399,7 +424,7 @@ def _read_version(cursor: _Cursor) -> int:
     start = cursor.take(4, "the magic number")
     magic = bytes(cursor.buffer[start : start + 4])
     if magic != MAGIC:
-        raise errors.GGUF_MAGIC(file=cursor.name, found=magic.decode("latin-1"))
+        raise _no_gguf(cursor.name, magic)
     version = cursor.u32("the version")
     if version in VERSIONS:
         return version
@@ -491,7 +516,8 @@ def _read_tensor(cursor: _Cursor, index: int) -> tuple[str, TensorType, tuple[in
     offset = cursor.u64(f"offset of tensor {tensor}")
     kind = TENSOR_TYPES.get(number)
     if kind is None:
-        raise errors.TENSOR_TYPE(tensor=tensor, number=number)
+        name = REMOVED_TYPES.get(number)
+        raise errors.TENSOR_TYPE(tensor=tensor, number=f"{number} ({name})" if name else number)
     n_items = math.prod(shape)  # Python integers do not overflow
     if n_items == 0 or shape[0] % kind.block_items:
         why = f"rows of {kind.name} hold multiples of {kind.block_items} and nothing may be 0"

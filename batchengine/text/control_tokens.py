@@ -34,6 +34,7 @@ from typing import cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
+from batchengine.text.encoders.special import WHITE_SPACE
 from batchengine.text.messages import ROLES
 from batchengine.text.vocab import Tokenizer
 
@@ -150,7 +151,10 @@ class ControlGuard:
         tokens: list[int] = []
         if self._adds_bos(rendered) and tokenizer.bos is not None:
             tokens.append(tokenizer.bos)
-        for text, control in self._split(rendered):
+        before: int | None = None
+        for whole, control in self._split(rendered):
+            text = whole.lstrip(WHITE_SPACE) if before in tokenizer.strips else whole
+            before = control
             if text:
                 tokens += tokenizer.encode(twins.restore(text), special=False, add_bos=False)
             if control is not None:

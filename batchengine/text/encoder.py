@@ -14,7 +14,7 @@ from batchengine.core import BatchEngineError, Constraint
 from batchengine.markup import Markup, markup_of
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.grammar import GrammarCompiler
-from batchengine.text.messages import PROBE_TEXT, PROBES, prepare_messages
+from batchengine.text.messages import PROBE_TEXT, PROBES, TEXT_PROBE, in_parts, prepare_messages
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.text import GRAMMAR, TEMPLATE, TOKENIZER
@@ -38,6 +38,7 @@ class TextEncoder:
         known = (renderer.source, tokenizer.special_ids)
         self.reasons = any(start in one for start in starts for one in known)
         self._takes: dict[str, bool] = {}
+        self._wants_parts: bool | None = None  # None = not tried yet
         self._grammars = GrammarCompiler(tokenizer)
         self._specials = {
             "bos_token": _text(tokenizer, tokenizer.bos),
@@ -81,12 +82,22 @@ class TextEncoder:
         """Whether the template shows the last text of a probe of `messages.PROBES`."""
         known = self._takes.get(probe)
         if known is None:
-            try:
-                text = self._renderer.render(PROBES[probe], self._specials)
-            except BatchEngineError:
-                text = ""
-            known = self._takes[probe] = PROBE_TEXT in text
+            known = self._takes[probe] = self._shows(self._in_form(PROBES[probe]))
         return known
+
+    def _shows(self, chat: Mapping[str, object]) -> bool:
+        try:
+            return PROBE_TEXT in self._renderer.render(chat, self._specials)
+        except BatchEngineError:
+            return False
+
+    def _in_form(self, chat: Mapping[str, object]) -> Mapping[str, object]:
+        """The chat with contents as lists of parts, if the template shows no others: those of
+        models that see images do so, and lose texts without a word."""
+        if self._wants_parts is None:
+            plain, parts = TEXT_PROBE, in_parts(TEXT_PROBE)
+            self._wants_parts = not self._shows(plain) and self._shows(parts)
+        return in_parts(chat) if self._wants_parts else chat
 
     def encode_chat(
         self,
@@ -103,8 +114,9 @@ class TextEncoder:
             self._on_phase(TOKENIZER)
             return text
 
+        self._on_phase(TEMPLATE)
         chat = {"messages": prepare_messages(messages), "tools": list(tools or ()) or None}
-        return self._guard.encode_chat(chat, render)
+        return self._guard.encode_chat(self._in_form(chat), render)
 
     def prepare_check(self) -> None:
         """Read the vocabulary for the first check, which costs 0.6 s at 151,936 tokens."""

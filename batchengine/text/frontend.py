@@ -19,6 +19,7 @@ from batchengine import errors
 from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
 from batchengine.markup import MARKERS
 from batchengine.text.detokeniser import Detokeniser
+from batchengine.text.messages import PROBE_TEXT
 from batchengine.text.pool import TextLimits, TextPool
 from batchengine.text.vocab import TEXT_BYTES_MAX, Tokenizer, utf8
 from batchengine.wire.text import Check, Encode, EncodeChat, Open, Read, token_ids
@@ -102,12 +103,15 @@ class TextFrontend:
     async def template_fault(self) -> str:
         """Why no chat can be made a prompt, found by the shortest one; "" = the template works."""
         try:
-            tokens = await self.encode_chat([{"role": "user", "content": "a"}])
+            tokens = await self.encode_chat([{"role": "user", "content": PROBE_TEXT}])
         except BatchEngineError as error:
             if error.code == errors.TEXT_UNAVAILABLE.code:  # says nothing about the template
                 return ""
             return f"{error.what}: {error.why}"
-        return "" if tokens else "the model's chat template makes an empty prompt"
+        if not tokens:
+            return "the model's chat template makes an empty prompt"
+        shown = PROBE_TEXT.encode() in b"".join(map(self.piece, tokens))
+        return "" if shown else "the model's chat template does not show what a user writes"
 
     async def read(self, question: bytes, body: bytes | memoryview, *, tenant: str = "") -> bytes:
         """What the reader answers to a request's body; neither is looked at in this process."""

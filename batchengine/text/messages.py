@@ -59,6 +59,7 @@ _RESULTS: dict[str, object] = {
         {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"},
     ]
 }
+TEXT_PROBE = _probe(("user", PROBE_TEXT))
 PROBES: dict[str, dict[str, object]] = {
     "system": _probe(("system", PROBE_TEXT), ("user", "a")),
     "tools": _probe(("user", "a"), tools=[PROBE_TEXT]),
@@ -66,6 +67,19 @@ PROBES: dict[str, dict[str, object]] = {
     "cut calls": _CUT_CALLS,
     "results": _RESULTS,
 }
+
+
+def in_parts(chat: Mapping[str, object]) -> dict[str, object]:
+    """The chat with every content that is a text, or absent, as a list of one part of text."""
+    messages = cast("list[dict[str, object]]", chat["messages"])
+    return {**chat, "messages": [_message_in_parts(message) for message in messages]}
+
+
+def _message_in_parts(message: dict[str, object]) -> dict[str, object]:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def prepare_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

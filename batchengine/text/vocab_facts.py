@@ -17,6 +17,8 @@ from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, StringArray, Value
 
 TOKENS = "tokenizer.ggml.tokens"
+MERGES = "tokenizer.ggml.merges"  # of BPE
+SCORES = "tokenizer.ggml.scores"  # of SentencePiece; 0 without
 SPM = "llama"  # values of tokenizer.ggml.model
 BPE = "gpt2"
 
@@ -63,7 +65,10 @@ _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 
 @dataclass(frozen=True, slots=True)
 class VocabFacts:
-    """One vocabulary. `kinds` has the tokens that are not plain text, `special_ids` by name."""
+    """One vocabulary. `kinds` has the tokens that are not plain text, `special_ids` by name.
+
+    strips: special tokens that take the white space after them along.
+    """
 
     path: Path
     model: str
@@ -74,6 +79,7 @@ class VocabFacts:
     ends: frozenset[int]
     add_bos: bool
     add_space_prefix: bool
+    strips: frozenset[int]
     template: str | None
 
     def text(self, token: int) -> str:
@@ -93,14 +99,17 @@ def read_facts(path: Path) -> VocabFacts:
             raise unusable(path, f"there is no vocabulary (tokenizer.ggml.model is {model})")
         tokens = list(listed)
         model = file.text("tokenizer.ggml.model", "")
-        ids = {token: index for index, token in enumerate(tokens)}
-        if len(ids) < len(tokens):
+        ids = {token: index for index, token in enumerate(tokens) if token}
+        if len(ids) + tokens.count(b"") < len(tokens):
             raise unusable(path, _find_twice(tokens))
+        if model == BPE and not isinstance(values.get(MERGES), StringArray):
+            raise unusable(path, f"there are no {MERGES}")
         if model == SPM:
             missing = [byte for byte in range(256) if not _spells(ids, byte)]
             if missing:
                 why = f"{TOKENS} has no token <0x{missing[0]:02X}>, nor {len(missing) - 1} others"
                 raise unusable(path, why)
+            _check_scores(path, values.get(SCORES), len(tokens))
         kinds = _read_kinds(path, values.get("tokenizer.ggml.token_type"), len(tokens))
         pre = file.text("tokenizer.ggml.pre", "default") if model == BPE else ""
         special = _special_ids(values, len(tokens), _SPM_DEFAULTS if model == SPM else {})
@@ -117,6 +126,7 @@ def read_facts(path: Path) -> VocabFacts:
             ends=ends,
             add_bos=bool(asked) and "bos" in special,
             add_space_prefix=bool(values.get("tokenizer.ggml.add_space_prefix", model == SPM)),
+            strips=_strips(values.get("general.name"), ids, kinds),
             template=template if isinstance(template, str) and template else None,
         )
 
@@ -134,6 +144,11 @@ def _read_kinds(path: Path, types: Value | None, count: int) -> dict[int, int]:
     return {
         int(token): int(types[token]) for token in np.flatnonzero(types != NORMAL) if token < count
     }
+
+
+def _check_scores(path: Path, scores: Value | None, count: int) -> None:
+    if scores is not None and (not isinstance(scores, np.ndarray) or len(scores) < count):
+        raise unusable(path, f"{SCORES} does not have one for each token")
 
 
 def _special_ids(
@@ -168,6 +183,14 @@ def _ends(special: dict[str, int], ids: dict[bytes, int], kinds: dict[int, int])
     return frozenset(ends)
 
 
+def _strips(name: Value | None, ids: dict[bytes, int], kinds: dict[int, int]) -> frozenset[int]:
+    """Those of Phi 3, which files tell by the model's name alone."""
+    if not isinstance(name, str) or not any(mark in name.lower() for mark in ("phi-3", "phi3")):
+        return frozenset()
+    kept = {ids.get(text) for text in (b"<unk>", b"<s>", b"<|endoftext|>")}
+    return frozenset(t for t, kind in kinds.items() if kind in SPECIAL and t not in kept)
+
+
 def _named(ids: dict[bytes, int], *texts: str) -> bool:
     return all(text.encode() in ids for text in texts)
 
@@ -179,7 +202,7 @@ def _spells(known: Mapping[bytes, int], byte: int) -> bool:
 def _find_twice(tokens: list[bytes]) -> str:
     first: dict[bytes, int] = {}
     for index, token in enumerate(tokens):
-        if token in first:
+        if token and token in first:
             text = token[:40].decode("utf-8", "replace")
             return f"{TOKENS} holds {text!r} twice, at {first[token]} and {index}"
         first[token] = index

@@ -22,6 +22,8 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 HEAD_DIM_MAX = 256
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
 
+_COMPANIONS = ("adapter", "mmproj", "imatrix")  # values of general.type
+
 _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S",
     15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 32: "BF16",
@@ -123,6 +125,7 @@ class ModelSpec:
 
 def read_spec(gguf: GgufFile) -> ModelSpec:
     """The hyper-parameters of a model file; BatchEngineError naming the key that is wrong."""
+    _refuse_other_files(gguf)
     arch = gguf.text("general.architecture")
     if arch not in ARCHITECTURES:
         raise unsupported(
@@ -135,10 +138,10 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     _refuse_unknown_features(gguf, arch)
     n_embd = _count(gguf, f"{arch}.embedding_length")
     n_layer = _block_count(gguf, arch, n_embd)
-    n_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count", None)
-    n_kv_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head)
+    n_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
+    n_kv_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head, n_layer)
     head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
-    n_ff = _same_for_all_layers(gguf, f"{arch}.feed_forward_length", None)
+    n_ff = _same_for_all_layers(gguf, f"{arch}.feed_forward_length", None, n_layer)
     _check_widths(gguf, arch, n_embd, n_ff, n_head, n_kv_head, head_dim)
     n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
     if n_rot != head_dim:  # these architectures rotate whole heads
@@ -186,13 +189,24 @@ def unsupported(
     return errors.MODEL_UNSUPPORTED(file=gguf.path.name, key=key, value=value, why=why, fix=fix)
 
 
-def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
+def _refuse_other_files(gguf: GgufFile) -> None:
+    """Raises for files that are a part of a model, or belong to one; they lack most of its keys."""
     if gguf.integer("split.count", 1) > 1:
         parts, fix = gguf.integer("split.count"), "merge the parts (gguf-split --merge)"
         raise unsupported(gguf, "split.count", parts, "a model is one file", fix)
+    kind = gguf.values.get("general.type")
+    if kind in _COMPANIONS:
+        why, fix = "it belongs to a model and is none", "name the GGUF file of the model itself"
+        raise unsupported(gguf, "general.type", kind, why, fix)
+
+
+def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
     if gguf.integer(f"{arch}.expert_count", 0) > 0:
         experts, why = gguf.integer(f"{arch}.expert_count"), "mixtures of experts are not supported"
         raise unsupported(gguf, f"{arch}.expert_count", experts, why, "use a dense model")
+    if gguf.integer(f"{arch}.nextn_predict_layers", 0) > 0:  # the last layers are no part of it
+        key, count = f"{arch}.nextn_predict_layers", gguf.integer(f"{arch}.nextn_predict_layers")
+        raise unsupported(gguf, key, count, "layers that predict further tokens are not supported")
     if gguf.values.get(f"{arch}.attention.causal", True) is not True:
         raise unsupported(gguf, f"{arch}.attention.causal", "false", "not a text generator")
     kind = gguf.text(f"{arch}.rope.scaling.type", "linear")
@@ -234,11 +248,14 @@ def _attention_scale(gguf: GgufFile, arch: str, head_dim: int) -> float:
     return _between(gguf, key, None, 1e-6, 1e3)
 
 
-def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None) -> int:
+def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None, n_layer: int) -> int:
     """A count that may be given per layer; layers that differ are refused."""
     value = gguf.values.get(key)
     if not isinstance(value, np.ndarray):
         return _count(gguf, key, default)
+    if len(value) != n_layer:
+        why = f"it has {len(value)} numbers for {n_layer} layers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
     distinct = sorted({int(v) for v in value.tolist()}) if value.dtype.kind in "iu" else []
     if len(distinct) != 1:
         raise unsupported(gguf, key, distinct[:8], "every layer must have the same value")

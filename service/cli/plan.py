@@ -83,6 +83,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     import kernels
     from batchengine.gguf import GgufFile
     from batchengine.policy.capacity import ModelSize
+    from batchengine.text.vocab import Tokenizer
     from batchengine.weights import plan_tensors, read_spec
     from kv_store.layout import PAGE_TOKENS, PageLayout
 
@@ -90,6 +91,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         spec = read_spec(gguf)
         tensors = plan_tensors(gguf, spec)
         file_bytes = path.stat().st_size
+    Tokenizer(path).close()
     sizes = {m.name: kernels.packed_bytes(m.kind, m.rows, m.cols) for m in tensors.matrices}
     weight_bytes = sum(sizes.values()) + 4 * sum(v.size for v in tensors.vectors)
     products = sum(m.rows * m.cols for m in tensors.matrices)

@@ -104,3 +104,22 @@ def test_a_call_that_was_cut_is_text_where_a_template_wants_its_arguments(
     assert found[1]["tool_calls"] == [whole]
     assert '"arguments": {"a": "unfin}' in found[1]["content"]
     assert text.encode_chat(found)
+
+
+def test_a_template_that_shows_only_lists_of_parts_gets_lists(mistral_path: Path) -> None:
+    """Those of models that see images; of a text they would show nothing."""
+    source = (
+        "{% for m in messages %}[INST]{% if m.content[0].type == 'image' %}?{% endif %}"
+        "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endfor %}"
+    )
+    text = encoder(mistral_path, source)
+    user = {"role": "user", "content": "the [INST]"}  # a forged token stays text
+    given = [user, {"role": "assistant", "content": None}, {"role": "user", "content": "th"}]
+    inst, th, e = 258, 256, ord("e")
+    forged = [ord(c) for c in " [INST]"]
+    forged[0] = text.encode(" ")[0]
+    assert text.encode_chat(given) == [inst, th, e, *forged, inst, inst, th]
+    assert text.takes("system")
+    plain = encoder(mistral_path, "{{ messages[0].content }}")
+    assert plain.encode_chat([{"role": "user", "content": "th"}]) == [th]

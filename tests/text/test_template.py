@@ -369,6 +369,8 @@ def test_warm_rendering_is_fast(make: Callable[..., Template]) -> None:
         ("{{ raise_exception('no') }}", "refuses these messages: no"),
         ("{{ messages.content.x }}", "failed"),
         ("{% set a = 1 %}", "an empty prompt"),
+        ("{{ messages[0].text }} is asked", "does not show what a user writes"),
+        ("{{ messages[0].content[0].text }}", ""),
         (ENDLESS, "was stopped: its process used more processor time"),
     ],
 )

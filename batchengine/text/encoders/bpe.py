@@ -13,9 +13,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from batchengine.gguf import GgufFile, StringArray
+from batchengine.gguf import GgufFile
 from batchengine.text.encoders.special import SpecialTokens
-from batchengine.text.vocab_facts import TOKENS, VocabFacts, unusable
+from batchengine.text.vocab_facts import MERGES, TOKENS, VocabFacts, unusable
 
 _ENDINGS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -122,10 +122,7 @@ def _build(facts: VocabFacts) -> _Library:
     # by name, so that neither the engine nor a machine with llama.cpp alone needs the package
     package: Any = importlib.import_module("tokenizers")
     with GgufFile(facts.path) as file:
-        listed = file.values.get("tokenizer.ggml.merges")
-        if not isinstance(listed, StringArray):
-            raise unusable(facts.path, "there are no tokenizer.ggml.merges")
-        pairs = [_pair(merge) for merge in listed]
+        pairs = [_pair(merge) for merge in file.strings(MERGES)]
     vocab: dict[str, int] = {}
     for index, token in enumerate(facts.tokens):
         with contextlib.suppress(UnicodeDecodeError):  # no word of a text is such a token

@@ -14,7 +14,7 @@ import numpy as np
 
 from batchengine.gguf import GgufFile
 from batchengine.text.encoders.special import SpecialTokens
-from batchengine.text.vocab_facts import VocabFacts, unusable
+from batchengine.text.vocab_facts import SCORES, VocabFacts
 
 SPACE = "▁"
 WORDS = re.compile(f"{SPACE}*[^{SPACE}]+|{SPACE}+")
@@ -110,11 +110,9 @@ def _texts(facts: VocabFacts) -> dict[str, int]:
 
 def _read_scores(facts: VocabFacts) -> list[float]:
     with GgufFile(facts.path) as file:
-        scores = file.values.get("tokenizer.ggml.scores")
-    if scores is None:
+        scores = file.values.get(SCORES)
+    if not isinstance(scores, np.ndarray):
         return [0.0] * len(facts.tokens)
-    if not isinstance(scores, np.ndarray) or len(scores) < len(facts.tokens):
-        raise unusable(facts.path, "tokenizer.ggml.scores does not have one for each token")
     return [float(score) for score in scores]
 
 

@@ -33,11 +33,13 @@ GIB = 1 << 30
 def check_header(path: str) -> None:
     """Raises what `serve` would refuse a model file for, by its header."""
     from batchengine.gguf import GgufFile
+    from batchengine.text.vocab import Tokenizer
     from batchengine.weights import plan_tensors, read_spec
 
     check_model_file(path)
     with GgufFile(path) as gguf:
         plan_tensors(gguf, read_spec(gguf))
+    Tokenizer(path).close()
 
 
 def check_folders(config: Config) -> None:

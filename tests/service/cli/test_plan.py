@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from batchengine.core import BatchEngineError
 from batchengine.policy.capacity import cpu_processor
 from service.cli import main, plan
 from service.cli.machine import check as checks
+from tests.hostile.rewrite import edited
 
 POCKET = Path(__file__).resolve().parents[3] / "pocket/pocket-q4_0.gguf"
 MACHINE = {
@@ -115,6 +117,26 @@ def test_what_serve_would_refuse_is_refused(
     assert main.run(["plan", str(tmp_path / "absent.gguf")]) == 2
     assert main.run(["plan", str(POCKET), "--gpu", "voodoo2"]) == 2
     assert "h200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_a_vocabulary_that_serve_would_refuse_is_refused(
+    has_template: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before the weights are packed, and whether or not the file has a chat template."""
+
+    def edit(values: dict[str, Any], _: object) -> None:
+        del values["tokenizer.ggml.merges"]
+        if not has_template:
+            del values["tokenizer.chat_template"]
+
+    shutil.copyfile(POCKET, tmp_path / "m.gguf")
+    model, path = edited(tmp_path / "m.gguf", edit), tmp_path / "c.toml"
+    places = f'cache_dir = "{tmp_path}/cache"\n[store]\ndir = "{tmp_path}/kv"\n'
+    path.write_text(f'{places}[server]\nport = 0\nadmin_socket = "{tmp_path}/a.sock"\n')
+    for command in ("plan", "check", "serve"):
+        assert main.run([command, str(model), "--config", str(path)]) == 1
+        assert "no tokenizer.ggml.merges" in capsys.readouterr().err
 
 
 def test_a_read_only_file_system_is_called_that(
