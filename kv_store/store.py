@@ -26,7 +26,7 @@ from operator import mul
 
 from kv_store import osio
 from kv_store.arenas.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
-from kv_store.arenas.orphaned import OrphanedArenas
+from kv_store.arenas.orphaned import ORPHANED_SHARE, OrphanedArenas
 from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
 from kv_store.layout import Descriptor
 from kv_store.ledger import continuity, writes
@@ -48,8 +48,9 @@ class StoreSettings:
 
     `ballast_bytes`: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
     of the file system. allow_any_fs turns a refused file system into a warning.
-    keep_arenas leaves arenas of this boot for import. `gc` leaves up to sessions_max sessions with
-    ledger_bytes_max bytes of rows, shared fairly between tenants.
+    keep_arenas leaves arenas of this boot for import, the newest ones up to a share of the budget.
+    `gc` leaves up to sessions_max sessions with ledger_bytes_max bytes of rows, shared fairly
+    between tenants.
     """
 
     budget_bytes: int
@@ -403,7 +404,10 @@ class Store:
         pages.index.supersede_tails(pages.index.tail_parents())
         folder = os.path.join(self.path, "arena")
         if self._settings.keep_arenas and boot and boot == replay.boot_id:
-            self.orphaned = OrphanedArenas(folder, pages.layout, pages.repr_id, core.files)
+            bytes_max = self._settings.budget_bytes // ORPHANED_SHARE
+            self.orphaned = OrphanedArenas(
+                folder, pages.layout, pages.repr_id, core.files, bytes_max
+            )
             self.warnings += self.orphaned.warnings
         else:
             _sweep_arenas(folder, self.warnings)
