@@ -355,6 +355,14 @@ def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
         ("[server]\nallowed_origins = ['*']", "has '*', which is the origin of no page"),
         ("[server]\nallowed_origins = ['https://*.a.example']", "the origin of no page"),
         ("[server]\nallowed_origins = ['https://a.example/x']", "the origin of no page"),
+        ("[server]\nallowed_hosts = ['http://a.example/']", "the host of no request"),
+        (
+            "[server]\nallowed_hosts = ['a.example', '*']",
+            "has '*', which is the host of no request",
+        ),
+        ("[server]\nallowed_hosts = ['*.a.example']", "the host of no request"),
+        ("[[lane]]\n[[lane]]\nname = 'GPU'", "lane.name = 'GPU' is no name of a lane"),
+        ("[[lane]]\nname = 'a b'", "lane.name = 'a b' is no name of a lane"),
     ],
 )
 def test_names_that_mean_something_else_or_nothing_are_refused(
@@ -370,6 +378,12 @@ def test_names_with_a_colon_and_the_origins_of_pages_are_allowed(tmp_path: Path)
     origins = ["https://a.example/", "http://[::1]:3000", "app://obsidian.md", "null"]
     text = f"[model]\nid = 'qwen3:8b'\naliases = ['a:b']\n[server]\nallowed_origins = {origins}"
     assert load(write(tmp_path, text)).server.allowed_origins == tuple(origins)
+
+
+def test_hosts_that_a_header_can_have_are_allowed(tmp_path: Path) -> None:
+    hosts = ["a.example", "a.example:7717", "[::1]", "::1", "10.0.0.2:80", "my_host"]
+    found = load(write(tmp_path, f"[server]\nallowed_hosts = {hosts}")).server.allowed_hosts
+    assert found == tuple(hosts)
 
 
 @pytest.mark.parametrize(
@@ -476,6 +490,22 @@ def test_sizes_may_have_units(tmp_path: Path, machine: Machine) -> None:
     for text in ('"ten"', '"10 XB"', '"-1GB"', '""', '"9999999999999999999999GB"'):
         assert "is no size" in message(tmp_path, f"[store]\nbudget_bytes = {text}")
     assert "out of bounds" in message(tmp_path, '[store]\nbudget_bytes = "9000TB"')
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[model]\nid = 'a'\n")
+    assert load(str(tmp_path / "x.toml")).model.id == "a"
+
+
+def test_a_key_file_that_holds_no_single_key_is_explained(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("# of agents\n0123456789abcdef\n")
+    key.chmod(0o600)
+    found = message(tmp_path, f"[auth.keys.a]\nkey_file = '{key}'")
+    assert "has 2 lines" in found
+    assert "line 2" in found
+    found = message(tmp_path, "[auth.keys.a]\nkey_file = '/run/credentials/x.service/a'")
+    assert "LoadCredential=" in found
 
 
 def test_hosts_and_toml_are_explained(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def configuration() -> str:
         " default below, and options of `serve` replace single keys. An unknown key, a wrong type"
         " or a value outside its bounds is refused with the line and the nearest key; `batchengine"
         " check --config FILE` says so without starting. Relative paths are taken from the file's"
-        " folder; 0 and empty text mean that a value is derived from the machine or the model.",
+        " folder; 0 and empty text mean that a value is derived from the machine or the model."
+        ' Sizes (`..._bytes`) may be text with a unit: `"16GB"`, `"512MiB"`.',
         "## Top level",
         _paragraphs(inspect.getdoc(settings.Config) or ""),
         _keys(settings.Config, sections=False),
@@ -98,7 +99,9 @@ def _keys(kind: Any, *, sections: bool = True) -> str:
     rows: list[tuple[str, ...]] = []
     for one in dataclasses.fields(kind):
         default = _default(one)
-        if dataclasses.is_dataclass(default) or _is_nested(default) or one.name == "name":
+        if dataclasses.is_dataclass(default) or _is_nested(default):
+            continue
+        if one.name == "name" and kind is not settings.LaneConfig:  # the table's own name
             continue
         name = str(one.metadata.get("toml", one.name))
         note = comments.get(one.name, "")

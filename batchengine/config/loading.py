@@ -40,12 +40,14 @@ from batchengine.core import SlaClass
 
 CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefill
 KEY_CHARS_MIN = 8
+CREDENTIALS = "/run/credentials/"  # of systemd
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 3}  # by kind of lane
 GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s*?#@]+/?", re.IGNORECASE)
+_HOST_HEADER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s*]+)(:[0-9]{0,5})?")
 
 
 def load(
@@ -135,6 +137,18 @@ def check_model_file(path: str) -> None:
     raise errors.NO_MODEL_FILE(path=path, why=why, fix=model_hint(path))
 
 
+def is_key(text: str) -> bool:
+    """Whether a text can be an API key, which goes into a header."""
+    return len(text) >= KEY_CHARS_MIN and text.isascii() and text.isprintable()
+
+
+def is_lane_name(name: str) -> bool:
+    """Whether a lane may have this name, which is a part of its files' names."""
+    from kv_store.arenas.arena import LANE_NAME  # needed only where lanes are named
+
+    return LANE_NAME.fullmatch(name) is not None
+
+
 def openness(path: str) -> str:
     """Why users other than this one can read or replace a file with secrets, or "".
 
@@ -178,13 +192,25 @@ def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
 
 
 def _read_key(source: Source, path: str, dotted: str) -> str:
+    dotted = f"{dotted}.key_file"
     try:
-        return Path(path).read_text().strip()
+        key = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is not text"
+        fix = "name a file with the key alone that the daemon's user can read"
+        if path.startswith(CREDENTIALS):
+            fix = "LoadCredential= in the unit makes it, while the service runs"
         raise source.error(
-            errors.CONFIG_KEYS, f"{dotted}.key_file", f"= {path} cannot be read: {why}"
+            errors.CONFIG_KEYS, dotted, f"= {path} cannot be read: {why}", fix=fix
         ) from None
+    if len(key.splitlines()) > 1:
+        raise source.error(
+            errors.CONFIG_KEYS,
+            dotted,
+            f"= {path} has {len(key.splitlines())} lines",
+            fix="leave the key of this entry alone in it, and give each other one an entry",
+        )
+    return key
 
 
 # ---- rules between values ----
@@ -226,16 +252,9 @@ def _check_together(source: Source, config: Config) -> None:
             f"= {config.instance[:40]!r} is no name of a daemon",
             fix="1 to 32 letters, digits, - and _, a letter or digit first",
         )
-    names: set[str] = set()
-    for index, lane in enumerate(config.lanes):
-        if lane.name in names:
-            raise source.contradiction(
-                f"lane.{index}.name",
-                f"= {lane.name!r} is the name of another lane, too",
-                fix="give each [[lane]] a name of its own, or none",
-            )
-        names |= {lane.name} - {""}
+    _check_lane_names(source, config)
     _check_model_names(source, config)
+    _check_hosts(source, config)
     _check_origins(source, config)
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
@@ -247,6 +266,24 @@ def _check_together(source: Source, config: Config) -> None:
                 fix="targets may only grow from interactive to batch",
             )
     _check_auth(source, config)
+
+
+def _check_lane_names(source: Source, config: Config) -> None:
+    names: set[str] = set()
+    for index, lane in enumerate(config.lanes):
+        if lane.name in names:
+            raise source.contradiction(
+                f"lane.{index}.name",
+                f"= {lane.name!r} is the name of another lane, too",
+                fix="give each [[lane]] a name of its own, or none",
+            )
+        if lane.name and not is_lane_name(lane.name):
+            raise source.contradiction(
+                f"lane.{index}.name",
+                f"= {lane.name[:80]!r} is no name of a lane",
+                fix="1 to 32 of the small letters, digits, - and _, a letter or digit first",
+            )
+        names |= {lane.name} - {""}
 
 
 def _check_model_names(source: Source, config: Config) -> None:
@@ -266,6 +303,21 @@ def _check_model_names(source: Source, config: Config) -> None:
                 dotted,
                 f"= {name[:80]!r} ends as NAME:CLASS does, by which clients ask for a class",
                 fix="another name; clients can add the class to every name themselves",
+            )
+
+
+def _check_hosts(source: Source, config: Config) -> None:
+    """Raises CONFIG_CONTRADICTION for an entry that no Host header can have."""
+    for host in config.server.allowed_hosts:
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(host)  # IPv6 without brackets, too
+            continue
+        if host and not _HOST_HEADER.fullmatch(host):
+            raise source.contradiction(
+                "server.allowed_hosts",
+                f"has {host[:80]!r}, which is the host of no request",
+                fix="a name or an address alone, as be.example; each is named, since * would allow"
+                " every one",
             )
 
 
@@ -314,7 +366,7 @@ def _check_auth(source: Source, config: Config) -> None:
     keys = [k.key for k in config.auth]
     for key in config.auth:
         dotted = f"auth.keys.{key.name}"
-        if len(key.key) < KEY_CHARS_MIN or not (key.key.isascii() and key.key.isprintable()):
+        if not is_key(key.key):
             raise source.error(
                 errors.CONFIG_KEYS,
                 dotted,

@@ -41,9 +41,11 @@ def check_header(path: str) -> None:
 
 
 def check_folders(config: Config) -> None:
-    """Raises if the store or the packed weights cannot be written, before a model is loaded."""
+    """Raises if the store or the packed weights cannot be written, or another daemon has the store,
+    before a model is loaded."""
     found = Findings()
     _store(config, None, found)
+    _lock(config, None, found)
     _cache(config, None, found)
 
 
