@@ -501,8 +501,12 @@ def check_directory(path: str, allow_any_fs: bool) -> list[str]:
     while not os.path.lexists(nearest):
         nearest = os.path.dirname(nearest)
     found = _check_file_system(osio.file_system(nearest), path, allow_any_fs)
-    is_there = nearest == os.path.abspath(path)
-    return found + _check_owner(path, os.stat(path).st_uid) if is_there else found
+    if nearest != os.path.abspath(path):
+        return found
+    owner, above = os.stat(path).st_uid, os.stat(os.path.dirname(nearest)).st_uid
+    if os.geteuid() == 0 and owner == above:  # root looks at what a service of its own user has
+        return found
+    return found + _check_owner(path, owner)
 
 
 def _check_owner(folder: str, owner: int) -> list[str]:
@@ -529,7 +533,8 @@ def _check_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> li
     raise StoreUnsupported(
         f"the store {path} is on {fs.name}",
         why=fs.why,
-        fix="put the store on a local ext4 or XFS file system, or allow any file system explicitly",
+        fix="put the store on a local ext4 or XFS file system, or allow this one:"
+        " store.allow_volatile = true (serve --allow-volatile-store)",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from batchengine.config import (
     StoreConfig,
     disk_bytes,
     disk_warnings,
+    limit_warnings,
     load,
     openness,
     warnings,
@@ -506,6 +508,27 @@ def test_a_key_file_that_holds_no_single_key_is_explained(tmp_path: Path) -> Non
     assert "line 2" in found
     found = message(tmp_path, "[auth.keys.a]\nkey_file = '/run/credentials/x.service/a'")
     assert "LoadCredential=" in found
+
+
+def test_a_credential_of_a_service_that_is_stopped_is_missing_where_it_is_only_looked_at(
+    tmp_path: Path,
+) -> None:
+    name = "/run/credentials/no-such.service/a"
+    path = write(
+        tmp_path, f"[auth.keys.a]\nkey_file = '{name}'\n[auth.keys.b]\nkey_file = '{name}'"
+    )
+    os.chmod(path, 0o644)
+    found = load(path, is_served=False)
+    assert [len(key.key) >= 8 for key in found.auth] == [True, True]
+    assert sum("LoadCredential=" in text for text in warnings(found)) == 2
+    with pytest.raises(BatchEngineError, match="LoadCredential="):
+        load(path)
+
+
+def test_a_small_address_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, is_warned in ((1 << 30, True), (1 << 50, False), (-1, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert bool(limit_warnings(load())) is is_warned
 
 
 def test_hosts_and_toml_are_explained(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import ipaddress
 import itertools
 import os
 import re
+import resource
+import secrets
 import socket
 import stat
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,7 @@ from batchengine.core import SlaClass
 
 CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefill
 KEY_CHARS_MIN = 8
+ADDRESSES_BYTES = 4 << 30  # of children beside the store's pages
 CREDENTIALS = "/run/credentials/"  # of systemd
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
@@ -54,18 +57,22 @@ def load(
     path: str | None = None,
     overrides: Mapping[str, object] | None = None,
     machine: Machine | None = None,
+    *,
+    is_served: bool = True,
 ) -> Config:
     """Configuration from a TOML file (or none) and dotted overrides such as {"server.port": 0}.
 
     An override of None counts as not given; "lane.threads" means the only lane. Relative paths
     in the file are relative to it. Raises BatchEngineError naming file, key and line.
+    `is_served`: False = it is only looked at, and a credential, which systemd makes while the
+    service runs, may be missing: its key is a random one.
     """
     source = Source.read(path)
     tree = source.tree
     for dotted, value in (overrides or {}).items():
         if value is not None:
             put(source, tree, dotted, value)
-    config = _build_config(source, tree)
+    config = _build_config(source, tree, is_served)
     _check_together(source, config)
     has_port = "port" in table(source, tree.get("server", {}), "server")
     return _derive(source, config, machine or Machine.here(), has_port)
@@ -82,7 +89,25 @@ def warnings(config: Config) -> list[str]:
             " before it is durable"
         )
     found += _lane_warnings(config.lanes)
+    found += [
+        f"auth.keys.{key.name}.key_file = {key.key_file} is not there: LoadCredential= in the unit"
+        " makes it when the service starts"
+        for key in config.auth
+        if _is_absent_credential(key.key_file)
+    ]
     return found
+
+
+def limit_warnings(config: Config) -> list[str]:
+    """A warning where a limit of this process may keep children from starting: they map the weights
+    and the store, and a text process reserves 2 GiB."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if not 0 <= limit < config.store.budget_bytes + ADDRESSES_BYTES:
+        return []
+    return [
+        f"the address space is limited to {limit / MIB:,.0f} MiB (ulimit -v), which may be too"
+        " little for workers and text processes: limit memory by MemoryMax= or a cgroup instead"
+    ]
 
 
 def disk_warnings(config: Config) -> list[str]:
@@ -165,16 +190,16 @@ def openness(path: str) -> str:
 # ---- TOML to Config ----
 
 
-def _build_config(source: Source, tree: Table) -> Config:
+def _build_config(source: Source, tree: Table, is_served: bool) -> Config:
     lanes = tree.get("lane", [{}])
     if not isinstance(lanes, list) or not lanes:
         raise source.error(errors.CONFIG_TYPE, "lane", "must be written as [[lane]]")
-    auth = _build_auth(source, tree.pop("auth", {}))
+    auth = _build_auth(source, tree.pop("auth", {}), is_served)
     peers = build_peers(source, tree.pop("peers", {}))
     return dataclasses.replace(build(source, Config, tree, "", Config()), auth=auth, peers=peers)
 
 
-def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
+def _build_auth(source: Source, value: object, is_served: bool) -> tuple[ApiKey, ...]:
     auth = table(source, value, "auth")
     for key in auth:
         if key != "keys":
@@ -185,10 +210,16 @@ def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
         key = build(source, ApiKey, entry, dotted, ApiKey(name=name))
         if key.key and key.key_file:
             raise source.error(errors.CONFIG_KEYS, dotted, "has both key and key_file")
-        if key.key_file:
+        if _is_absent_credential(key.key_file) and not is_served:
+            key = dataclasses.replace(key, key=secrets.token_hex(KEY_CHARS_MIN))
+        elif key.key_file:
             key = dataclasses.replace(key, key=_read_key(source, key.key_file, dotted))
         found.append(key)
     return tuple(found)
+
+
+def _is_absent_credential(path: str) -> bool:
+    return path.startswith(CREDENTIALS) and not os.path.lexists(path)
 
 
 def _read_key(source: Source, path: str, dotted: str) -> str:
@@ -378,7 +409,7 @@ def _check_auth(source: Source, config: Config) -> None:
     for key in config.auth:
         dotted = f"auth.keys.{key.name}"
         path = key.key_file or (source.path if source.where(f"{dotted}.key") else "")
-        if path and (why := openness(path)):
+        if path and not _is_absent_credential(path) and (why := openness(path)):
             raise source.error(
                 errors.CONFIG_KEYS,
                 dotted,

@@ -364,7 +364,7 @@ def check(
 
     given, path = None if config is None else str(config), model_file(model)
     overrides: dict[str, object] = {"model.path": None if path is None else str(path)}
-    found = check_all(configuration.load(given, overrides))
+    found = check_all(configuration.load(given, overrides, is_served=False))
     if model is None and config is None:  # the defaults alone name no model
         found.problems = [e for e in found.problems if e.code != errors.NO_MODEL.code]
     answer = {

@@ -169,7 +169,7 @@ def weights(
     from batchengine import config as configuration
     from batchengine.weights.cache import list_uses, remove_unused
 
-    folder = configuration.load(None if config is None else str(config)).cache_dir
+    folder = configuration.load(None if config is None else str(config), is_served=False).cache_dir
     now_s = time.time()
     rows: list[dict[str, Any]] = []
     for use in list_uses(Path(folder)):

@@ -22,6 +22,7 @@ from batchengine.config import (
     check_model_file,
     disk_bytes,
     disk_warnings,
+    limit_warnings,
     warnings,
 )
 from batchengine.core import BatchEngineError
@@ -62,7 +63,7 @@ def check(config: Config, *, may_run: bool = False) -> Findings:
     """Every check, in the order of a start. A daemon of this configuration that runs is a warning,
     unless it `may_run`."""
     found = Findings()
-    found.warnings += warnings(config) + disk_warnings(config)
+    found.warnings += warnings(config) + disk_warnings(config) + limit_warnings(config)
     running = _running(config)
     parts = [_model, _gpu, _address, _admin_socket, _store, _lock, _cache, _peers]
     if may_run and running is not None:
