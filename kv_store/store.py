@@ -95,6 +95,7 @@ class Store:
         self._reserve = reserve
         self._lock_fd = lock_fd
         self._folder = os.stat(path)
+        self._is_gone = False  # the folder, at the last look
         self._closed = False
 
     @classmethod
@@ -256,7 +257,9 @@ class Store:
 
     def maintain(self) -> None:
         """Call every few seconds when idle, on a thread that may wait: check a part of the indexes,
-        write ages, retry what a full disk stopped. Raises AssertionError for a wrong index."""
+        write ages, retry what a full disk stopped, look for the folder. Raises AssertionError for a
+        wrong index."""
+        self._is_gone = not self.is_in_place()
         for pool in list(self._pools.values()):
             pool.maintenance.check()
             pool.maintenance.write_ages(AGES_MAX)
@@ -308,8 +311,15 @@ class Store:
     @property
     def troubles(self) -> list[str]:
         """Sentences for health about faults other than those of the ledger and the page tier."""
-        spent = self._reserve.trouble
-        return [*self.losses, *([spent] if spent else [])]
+        found = [*self.losses]
+        if spent := self._reserve.trouble:
+            found.append(spent)
+        if self._is_gone:
+            found.append(
+                f"the folder {self.path} was moved, removed or replaced: the next start finds"
+                " nothing of what is written now; move it back, or restart the daemon"
+            )
+        return found
 
     def stat(self) -> dict[str, int | float | str]:
         """Numbers for health, metrics and the status command, of all pools together where they
