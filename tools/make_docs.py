@@ -160,6 +160,11 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def troubleshooting() -> str:
+    names = {
+        value.code: name
+        for name, value in vars(errors).items()
+        if isinstance(value, errors.Problem)
+    }
     rows = [value for value in vars(errors).values() if isinstance(value, errors.Problem)]
     parts = [
         "# Troubleshooting by error code",
@@ -167,13 +172,14 @@ def troubleshooting() -> str:
         "Every error of the daemon, its commands and its HTTP answers has a code, says what"
         " happened and why, and how to mend it. Words in braces are filled in. HTTP answers carry"
         " the code as `batchengine_code`; `code` is the word that clients compare. A status is that"
-        " of an HTTP answer.",
+        " of an HTTP answer. Where several faults share a code, the table has what they are about,"
+        " and the message has the rest.",
     ]
     for area, title in AREAS.items():
         chosen = sorted((row for row in rows if row.code[2:4] == area), key=lambda row: row.code)
         if not chosen:
             continue
-        lines = [_problem(row) for row in chosen]
+        lines = [_problem(row, names[row.code]) for row in chosen]
         head = ("code", "status", "`code` field", "what and why", "fix")
         parts += [f"## {title}", table(head, [tuple(map(_no_markup, line)) for line in lines])]
     known = {row.code[2:4] for row in rows}
@@ -181,8 +187,9 @@ def troubleshooting() -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def _problem(row: errors.Problem) -> tuple[str, ...]:
+def _problem(row: errors.Problem, name: str) -> tuple[str, ...]:
     what, fix = _text(row.what, row.why), "" if row.fix == "{fix}" else row.fix
+    what = name.lower().replace("_", " ") if what == "{what}" else what
     return f"**{row.code}**", str(STATUS[row.kind]), f"`{row.name}`", what, fix
 
 
