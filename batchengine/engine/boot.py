@@ -317,7 +317,11 @@ async def start(launch: Launch) -> Running:
         factory = LaneFactory(launch, info, text, store, journal, loader)
         loops: list[LaneLoop] = []
         for lane, lane_config in zip(lanes, config.lanes, strict=True):
-            loops.append(await factory.lane(lane, lane_config))
+            try:
+                loops.append(await factory.lane(lane, lane_config))
+            except OSError as error:  # of its arena, such as a limit of file sizes
+                why = f"lane {lane.name}: {error.strerror or error}"
+                raise errors.STORE_UNOPENED(folder=store.path, why=why) from error
             undo.callback(loops[-1].kv.close)
         detail = f"{store.path}, {store.pages.allocator.slots_max} pages"
         launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
