@@ -33,7 +33,7 @@ from kv_store.errors import StoreCorrupt
 from kv_store.layout import PAGE_TOKENS, ROW_RECORD_DTYPE, ROW_RECORDS_BYTES, PageLayout
 
 ORPHANED_S = 600.0  # rows of sessions that were reopened are imported by then: the rest is swept
-ORPHANED_SHARE = 4  # they may take one part in so many of the store's budget, besides it
+ORPHANED_SHARE = 3  # they may take one part in so many of the store's budget, besides it
 _SLICE_SLOTS = 512  # sidecars read at once: 4 MiB
 _HEADER_SPAN = 48  # of a slot header: what its checksum covers
 
@@ -223,7 +223,7 @@ class OrphanedArenas:
             for epoch, slots in epochs.items():
                 epochs[epoch] = [slot for slot in slots if slot.arena in self._held]
         self.warnings.append(
-            f"{len(names)} arenas of killed runs were deleted: together they took more than"
+            f"{len(names)} of the arenas of killed runs were deleted: all took more than"
             f" {bytes_max >> 20} MiB"
         )
 
