@@ -68,6 +68,14 @@ async def test_a_chat_template_that_no_chat_can_use_is_a_trouble(site: Site) -> 
         assert engine.phase == "ready"
 
 
+async def test_a_daemon_whose_text_processes_cannot_start_does_not_start(site: Site) -> None:
+    with pytest.raises(BatchEngineError) as refusal:
+        async with running_engine(site, reader="tests.nowhere:READER"):
+            pass
+    assert refusal.value.code == "BE1507"
+    assert "limits of memory" in refusal.value.fix
+
+
 async def test_an_arena_that_cannot_be_made_is_an_error_of_the_store(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
