@@ -524,7 +524,7 @@ def _drop_extent(
 
 
 def _check_strays(check: _Check, folder: str, known: set[int]) -> None:
-    for name in sorted(os.listdir(folder)):
+    for name in _names(folder):
         path = os.path.join(folder, name)
         if not EXTENT_NAME.fullmatch(name):
             check.remark("info", f"ext/{name} is not ours", "no extent has such a name")
@@ -539,6 +539,10 @@ def _check_strays(check: _Check, folder: str, known: set[int]) -> None:
 
 def _check_folders(check: _Check) -> None:
     for folder in (check.path, *(os.path.join(check.path, name) for name in ("ext", "arena"))):
+        if not os.path.lexists(folder):
+            what, why = f"there is no folder {folder}", "the ledger alone was put here"
+            check.remark("info", what, why, "the next opening makes it")
+            continue
         if not os.path.isdir(folder) or os.path.islink(folder):
             raise StoreUnsupported(f"{folder} is not a directory")
         if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
@@ -554,12 +558,17 @@ def _check_folders(check: _Check) -> None:
             check.remark("info", f"{name} is not part of the store", "it was put aside")
 
 
+def _names(folder: str) -> list[str]:
+    """Names in a folder, which may not exist."""
+    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
 def _check_arenas(check: _Check) -> None:
     folder = os.path.join(check.path, "arena")
     for text in check.traces.implausible:
         why = "no store is opened so often"
         check.remark("warning", text, why, "no number follows from it")
-    for name in sorted(os.listdir(folder)):
+    for name in _names(folder):
         path = os.path.join(folder, name)
         if not ARENA_NAME.fullmatch(name) or not stat.S_ISREG(os.lstat(path).st_mode):
             check.remark("info", f"arena/{name} is not ours", "no arena is like it")

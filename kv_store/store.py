@@ -26,7 +26,7 @@ from operator import mul
 
 from kv_store import osio
 from kv_store.arenas.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
-from kv_store.arenas.orphaned import OrphanedArenas
+from kv_store.arenas.orphaned import ORPHANED_SHARE, OrphanedArenas
 from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
 from kv_store.layout import Descriptor
 from kv_store.ledger import continuity, writes
@@ -48,8 +48,9 @@ class StoreSettings:
 
     `ballast_bytes`: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
     of the file system. allow_any_fs turns a refused file system into a warning.
-    keep_arenas leaves arenas of this boot for import. `gc` leaves up to sessions_max sessions with
-    ledger_bytes_max bytes of rows, shared fairly between tenants.
+    keep_arenas leaves arenas of this boot for import, the newest ones up to a share of the budget.
+    `gc` leaves up to sessions_max sessions with ledger_bytes_max bytes of rows, shared fairly
+    between tenants.
     """
 
     budget_bytes: int
@@ -94,6 +95,7 @@ class Store:
         self._reserve = reserve
         self._lock_fd = lock_fd
         self._folder = os.stat(path)
+        self._is_gone = False  # the folder, at the last look
         self._closed = False
 
     @classmethod
@@ -255,7 +257,9 @@ class Store:
 
     def maintain(self) -> None:
         """Call every few seconds when idle, on a thread that may wait: check a part of the indexes,
-        write ages, retry what a full disk stopped. Raises AssertionError for a wrong index."""
+        write ages, retry what a full disk stopped, look for the folder. Raises AssertionError for a
+        wrong index."""
+        self._is_gone = not self.is_in_place()
         for pool in list(self._pools.values()):
             pool.maintenance.check()
             pool.maintenance.write_ages(AGES_MAX)
@@ -307,8 +311,15 @@ class Store:
     @property
     def troubles(self) -> list[str]:
         """Sentences for health about faults other than those of the ledger and the page tier."""
-        spent = self._reserve.trouble
-        return [*self.losses, *([spent] if spent else [])]
+        found = [*self.losses]
+        if spent := self._reserve.trouble:
+            found.append(spent)
+        if self._is_gone:
+            found.append(
+                f"the folder {self.path} was moved, removed or replaced: the next start finds"
+                " nothing of what is written now; move it back, or restart the daemon"
+            )
+        return found
 
     def stat(self) -> dict[str, int | float | str]:
         """Numbers for health, metrics and the status command, of all pools together where they
@@ -403,7 +414,10 @@ class Store:
         pages.index.supersede_tails(pages.index.tail_parents())
         folder = os.path.join(self.path, "arena")
         if self._settings.keep_arenas and boot and boot == replay.boot_id:
-            self.orphaned = OrphanedArenas(folder, pages.layout, pages.repr_id, core.files)
+            bytes_max = self._settings.budget_bytes // ORPHANED_SHARE
+            self.orphaned = OrphanedArenas(
+                folder, pages.layout, pages.repr_id, core.files, bytes_max
+            )
             self.warnings += self.orphaned.warnings
         else:
             _sweep_arenas(folder, self.warnings)
@@ -497,8 +511,12 @@ def check_directory(path: str, allow_any_fs: bool) -> list[str]:
     while not os.path.lexists(nearest):
         nearest = os.path.dirname(nearest)
     found = _check_file_system(osio.file_system(nearest), path, allow_any_fs)
-    is_there = nearest == os.path.abspath(path)
-    return found + _check_owner(path, os.stat(path).st_uid) if is_there else found
+    if nearest != os.path.abspath(path):
+        return found
+    owner, above = os.stat(path).st_uid, os.stat(os.path.dirname(nearest)).st_uid
+    if os.geteuid() == 0 and owner == above:  # root looks at what a service of its own user has
+        return found
+    return found + _check_owner(path, owner)
 
 
 def _check_owner(folder: str, owner: int) -> list[str]:
@@ -525,7 +543,8 @@ def _check_file_system(fs: osio.FileSystem, path: str, allow_any_fs: bool) -> li
     raise StoreUnsupported(
         f"the store {path} is on {fs.name}",
         why=fs.why,
-        fix="put the store on a local ext4 or XFS file system, or allow any file system explicitly",
+        fix="put the store on a local ext4 or XFS file system, or allow this one:"
+        " store.allow_volatile = true (serve --allow-volatile-store)",
     )
 
 

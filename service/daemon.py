@@ -300,6 +300,7 @@ def banner(config: Config) -> list[str]:
 def start_warnings(config: Config) -> list[str]:
     """What may surprise an operator of this configuration on this machine."""
     found = configuration.warnings(config) + configuration.disk_warnings(config)
+    found += configuration.limit_warnings(config)
     if (room := _connections_max(config)) < config.limits.streams_max:
         found.append(
             f"{room:,} connections at most, for want of open files (ulimit -n, LimitNOFILE):"

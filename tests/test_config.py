@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from batchengine.config import (
     StoreConfig,
     disk_bytes,
     disk_warnings,
+    limit_warnings,
     load,
     openness,
     warnings,
@@ -355,6 +357,14 @@ def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
         ("[server]\nallowed_origins = ['*']", "has '*', which is the origin of no page"),
         ("[server]\nallowed_origins = ['https://*.a.example']", "the origin of no page"),
         ("[server]\nallowed_origins = ['https://a.example/x']", "the origin of no page"),
+        ("[server]\nallowed_hosts = ['http://a.example/']", "the host of no request"),
+        (
+            "[server]\nallowed_hosts = ['a.example', '*']",
+            "has '*', which is the host of no request",
+        ),
+        ("[server]\nallowed_hosts = ['*.a.example']", "the host of no request"),
+        ("[[lane]]\n[[lane]]\nname = 'GPU'", "lane.name = 'GPU' is no name of a lane"),
+        ("[[lane]]\nname = 'a b'", "lane.name = 'a b' is no name of a lane"),
     ],
 )
 def test_names_that_mean_something_else_or_nothing_are_refused(
@@ -370,6 +380,12 @@ def test_names_with_a_colon_and_the_origins_of_pages_are_allowed(tmp_path: Path)
     origins = ["https://a.example/", "http://[::1]:3000", "app://obsidian.md", "null"]
     text = f"[model]\nid = 'qwen3:8b'\naliases = ['a:b']\n[server]\nallowed_origins = {origins}"
     assert load(write(tmp_path, text)).server.allowed_origins == tuple(origins)
+
+
+def test_hosts_that_a_header_can_have_are_allowed(tmp_path: Path) -> None:
+    hosts = ["a.example", "a.example:7717", "[::1]", "::1", "10.0.0.2:80", "my_host"]
+    found = load(write(tmp_path, f"[server]\nallowed_hosts = {hosts}")).server.allowed_hosts
+    assert found == tuple(hosts)
 
 
 @pytest.mark.parametrize(
@@ -476,6 +492,43 @@ def test_sizes_may_have_units(tmp_path: Path, machine: Machine) -> None:
     for text in ('"ten"', '"10 XB"', '"-1GB"', '""', '"9999999999999999999999GB"'):
         assert "is no size" in message(tmp_path, f"[store]\nbudget_bytes = {text}")
     assert "out of bounds" in message(tmp_path, '[store]\nbudget_bytes = "9000TB"')
+
+
+def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[model]\nid = 'a'\n")
+    assert load(str(tmp_path / "x.toml")).model.id == "a"
+
+
+def test_a_key_file_that_holds_no_single_key_is_explained(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("# of agents\n0123456789abcdef\n")
+    key.chmod(0o600)
+    found = message(tmp_path, f"[auth.keys.a]\nkey_file = '{key}'")
+    assert "has 2 lines" in found
+    assert "line 2" in found
+    found = message(tmp_path, "[auth.keys.a]\nkey_file = '/run/credentials/x.service/a'")
+    assert "LoadCredential=" in found
+
+
+def test_a_credential_of_a_service_that_is_stopped_is_missing_where_it_is_only_looked_at(
+    tmp_path: Path,
+) -> None:
+    name = "/run/credentials/no-such.service/a"
+    path = write(
+        tmp_path, f"[auth.keys.a]\nkey_file = '{name}'\n[auth.keys.b]\nkey_file = '{name}'"
+    )
+    os.chmod(path, 0o644)
+    found = load(path, is_served=False)
+    assert [len(key.key) >= 8 for key in found.auth] == [True, True]
+    assert sum("LoadCredential=" in text for text in warnings(found)) == 2
+    with pytest.raises(BatchEngineError, match="LoadCredential="):
+        load(path)
+
+
+def test_a_small_address_space_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, is_warned in ((1 << 30, True), (1 << 50, False), (-1, False)):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, limit=limit: (limit, limit))
+        assert bool(limit_warnings(load())) is is_warned
 
 
 def test_hosts_and_toml_are_explained(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ def configuration() -> str:
         " default below, and options of `serve` replace single keys. An unknown key, a wrong type"
         " or a value outside its bounds is refused with the line and the nearest key; `batchengine"
         " check --config FILE` says so without starting. Relative paths are taken from the file's"
-        " folder; 0 and empty text mean that a value is derived from the machine or the model.",
+        " folder; 0 and empty text mean that a value is derived from the machine or the model."
+        ' Sizes (`..._bytes`) may be text with a unit: `"16GB"`, `"512MiB"`.',
         "## Top level",
         _paragraphs(inspect.getdoc(settings.Config) or ""),
         _keys(settings.Config, sections=False),
@@ -98,7 +99,9 @@ def _keys(kind: Any, *, sections: bool = True) -> str:
     rows: list[tuple[str, ...]] = []
     for one in dataclasses.fields(kind):
         default = _default(one)
-        if dataclasses.is_dataclass(default) or _is_nested(default) or one.name == "name":
+        if dataclasses.is_dataclass(default) or _is_nested(default):
+            continue
+        if one.name == "name" and kind is not settings.LaneConfig:  # the table's own name
             continue
         name = str(one.metadata.get("toml", one.name))
         note = comments.get(one.name, "")
@@ -157,6 +160,11 @@ def _comments(kind: type) -> dict[str, str]:
 
 
 def troubleshooting() -> str:
+    names = {
+        value.code: name
+        for name, value in vars(errors).items()
+        if isinstance(value, errors.Problem)
+    }
     rows = [value for value in vars(errors).values() if isinstance(value, errors.Problem)]
     parts = [
         "# Troubleshooting by error code",
@@ -164,13 +172,14 @@ def troubleshooting() -> str:
         "Every error of the daemon, its commands and its HTTP answers has a code, says what"
         " happened and why, and how to mend it. Words in braces are filled in. HTTP answers carry"
         " the code as `batchengine_code`; `code` is the word that clients compare. A status is that"
-        " of an HTTP answer.",
+        " of an HTTP answer. Where several faults share a code, the table has what they are about,"
+        " and the message has the rest.",
     ]
     for area, title in AREAS.items():
         chosen = sorted((row for row in rows if row.code[2:4] == area), key=lambda row: row.code)
         if not chosen:
             continue
-        lines = [_problem(row) for row in chosen]
+        lines = [_problem(row, names[row.code]) for row in chosen]
         head = ("code", "status", "`code` field", "what and why", "fix")
         parts += [f"## {title}", table(head, [tuple(map(_no_markup, line)) for line in lines])]
     known = {row.code[2:4] for row in rows}
@@ -178,8 +187,9 @@ def troubleshooting() -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def _problem(row: errors.Problem) -> tuple[str, ...]:
+def _problem(row: errors.Problem, name: str) -> tuple[str, ...]:
     what, fix = _text(row.what, row.why), "" if row.fix == "{fix}" else row.fix
+    what = name.lower().replace("_", " ") if what == "{what}" else what
     return f"**{row.code}**", str(STATUS[row.kind]), f"`{row.name}`", what, fix
 
 

@@ -4,8 +4,11 @@ Use `load`; everything else here is what it returns, asks or explains.
 """
 
 from batchengine.config.loading import (
+    KEY_CHARS_MIN,
     check_model_file,
     disk_warnings,
+    is_key,
+    limit_warnings,
     load,
     openness,
     warnings,
@@ -30,6 +33,7 @@ from batchengine.config.settings import (
 __all__ = [
     "CONTEXT_TOKENS_MIN",
     "INSTANCES",
+    "KEY_CHARS_MIN",
     "ApiKey",
     "ClassConfig",
     "Config",
@@ -46,6 +50,8 @@ __all__ = [
     "check_model_file",
     "disk_bytes",
     "disk_warnings",
+    "is_key",
+    "limit_warnings",
     "load",
     "openness",
     "warnings",

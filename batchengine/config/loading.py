@@ -13,6 +13,8 @@ import ipaddress
 import itertools
 import os
 import re
+import resource
+import secrets
 import socket
 import stat
 from collections.abc import Mapping, Sequence
@@ -40,30 +42,37 @@ from batchengine.core import SlaClass
 
 CHUNK_TOKENS_MIN = 16  # a step must hold every decode and still this much prefill
 KEY_CHARS_MIN = 8
+ADDRESSES_BYTES = 4 << 30  # of children beside the store's pages
+CREDENTIALS = "/run/credentials/"  # of systemd
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 3}  # by kind of lane
 GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^/\s*?#@]+/?", re.IGNORECASE)
+_HOST_HEADER = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@/\s*]+)(:[0-9]{0,5})?")
 
 
 def load(
     path: str | None = None,
     overrides: Mapping[str, object] | None = None,
     machine: Machine | None = None,
+    *,
+    is_served: bool = True,
 ) -> Config:
     """Configuration from a TOML file (or none) and dotted overrides such as {"server.port": 0}.
 
     An override of None counts as not given; "lane.threads" means the only lane. Relative paths
     in the file are relative to it. Raises BatchEngineError naming file, key and line.
+    `is_served`: False = it is only looked at, and a credential, which systemd makes while the
+    service runs, may be missing: its key is a random one.
     """
     source = Source.read(path)
     tree = source.tree
     for dotted, value in (overrides or {}).items():
         if value is not None:
             put(source, tree, dotted, value)
-    config = _build_config(source, tree)
+    config = _build_config(source, tree, is_served)
     _check_together(source, config)
     has_port = "port" in table(source, tree.get("server", {}), "server")
     return _derive(source, config, machine or Machine.here(), has_port)
@@ -80,7 +89,25 @@ def warnings(config: Config) -> list[str]:
             " before it is durable"
         )
     found += _lane_warnings(config.lanes)
+    found += [
+        f"auth.keys.{key.name}.key_file = {key.key_file} is not there: LoadCredential= in the unit"
+        " makes it when the service starts"
+        for key in config.auth
+        if _is_absent_credential(key.key_file)
+    ]
     return found
+
+
+def limit_warnings(config: Config) -> list[str]:
+    """A warning where a limit of this process may keep children from starting: they map the weights
+    and the store, and a text process reserves 2 GiB."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if not 0 <= limit < config.store.budget_bytes + ADDRESSES_BYTES:
+        return []
+    return [
+        f"the address space is limited to {limit / MIB:,.0f} MiB (ulimit -v), which may be too"
+        " little for workers and text processes: limit memory by MemoryMax= or a cgroup instead"
+    ]
 
 
 def disk_warnings(config: Config) -> list[str]:
@@ -135,6 +162,18 @@ def check_model_file(path: str) -> None:
     raise errors.NO_MODEL_FILE(path=path, why=why, fix=model_hint(path))
 
 
+def is_key(text: str) -> bool:
+    """Whether a text can be an API key, which goes into a header."""
+    return len(text) >= KEY_CHARS_MIN and text.isascii() and text.isprintable()
+
+
+def is_lane_name(name: str) -> bool:
+    """Whether a lane may have this name, which is a part of its files' names."""
+    from kv_store.arenas.arena import LANE_NAME  # needed only where lanes are named
+
+    return LANE_NAME.fullmatch(name) is not None
+
+
 def openness(path: str) -> str:
     """Why users other than this one can read or replace a file with secrets, or "".
 
@@ -151,16 +190,16 @@ def openness(path: str) -> str:
 # ---- TOML to Config ----
 
 
-def _build_config(source: Source, tree: Table) -> Config:
+def _build_config(source: Source, tree: Table, is_served: bool) -> Config:
     lanes = tree.get("lane", [{}])
     if not isinstance(lanes, list) or not lanes:
         raise source.error(errors.CONFIG_TYPE, "lane", "must be written as [[lane]]")
-    auth = _build_auth(source, tree.pop("auth", {}))
+    auth = _build_auth(source, tree.pop("auth", {}), is_served)
     peers = build_peers(source, tree.pop("peers", {}))
     return dataclasses.replace(build(source, Config, tree, "", Config()), auth=auth, peers=peers)
 
 
-def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
+def _build_auth(source: Source, value: object, is_served: bool) -> tuple[ApiKey, ...]:
     auth = table(source, value, "auth")
     for key in auth:
         if key != "keys":
@@ -171,20 +210,38 @@ def _build_auth(source: Source, value: object) -> tuple[ApiKey, ...]:
         key = build(source, ApiKey, entry, dotted, ApiKey(name=name))
         if key.key and key.key_file:
             raise source.error(errors.CONFIG_KEYS, dotted, "has both key and key_file")
-        if key.key_file:
+        if _is_absent_credential(key.key_file) and not is_served:
+            key = dataclasses.replace(key, key=secrets.token_hex(KEY_CHARS_MIN))
+        elif key.key_file:
             key = dataclasses.replace(key, key=_read_key(source, key.key_file, dotted))
         found.append(key)
     return tuple(found)
 
 
+def _is_absent_credential(path: str) -> bool:
+    return path.startswith(CREDENTIALS) and not os.path.lexists(path)
+
+
 def _read_key(source: Source, path: str, dotted: str) -> str:
+    dotted = f"{dotted}.key_file"
     try:
-        return Path(path).read_text().strip()
+        key = Path(path).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is not text"
+        fix = "name a file with the key alone that the daemon's user can read"
+        if path.startswith(CREDENTIALS):
+            fix = "LoadCredential= in the unit makes it, while the service runs"
         raise source.error(
-            errors.CONFIG_KEYS, f"{dotted}.key_file", f"= {path} cannot be read: {why}"
+            errors.CONFIG_KEYS, dotted, f"= {path} cannot be read: {why}", fix=fix
         ) from None
+    if len(key.splitlines()) > 1:
+        raise source.error(
+            errors.CONFIG_KEYS,
+            dotted,
+            f"= {path} has {len(key.splitlines())} lines",
+            fix="leave the key of this entry alone in it, and give each other one an entry",
+        )
+    return key
 
 
 # ---- rules between values ----
@@ -226,16 +283,9 @@ def _check_together(source: Source, config: Config) -> None:
             f"= {config.instance[:40]!r} is no name of a daemon",
             fix="1 to 32 letters, digits, - and _, a letter or digit first",
         )
-    names: set[str] = set()
-    for index, lane in enumerate(config.lanes):
-        if lane.name in names:
-            raise source.contradiction(
-                f"lane.{index}.name",
-                f"= {lane.name!r} is the name of another lane, too",
-                fix="give each [[lane]] a name of its own, or none",
-            )
-        names |= {lane.name} - {""}
+    _check_lane_names(source, config)
     _check_model_names(source, config)
+    _check_hosts(source, config)
     _check_origins(source, config)
     _check_routing(source, config)
     targets = [(c, config.sla.of(c)) for c in SlaClass]
@@ -247,6 +297,24 @@ def _check_together(source: Source, config: Config) -> None:
                 fix="targets may only grow from interactive to batch",
             )
     _check_auth(source, config)
+
+
+def _check_lane_names(source: Source, config: Config) -> None:
+    names: set[str] = set()
+    for index, lane in enumerate(config.lanes):
+        if lane.name in names:
+            raise source.contradiction(
+                f"lane.{index}.name",
+                f"= {lane.name!r} is the name of another lane, too",
+                fix="give each [[lane]] a name of its own, or none",
+            )
+        if lane.name and not is_lane_name(lane.name):
+            raise source.contradiction(
+                f"lane.{index}.name",
+                f"= {lane.name[:80]!r} is no name of a lane",
+                fix="1 to 32 of the small letters, digits, - and _, a letter or digit first",
+            )
+        names |= {lane.name} - {""}
 
 
 def _check_model_names(source: Source, config: Config) -> None:
@@ -266,6 +334,21 @@ def _check_model_names(source: Source, config: Config) -> None:
                 dotted,
                 f"= {name[:80]!r} ends as NAME:CLASS does, by which clients ask for a class",
                 fix="another name; clients can add the class to every name themselves",
+            )
+
+
+def _check_hosts(source: Source, config: Config) -> None:
+    """Raises CONFIG_CONTRADICTION for an entry that no Host header can have."""
+    for host in config.server.allowed_hosts:
+        with contextlib.suppress(ValueError):
+            ipaddress.ip_address(host)  # IPv6 without brackets, too
+            continue
+        if host and not _HOST_HEADER.fullmatch(host):
+            raise source.contradiction(
+                "server.allowed_hosts",
+                f"has {host[:80]!r}, which is the host of no request",
+                fix="a name or an address alone, as be.example; each is named, since * would allow"
+                " every one",
             )
 
 
@@ -314,7 +397,7 @@ def _check_auth(source: Source, config: Config) -> None:
     keys = [k.key for k in config.auth]
     for key in config.auth:
         dotted = f"auth.keys.{key.name}"
-        if len(key.key) < KEY_CHARS_MIN or not (key.key.isascii() and key.key.isprintable()):
+        if not is_key(key.key):
             raise source.error(
                 errors.CONFIG_KEYS,
                 dotted,
@@ -326,7 +409,7 @@ def _check_auth(source: Source, config: Config) -> None:
     for key in config.auth:
         dotted = f"auth.keys.{key.name}"
         path = key.key_file or (source.path if source.where(f"{dotted}.key") else "")
-        if path and (why := openness(path)):
+        if path and not _is_absent_credential(path) and (why := openness(path)):
             raise source.error(
                 errors.CONFIG_KEYS,
                 dotted,

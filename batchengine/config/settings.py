@@ -103,7 +103,7 @@ class LaneConfig:
     key's prompt is computed.
     """
 
-    name: str = ""
+    name: str = ""  # small letters, digits, - and _; "" = by kind
     kind: str = field(default="cpu", metadata=_one_of("cpu", "cuda"))
     device: int = field(default=0, metadata=_within(0, 63))
     vram_bytes: int = field(default=0, metadata=_size(1 << 20, 1 << 50))
@@ -114,7 +114,7 @@ class LaneConfig:
     tokens_per_step: int = field(default=640, metadata=_within(32, 65536))
     chunk_tokens_max: int = field(default=512, metadata=_within(16, 32768))
     step_ms_max: float = field(default=250.0, metadata=_within(1, 60_000))
-    places: int = field(default=0, metadata=_within(0, 65536))  # 0 = by page size
+    places: int = field(default=0, metadata=_within(0, 65536))  # open pages; 0 = by page size
     tier: str = field(default="", metadata=_one_of("fast", "bulk", "any"))  # "" = by kind
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
     queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max

@@ -50,7 +50,7 @@ class Source:
         if path is None:
             return Source("", "", {})
         try:
-            text = Path(path).read_bytes().decode()
+            text = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin with a mark
             return Source(path, text, tomllib.loads(text))
         except OSError as error:
             raise errors.CONFIG_UNREADABLE(path=path, why=(error.strerror or "").lower()) from None

@@ -293,6 +293,8 @@ async def start(launch: Launch) -> Running:
         loader = ModelLoader(config, info.context_tokens)
         lanes = [Lane(lane_config.name, command=launch.command) for lane_config in config.lanes]
         text, facts = await _load(launch, lanes, loader, undo)
+        if launch.reader:
+            await _check_text(text)
         info.chat_template = text.tokenizer.chat_template or ""
         info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
         if text.tokenizer.chat_template is None:
@@ -317,7 +319,11 @@ async def start(launch: Launch) -> Running:
         factory = LaneFactory(launch, info, text, store, journal, loader)
         loops: list[LaneLoop] = []
         for lane, lane_config in zip(lanes, config.lanes, strict=True):
-            loops.append(await factory.lane(lane, lane_config))
+            try:
+                loops.append(await factory.lane(lane, lane_config))
+            except OSError as error:  # of its arena, such as a limit of file sizes
+                why = f"lane {lane.name}: {error.strerror or error}"
+                raise errors.STORE_UNOPENED(folder=store.path, why=why) from error
             undo.callback(loops[-1].kv.close)
         detail = f"{store.path}, {store.pages.allocator.slots_max} pages"
         launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
@@ -366,6 +372,16 @@ async def _load(
     detail = f"{text.tokenizer.vocab_size:,} tokens"
     launch.on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
     return text, facts[0]
+
+
+async def _check_text(text: TextFrontend) -> None:
+    """Raises TEXT_UNAVAILABLE if no text process works: without one no request can be read."""
+    try:
+        await text.encode("a")
+    except BatchEngineError as error:  # another one is of this tokenizer, and says so again
+        if error.code == errors.TEXT_UNAVAILABLE.code:
+            error.fix = "look for limits of memory and processes: ulimit -v, ulimit -u, a cgroup"
+            raise
 
 
 async def _load_gpus(launch: Launch, lanes: list[Lane], loader: ModelLoader) -> None:

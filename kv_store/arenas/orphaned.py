@@ -3,6 +3,7 @@
 Owns their files: locks each one, reads the owners of its slots, deletes it when it is not needed.
 A file that is locked already has a writer that may still write: it is left alone. Rows are not
 verified here: a slot is found by its header, and the worker that imports its rows proves them.
+Several kills in a row would leave an arena each: at opening the oldest files beyond `bytes_max` go.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ from kv_store.errors import StoreCorrupt
 from kv_store.layout import PAGE_TOKENS, ROW_RECORD_DTYPE, ROW_RECORDS_BYTES, PageLayout
 
 ORPHANED_S = 600.0  # rows of sessions that were reopened are imported by then: the rest is swept
+ORPHANED_SHARE = 3  # they may take one part in so many of the store's budget, besides it
 _SLICE_SLOTS = 512  # sidecars read at once: 4 MiB
 _HEADER_SPAN = 48  # of a slot header: what its checksum covers
 
@@ -63,6 +65,7 @@ class OrphanedArenas:
         layout: PageLayout | None = None,
         repr_id: bytes = b"",
         files: osio.Files | None = None,
+        bytes_max: int | None = None,
     ) -> None:
         self.warnings: list[str] = []
         self._folder = folder
@@ -77,6 +80,8 @@ class OrphanedArenas:
         if folder:
             self._busy = {name for name in os.listdir(folder) if ARENA_NAME.fullmatch(name)}
             self.retry()
+            if bytes_max is not None:
+                self._keep_newest(bytes_max)
 
     def __repr__(self) -> str:
         return (
@@ -207,6 +212,21 @@ class OrphanedArenas:
                     slots.append(found)
         return slots
 
+    def _keep_newest(self, bytes_max: int) -> None:
+        """Delete the files that `oldest_beyond` names, and the index entries that point to them."""
+        sizes = {name: os.fstat(held.fd).st_size for name, held in self._held.items()}
+        if not (names := oldest_beyond(sizes, bytes_max)):
+            return
+        for name in names:
+            self._delete(name, self._held.pop(name).fd)
+        for epochs in self._index.values():
+            for epoch, slots in epochs.items():
+                epochs[epoch] = [slot for slot in slots if slot.arena in self._held]
+        self.warnings.append(
+            f"{len(names)} of the arenas of killed runs were deleted: all took more than"
+            f" {bytes_max >> 20} MiB"
+        )
+
     def _forget(self, session: bytes) -> None:
         for slots in self._index.pop(session, {}).values():
             for slot in slots:
@@ -225,6 +245,19 @@ class OrphanedArenas:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._folder, name))
         os.close(fd)
+
+
+def oldest_beyond(sizes: Mapping[str, int], bytes_max: int) -> list[str]:
+    """Names of the oldest arenas, without which the others take at most `bytes_max`. The newest of
+    each lane is never among them: sessions that the last run computed have their rows there."""
+    lanes, taken, beyond = set[str](), 0, list[str]()
+    for name in sorted(sizes, key=lambda name: int(name.rpartition(".")[2]), reverse=True):
+        lane = name.rpartition(".")[0]
+        taken += sizes[name]
+        if lane in lanes and taken > bytes_max:
+            beyond.append(name)
+        lanes.add(lane)
+    return beyond
 
 
 def _headed(sidecar: memoryview, name: str, slot: int) -> tuple[bytes, int, OrphanedSlot] | None:

@@ -315,12 +315,18 @@ def _key_overrides(path: Path | None) -> dict[str, object]:
 
     if path is None:
         return {}
+    from batchengine.config import KEY_CHARS_MIN, is_key
     from service.http.access import key_lines
 
     keys = key_lines(path)
+    fix = "write one key per line: openssl rand -hex 24 makes one"
     if not keys:
-        fix = "write one key per line: openssl rand -hex 24 makes one"
         raise errors.API_KEY_FILE(path=path, problem="holds no key", fix=fix)
+    if not all(map(is_key, keys)):
+        problem = (
+            f"has a line that is no key of at least {KEY_CHARS_MIN} printable ASCII characters"
+        )
+        raise errors.API_KEY_FILE(path=path, problem=problem, fix=fix)
     return {
         f"auth.keys.key-{hashlib.sha256(key.encode()).hexdigest()[:12]}.key": key for key in keys
     }
@@ -358,7 +364,7 @@ def check(
 
     given, path = None if config is None else str(config), model_file(model)
     overrides: dict[str, object] = {"model.path": None if path is None else str(path)}
-    found = check_all(configuration.load(given, overrides))
+    found = check_all(configuration.load(given, overrides, is_served=False))
     if model is None and config is None:  # the defaults alone name no model
         found.problems = [e for e in found.problems if e.code != errors.NO_MODEL.code]
     answer = {

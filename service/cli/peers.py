@@ -201,7 +201,7 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 def _settings(config: Path | None) -> Any:
     from batchengine import config as configuration
 
-    return configuration.load(None if config is None else str(config), {}).peers
+    return configuration.load(None if config is None else str(config), {}, is_served=False).peers
 
 
 def _host_name() -> str:

@@ -43,7 +43,9 @@ def plan(
     from batchengine.policy import capacity
 
     model = model_file(model) or model
-    loaded = configuration.load(None if config is None else str(config), {"model.path": str(model)})
+    loaded = configuration.load(
+        None if config is None else str(config), {"model.path": str(model)}, is_served=False
+    )
     configuration.check_model_file(str(model))
     facts, size = read_model(model, loaded.limits.context_tokens)
     packed = packed_file(model, loaded.cache_dir)

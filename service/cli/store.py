@@ -169,7 +169,7 @@ def weights(
     from batchengine import config as configuration
     from batchengine.weights.cache import list_uses, remove_unused
 
-    folder = configuration.load(None if config is None else str(config)).cache_dir
+    folder = configuration.load(None if config is None else str(config), is_served=False).cache_dir
     now_s = time.time()
     rows: list[dict[str, Any]] = []
     for use in list_uses(Path(folder)):
@@ -250,8 +250,9 @@ def _print_report(report: FsckReport) -> None:
     for finding in report.findings:
         print(f"  {finding.severity:<8} {finding.what}: {finding.why}")
         print(f"           {'done' if report.repaired else 'repair'}: {finding.repair}")
-    warned = f", with {n:,} warnings" if (n := report.counts["warnings"]) else ""
-    print(f"  sound{warned}" if report.ok else f"  {report.counts['errors']:,} errors")
+    warned = f", with {n:,} warning{'s' * (n != 1)}" if (n := report.counts["warnings"]) else ""
+    failed = f"{(n := report.counts['errors']):,} error{'s' * (n != 1)}"
+    print(f"  sound{warned}" if report.ok else f"  {failed}")
 
 
 def _plain(report: FsckReport) -> dict[str, Any]:

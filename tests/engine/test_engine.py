@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Kind, Sampling, TokenEvent
 from batchengine.engine import Engine
 from bench.processes.store_check import check_integrity
+from kv_store.store import Store
 from service.protocols.reading import READER
 from tests.hostile.rewrite import edited
 from tests.support.engines import (
@@ -64,6 +66,28 @@ async def test_a_chat_template_that_no_chat_can_use_is_a_trouble(site: Site) -> 
         assert answer.reason == "length"
     async with running_engine(site.at("other"), reader=READER) as engine:
         assert engine.phase == "ready"
+
+
+async def test_a_daemon_whose_text_processes_cannot_start_does_not_start(site: Site) -> None:
+    with pytest.raises(BatchEngineError) as refusal:
+        async with running_engine(site, reader="tests.nowhere:READER"):
+            pass
+    assert refusal.value.code == "BE1507"
+    assert "limits of memory" in refusal.value.fix
+
+
+async def test_an_arena_that_cannot_be_made_is_an_error_of_the_store(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(Store, "create_arena", refuse)
+    with pytest.raises(BatchEngineError) as refusal:
+        async with running_engine(site):
+            pass
+    assert refusal.value.code == "BE1603"
+    assert "lane cpu: File too large" in refusal.value.why
 
 
 async def test_a_matched_prefix_changes_no_token(site: Site, reference: Reference) -> None:

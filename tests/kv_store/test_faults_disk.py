@@ -468,3 +468,17 @@ def test_a_kill_on_a_full_disk_loses_nothing_acknowledged(tmp_path: Path) -> Non
         assert record is not None
         assert record.tokens == list(range(acknowledged))
         store.close()
+
+
+def test_a_folder_that_is_moved_away_is_reported(tmp_path: Path) -> None:
+    """An open store goes on writing files that no path names."""
+    store = Store.open(tmp_path / "kv", descriptor(), settings())
+    store.maintain()
+    assert store.troubles == []
+    os.rename(tmp_path / "kv", tmp_path / "aside")
+    store.maintain()
+    assert any("was moved, removed or replaced" in text for text in store.troubles)
+    os.rename(tmp_path / "aside", tmp_path / "kv")
+    store.maintain()
+    assert not any("was moved, removed or replaced" in text for text in store.troubles)
+    store.close()

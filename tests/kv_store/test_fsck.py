@@ -236,6 +236,23 @@ def test_a_missing_extent_is_found_with_its_pages(
     assert report.counts["pages_good"] == 1
 
 
+def test_a_ledger_that_was_restored_alone_is_checked(path: Path, tmp_path: Path) -> None:
+    """Its sessions are sound, its pages are lost; `repair` makes it a store without pages."""
+    alone = tmp_path / "alone"
+    alone.mkdir(mode=0o700)
+    shutil.copy(path / "meta.db", alone)
+    report = fsck(alone)
+    assert [one.severity for one in report.findings if "there is no folder" in one.what] == [
+        "info"
+    ] * 2
+    assert any("is lost" in one.what for one in report.findings if one.severity == "error")
+    assert report.counts["sessions"] == 2
+    fsck(alone, repair=True)
+    assert fsck(alone).ok
+    with closing(Store.open(alone, descriptor(), settings())) as store:
+        assert store.ledger.stats.sessions == 2
+
+
 def test_an_unfinished_extent_is_removed_and_a_foreign_file_is_left(path: Path) -> None:
     (path / "ext" / "000077.kv").write_bytes(b"x")
     (path / "ext" / "notes.txt").write_text("mine")
@@ -511,6 +528,7 @@ def test_open_folders_and_killed_checks_are_found(path: Path) -> None:
     assert (path / "meta.db.damaged-1").exists(), "evidence is a person's to delete"
     assert (path / "ext").stat().st_mode & 0o077 == 0
     shutil.rmtree(path / "ext")
+    (path / "ext").write_bytes(b"x")
     with pytest.raises(StoreUnsupported, match="not a directory"):
         fsck(path)
 

@@ -53,7 +53,7 @@ MANUAL = Path("usr/local/share/man/man1/batchengine.1")
 NEXT = (
     "systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload",
     "install -o batchengine -m 0400 MODEL.gguf /var/lib/batchengine/model.gguf",
-    "batchengine check --config /etc/batchengine/batchengine.toml",
+    "{program} check --config /etc/batchengine/batchengine.toml",
     "systemctl enable --now batchengine",
 )
 
@@ -112,7 +112,7 @@ def install(app: cyclopts.App, root: Path, *, dry_run: bool) -> int:
     for hint in hints(program):
         print(f"hint     {hint}")
     if not dry_run:
-        print("next", *(f"  {line}" for line in NEXT), sep="\n")
+        print("next", *(f"  {line.format(program=program)}" for line in NEXT), sep="\n")
     return 0
 
 
@@ -186,7 +186,8 @@ def hints(program: str) -> Iterator[str]:
             yield (
                 f"{path} is hidden from the unit (ProtectHome, PrivateTmp): install the program"
                 " elsewhere, e.g. python3 -m venv /opt/batchengine &&"
-                " /opt/batchengine/bin/pip install batchengine"
+                " /opt/batchengine/bin/pip install batchengine-*.whl (the wheel that `make wheel`"
+                " puts into dist/)"
             )
             break
 
@@ -237,7 +238,7 @@ def _read_config(path: Path) -> Config | None:
     """The configuration that is there, if any; it must be right before a unit is made for it."""
     from batchengine import config as configuration
 
-    return configuration.load(str(path), {}) if path.is_file() else None
+    return configuration.load(str(path), {}, is_served=False) if path.is_file() else None
 
 
 def _read(path: Path) -> str | None:

@@ -22,6 +22,7 @@ from batchengine.config import (
     check_model_file,
     disk_bytes,
     disk_warnings,
+    limit_warnings,
     warnings,
 )
 from batchengine.core import BatchEngineError
@@ -43,9 +44,11 @@ def check_header(path: str) -> None:
 
 
 def check_folders(config: Config) -> None:
-    """Raises if the store or the packed weights cannot be written, before a model is loaded."""
+    """Raises if the store or the packed weights cannot be written, or another daemon has the store,
+    before a model is loaded."""
     found = Findings()
     _store(config, None, found)
+    _lock(config, None, found)
     _cache(config, None, found)
 
 
@@ -62,7 +65,7 @@ def check(config: Config, *, may_run: bool = False) -> Findings:
     """Every check, in the order of a start. A daemon of this configuration that runs is a warning,
     unless it `may_run`."""
     found = Findings()
-    found.warnings += warnings(config) + disk_warnings(config)
+    found.warnings += warnings(config) + disk_warnings(config) + limit_warnings(config)
     running = _running(config)
     parts = [_model, _gpu, _address, _admin_socket, _store, _lock, _cache, _peers]
     if may_run and running is not None:

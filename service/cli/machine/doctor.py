@@ -96,7 +96,8 @@ def _configuration(path: str | None, admin_socket: str) -> Iterator[Diagnosis]:
     try:
         name = instance_of(admin_socket)
         own = {"instance": name} if name else {}
-        loaded = configuration.load(path, {"server.admin_socket": admin_socket, **own})
+        given = {"server.admin_socket": admin_socket, **own}
+        loaded = configuration.load(path, given, is_served=False)
         found = check(loaded, may_run=True)
     except BatchEngineError as error:
         yield _of("config", error)

@@ -25,7 +25,7 @@ from kv_store.arenas.arena import (
     SlotOwner,
     _file_header,
 )
-from kv_store.arenas.orphaned import OrphanedArenas, OrphanedSlot
+from kv_store.arenas.orphaned import OrphanedArenas, OrphanedSlot, oldest_beyond
 from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout
 from kv_store.store import Store
 from tests.kv.test_importing import DAMAGE, header
@@ -188,6 +188,32 @@ def test_a_damaged_or_foreign_arena_is_deleted_and_counted(
     assert [slot.arena for slot in orphaned.find(b"a", 1)] == ["cpu.2"]
     orphaned.close()
     assert os.listdir(tmp_path) == ["cpu.2"]
+
+
+def test_the_oldest_arenas_beyond_the_bound_are_named() -> None:
+    sizes = {"cpu.10001": 10, "cpu.20001": 10, "cpu.100001": 10, "gpu.20002": 10}
+    assert oldest_beyond(sizes, 40) == []
+    assert oldest_beyond(sizes, 39) == ["cpu.10001"]
+    assert oldest_beyond(sizes, 20) == ["cpu.20001", "cpu.10001"]
+    assert oldest_beyond(sizes, 0) == ["cpu.20001", "cpu.10001"], "the newest of each lane stays"
+    assert oldest_beyond({}, 0) == []
+
+
+def test_arenas_of_many_killed_runs_are_bounded(tmp_path: Path) -> None:
+    """The newest ones stay, and no entry points into a deleted one."""
+    for run in range(1, 6):
+        leave(tmp_path, f"cpu.{run}0001", (0, SlotOwner(b"a", 1, 0, 0), run))
+    size = os.path.getsize(tmp_path / "cpu.10001")
+    before = open_files()
+    orphaned = OrphanedArenas(str(tmp_path), LAYOUT, REPR, None, 2 * size)
+    assert orphaned.names == ("cpu.40001", "cpu.50001")
+    assert sorted(os.listdir(tmp_path)) == ["cpu.40001", "cpu.50001"]
+    assert [slot.arena for slot in orphaned.find(b"a", 1)] == ["cpu.50001", "cpu.40001"]
+    assert len(orphaned.warnings) == 1
+    orphaned.erase(b"a")
+    assert orphaned.sweep() == 2
+    assert open_files() == before
+    assert os.listdir(tmp_path) == []
 
 
 def test_files_that_are_not_arenas_are_left(tmp_path: Path) -> None:
@@ -379,6 +405,15 @@ def test_the_next_run_finds_arenas_of_the_last_one(tmp_path: Path) -> None:
     store.orphaned.forget(b"s")
     store.orphaned.sweep()
     assert os.listdir(tmp_path / "kv/arena") == []
+    store.close()
+
+
+def test_arenas_of_killed_runs_take_a_share_of_the_budget(tmp_path: Path) -> None:
+    for _ in range(4):
+        use(open_store(tmp_path))
+    store = open_store(tmp_path)
+    assert store.orphaned.names == ("cpu.40001",)
+    assert any("arenas of killed runs were deleted" in text for text in store.warnings)
     store.close()
 
 

@@ -23,7 +23,7 @@ import pytest
 
 import batchengine
 from batchengine import errors
-from kv_store.store import take_lock
+from kv_store.store import check_directory, take_lock
 from service.admin.client import Client
 from service.cli import main
 from service.cli.chat import Options, Talk
@@ -323,6 +323,26 @@ def test_check_warns_of_a_chat_template_that_no_chat_can_use(tmp_path: Path) -> 
     assert "warning: the model's chat template refuses these messages: never" in done.stdout
 
 
+def test_a_key_that_is_too_short_is_named_by_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("0123456789abcdef\nshort\n")
+    path.chmod(0o600)
+    done = cli("serve", str(POCKET), "--api-key-file", str(path), "--store", str(tmp_path / "kv"))
+    assert (done.returncode, done.stderr.split()[1]) == (2, "BE1112"), done.stderr
+    assert str(path) in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_root_may_check_the_store_of_a_service(tmp_path: Path) -> None:
+    """A service has a user of its own, who owns the folder of its store and the one above."""
+    (tmp_path / "kv").mkdir()
+    os.chown(tmp_path / "kv", 65534, 65534)
+    assert any("belongs to user" in text for text in check_directory(str(tmp_path / "kv"), True))
+    os.chown(tmp_path, 65534, 65534)
+    found = check_directory(str(tmp_path / "kv"), True)
+    assert not any("belongs to user" in text for text in found)
+
+
 def test_check_says_that_another_daemon_has_the_store(tmp_path: Path) -> None:
     path, folder = tmp_path / "c.toml", tmp_path / "kv"
     folder.mkdir()
@@ -333,6 +353,9 @@ def test_check_says_that_another_daemon_has_the_store(tmp_path: Path) -> None:
     lock = take_lock(str(folder))
     done = cli("check", "--config", str(path))
     assert (done.returncode, done.stderr.split()[1]) == (3, "BE1601"), done.stderr
+    done = cli("serve", "--config", str(path))
+    assert (done.returncode, done.stderr.split()[1]) == (3, "BE1601"), done.stderr
+    assert "map weights" not in done.stdout, "before the model is loaded"
     os.close(lock)
     done = cli("check", "--config", str(path))
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,9 @@ def test_the_service_is_installed_once_and_a_second_time_nothing_changes(
     assert "+Type=notify" in shown
     assert list(tmp_path.iterdir()) == []
     assert run(command) == 0
-    assert set(states(capsys.readouterr().out).values()) == {"new"}
+    shown = capsys.readouterr().out
+    assert set(states(shown).values()) == {"new"}
+    assert f"  {install.find_program()} check --config " in shown
     unit = (tmp_path / UNIT).read_text()
     assert f"ExecStart={install.find_program()} serve" in unit
     assert "complete" in (tmp_path / install.COMPLETIONS["bash"]).read_text()
@@ -84,6 +86,20 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(
     (tmp_path / "etc").write_text("a file")
     assert run(["install-service", "--root", str(tmp_path)]) == 1
     assert "cannot install" in capsys.readouterr().err
+
+
+def test_it_can_be_repeated_while_the_service_with_credentials_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the samples have it: the unit makes the file of the key."""
+    command = ["install-service", "--root", str(tmp_path)]
+    assert run(command) == 0
+    sample = tmp_path / install.CONFIG
+    sample.write_text(sample.read_text().replace("# [auth", "[auth").replace("# key_f", "key_f"))
+    assert "\nkey_file = " in sample.read_text()
+    capsys.readouterr()
+    assert run(command) == 0
+    assert states(capsys.readouterr().out)["batchengine.toml"] == "kept"
 
 
 def test_a_program_in_a_home_folder_gets_a_hint() -> None:
