@@ -212,6 +212,17 @@ struct Segments {
     int each;
 };
 
+// Calls `put_one` with each output of a lane, its token and row, and where it lies in the accumulators. (No
+// lambda with a parameter of type auto: NVRTC 13.0 takes one in a template for a function of the host.)
+template <int parts, class PutOne>
+GPU_FN void for_outputs(int token0, int row0, PutOne put_one) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
+    GPU_UNROLL
+    for (int p = 0; p < parts; p++)
+        GPU_UNROLL
+        for (int i = 0; i < 4; i++) put_one(token0 + p * 8 + 2 * t + i % 2, row0 + 2 * g + i / 2, p, i);
+}
+
 // Grid: groups of `tokens` tokens, groups of 64 rows (a tile of 16 for each warp), groups of segments.
 template <Kind kind, int tokens>
 GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
@@ -229,7 +240,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     const int spans = behind < all_spans ? behind : all_spans;
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * tokens;
     const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE, first_tile = gpu::block_y() * MANY_WARPS;
-    const int tile_index = first_tile + gpu::warp();
+    const int tile_index = first_tile + gpu::warp(), row0 = tile_index * gpu::TILE;
     const bool has_tile = tile_index < tiles;
     const int64_t bytes = gpu::tile_bytes(kind, cols);
     const gpu::In<uint8_t> tile = matrix + (has_tile ? tile_index : tiles - 1) * bytes;
@@ -265,14 +276,6 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     for (int p = 0; p < PARTS; p++)
         GPU_UNROLL
         for (int i = 0; i < 4; i++) acc[p][i] = y[p][i] = 0.0f;
-    // Calls `put_one` with each output of this lane, and where it lies in `acc`.
-    const auto for_outputs = [&](auto put_one) {
-        GPU_UNROLL
-        for (int p = 0; p < PARTS; p++)
-            GPU_UNROLL
-            for (int i = 0; i < 4; i++)
-                put_one(token0 + p * 8 + 2 * t + i % 2, tile_index * gpu::TILE + 2 * g + i / 2, p, i);
-    };
     for (int i = 0; i < STAGES - 1; i++) fetch(first_span + i);
     load(first_span * gpu::SPAN);
     for (int span = first_span; span < spans; span++) {
@@ -311,7 +314,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
         if (end % gpu::SEGMENT_BLOCKS && end < blocks) continue;
         if (segments.partials) {
             const int64_t segment = span / SEGMENT_SPANS * int64_t{to.tokens};
-            for_outputs([&](int token, int row, int p, int i) {
+            for_outputs<PARTS>(token0, row0, [&](int token, int row, int p, int i) {
                 if (row < to.rows && token < to.tokens)
                     segments.partials[(segment + token) * to.rows + row] = acc[p][i];
             });
@@ -326,7 +329,9 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     }
     gpu::copies_wait<0>();
     if (has_tile && !segments.partials)
-        for_outputs([&](int token, int row, int p, int i) { put(to, token, row, y[p][i]); });
+        for_outputs<PARTS>(token0, row0, [&](int token, int row, int p, int i) {
+            put(to, token, row, y[p][i]);
+        });
 }
 
 // Float weights: a thread per row and token, the row's floats as they are.
