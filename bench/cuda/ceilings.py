@@ -2,8 +2,10 @@
 
 `copy_gbps`: bytes read and written by a copy that no cache holds; `read_gbps`: bytes read.
 `products_gops`: m16n8k32 products of bytes on the tensor cores. `steps_gops`: the same with the
-float step of rule 2 after each block, by conversion and by addition of the integer; `epilogue_gops`
-is the faster of the two, and the ceiling of canonical products. `floats_gops`: fp32 multiply-adds.
+float step of rule 2 after each block, as the rule writes it: three operations, the first of them a
+conversion or an addition of the integer. `epilogue_gops` is the faster of the two, and the ceiling
+of canonical products. `steps_scaled_gops`: the same step in two operations, as the kernels of kinds
+of few bits have it. `floats_gops`: fp32 multiply-adds.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def measure(gpu: Gpu, multiprocessors: int, tiny: bool) -> dict[str, float]:
         out = arrays.empty(np.uint32, blocks, THREADS).address
         products = float(blocks * WARPS * CHAINS * rounds * MMA_OPERATIONS)
         found["products_gops"] = rate("ceiling_products", products, [rounds, out])
-        for way in ("converted", "added"):
+        for way in ("converted", "added", "scaled"):
             arguments = [rounds, 0.01, 0.02, out]
             found[f"steps_{way}_gops"] = rate(f"ceiling_steps_{way}", products, arguments)
         floats = 2.0 * blocks * THREADS * 4 * CHAINS * rounds
