@@ -247,11 +247,15 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         if (p + 1 < n_pages && visible_of(tile, group, tile.rows - 1, page_start + TOKENS) > 0)
             gpu::prefetch(head_of(page + 1), at.bytes());
         const gpu::In<uint8_t> head = head_of(page);
+        // The first row sees the least; rows that are not there may see anything.
+        const bool all_see_all = visible_of(tile, group, 0, page_start) == TOKENS;
+        const auto visible_to = [&](int row) {
+            return all_see_all ? TOKENS : visible_of(tile, group, row, page_start);
+        };
         score_page<tiles>(head, at, queries, seen, scores);
         gpu::barrier();
         for (int row = gpu::warp(); row < 16 * tiles; row += WARPS)
-            page_softmax_row<tiles>(head, at, row, visible_of(tile, group, row, page_start), scores, m,
-                                    l, unit);
+            page_softmax_row<tiles>(head, at, row, visible_to(row), scores, m, l, unit);
         gpu::barrier();
         const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
         float shrink[PAIRS], units[PAIRS];
@@ -261,7 +265,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
             const int row = g + 8 * i;
             const float now_m = m[row], now_l = l[row];
             units[i] = unit[row];
-            sees[i] = visible_of(tile, group, row, page_start) > 0;
+            sees[i] = visible_to(row) > 0;
             is_larger[i] = now_m > total_m[i];
             shrink[i] = ca::exp2c(is_larger[i] ? ca::sub_rn(total_m[i], now_m)
                                                : ca::sub_rn(now_m, total_m[i]));
@@ -430,8 +434,9 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
            gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head, int head_dim,               \
            gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {                                 \
         gpu::begin();                                                                                 \
-        attend_rows<tiles, n_pages>(q, q_scale, tile[gpu::block()], pages, layer, n_head, n_kv_head,  \
-                                    head_dim, m, l, o);                                               \
+        const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
+        attend_rows<tiles, n_pages>(q, q_scale, own, pages, layer, n_head, n_kv_head, head_dim, m, l, \
+                                    o);                                                               \
     }
 ATTEND(attend, 1, ca::SUPERPAGE_PAGES)
 ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES)
