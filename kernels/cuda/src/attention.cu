@@ -231,6 +231,11 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     }
     for (int i = gpu::thread(); i < 16 * tiles * at.groups(); i += THREADS)
         query_scales[i] = q_scale[group_of(i % (16 * tiles)) + i / (16 * tiles)];
+    // Rows past the last of the tile have weights of any value, whose unit is 0.
+    for (int i = gpu::thread(); i < (16 * tiles - tile.rows) * 2 * LOW; i += THREADS)
+        scores[(tile.rows + i / (2 * LOW)) * STRIDE + i % (2 * LOW)] = uint32_t{0};
+    if (gpu::thread() >= tile.rows && gpu::thread() < 16 * tiles)
+        m[gpu::thread()] = l[gpu::thread()] = unit[gpu::thread()] = 0.0f;
     gpu::barrier();
     // The accumulators of rows g, g + 8, ...; o of the dims that this lane computes.
     float total_m[PAIRS], total_l[PAIRS], o[PARTS_MAX][2 * PAIRS];
@@ -247,14 +252,14 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         if (p + 1 < n_pages && visible_of(tile, group, tile.rows - 1, page_start + TOKENS) > 0)
             gpu::prefetch(head_of(page + 1), at.bytes());
         const gpu::In<uint8_t> head = head_of(page);
-        // The first row sees the least; rows that are not there may see anything.
+        // The first row sees the least.
         const bool all_see_all = visible_of(tile, group, 0, page_start) == TOKENS;
         const auto visible_to = [&](int row) {
             return all_see_all ? TOKENS : visible_of(tile, group, row, page_start);
         };
         score_page<tiles>(head, at, queries, seen, scores);
         gpu::barrier();
-        for (int row = gpu::warp(); row < 16 * tiles; row += WARPS)
+        for (int row = gpu::warp(); row < tile.rows; row += WARPS)
             page_softmax_row<tiles>(head, at, row, visible_to(row), scores, m, l, unit);
         gpu::barrier();
         const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
