@@ -94,14 +94,19 @@ GPU_FN void score_groups(float (&acc)[tiles][4], gpu::In<uint8_t> head, const gp
         GPU_UNROLL
         for (int tile = 0; tile < tiles; tile++) {
             const int group = first + i, row = (group * tiles + tile) * 16 + g;
-            int32_t dot[4] = {0, 0, 0, 0};
+            int32_t dot[4];  // over the magic number: a sum of up to 2²² has the bits of a float
+            GPU_UNROLL
+            for (int j = 0; j < 4; j++) dot[j] = static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
             const gpu::Words4 q = queries.q[(tile * at.groups() + group) * gpu::WARP + gpu::lane()];
             const uint32_t a[4] = {q.word[0], q.word[1], q.word[2], q.word[3]};
             const float of_rows[2] = {queries.scale[row], queries.scale[row + 8]};
             gpu::mma_k32_ss(dot, a, b[i]);
             GPU_UNROLL
-            for (int j = 0; j < 4; j++)
-                acc[tile][j] = ca::step(acc[tile][j], dot[j], scale[j % 2], of_rows[j / 2]);
+            for (int j = 0; j < 4; j++) {
+                const float bits = ca::float_of(static_cast<uint32_t>(dot[j]));
+                acc[tile][j] = ca::fma_rn(ca::sub_rn(bits, ca::ROUND_MAGIC),
+                                          ca::mul_rn(scale[j % 2], of_rows[j / 2]), acc[tile][j]);
+            }
         }
     }
 }
@@ -434,18 +439,19 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
 // [accumulator][16][head_dim]. pages: addresses of the pages of all entries; for queries of some KV heads of
 // a page only, layer is 0 and an address is that of the first of them. Grid: (tiles, KV heads, the most
 // super-pages of a tile; of attend_pages, pages).
-#define ATTEND(name, tiles, n_pages)                                                               \
-    KERNEL(name, THREADS, gpu::In<int8_t> q, gpu::In<float> q_scale, gpu::In<gpu::AttendTile> tile,   \
-           gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head, int head_dim,               \
-           gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {                                 \
+#define ATTEND(name, tiles, n_pages, at_once)                                                         \
+    KERNEL_AT_ONCE(name, THREADS, at_once, gpu::In<int8_t> q, gpu::In<float> q_scale,                 \
+                   gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer, int n_head,     \
+                   int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,                 \
+                   gpu::Out<float> o) {                                                               \
         gpu::begin();                                                                                 \
         const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
         attend_rows<tiles, n_pages>(q, q_scale, own, pages, layer, n_head, n_kv_head, head_dim, m, l, \
                                     o);                                                               \
     }
-ATTEND(attend, 1, ca::SUPERPAGE_PAGES)
-ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES)
-ATTEND(attend_pages, 1, 1)
+ATTEND(attend, 1, ca::SUPERPAGE_PAGES, 3)
+ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, 2)
+ATTEND(attend_pages, 1, 1, 4)
 #undef ATTEND
 
 // Folds the super-pages of every row in order and divides: out row = token, head_dim values per head, and
