@@ -186,7 +186,8 @@ def test_the_figures_of_the_main_model_come_before_what_they_do_not_need() -> No
     names = [part.name for part in steps.parts(emulated=False, quick=False)]
     first_parts = ["build", "first", "compiled", "golden", "ceilings", MAIN_MODEL]
     assert names[: len(first_parts)] == first_parts
-    assert names[-4:] == [*first.TOOLS, "llama.cpp"]
+    assert names[-4:] == ["llama.cpp", *first.TOOLS]
+    assert steps.LLAMA_BUILD_S < steps.LLAMA_S < 480 - 100
 
 
 def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
