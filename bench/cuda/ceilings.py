@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.cuda.arrays import Arrays
-from bench.cuda.gpus import seconds
+from bench.cuda.gpus import seconds, warm_up
 from kernels.cuda.gpu import Argument, Gpu
 
 SOURCE = Path(__file__).with_name("ceilings.cu")
@@ -45,11 +45,12 @@ def measure(gpu: Gpu, multiprocessors: int, tiny: bool) -> dict[str, float]:
 
             return work / seconds(gpu, run, 5) / 1e9
 
+        out = arrays.empty(np.uint32, blocks, THREADS).address
+        products = float(blocks * WARPS * CHAINS * rounds * MMA_OPERATIONS)
+        warm_up(gpu, lambda: gpu.launch("ceiling_products", (blocks, 1, 1), THREADS, [rounds, out]))
         moved = [source.address, target.address, n_bytes // 16]
         found["copy_gbps"] = rate("ceiling_copy", 2.0 * n_bytes, moved)
         found["read_gbps"] = rate("ceiling_read", n_bytes, moved)
-        out = arrays.empty(np.uint32, blocks, THREADS).address
-        products = float(blocks * WARPS * CHAINS * rounds * MMA_OPERATIONS)
         found["products_gops"] = rate("ceiling_products", products, [rounds, out])
         for way in ("converted", "added", "scaled"):
             arguments = [rounds, 0.01, 0.02, out]
