@@ -35,13 +35,18 @@ GPU_FN Operands operands() {
     return x;
 }
 
-// A product of each chain per round, and the step of each of its four outputs. is_added: the integer
-// becomes a float by an addition, which is exact below 2^22; else it is converted.
-template <bool is_added>
+// How the integer of a product becomes a float: by a conversion, by an addition, which is exact below 2^22, or,
+// of kinds with few bits, by the multiply-add that scales it (`scales_first` of linear.cu).
+enum class Way { converted, added, scaled };
+
+// A product of each chain per round, and the step of each of its four outputs.
+template <Way way>
 GPU_FN void steps(int rounds, float weight_scale, float scale, gpu::Out<float> out) {
     Operands x = operands();
     const float of_rows[2] = {weight_scale, ca::add_rn(weight_scale, weight_scale)};
-    float of_tokens[2] = {scale, ca::add_rn(scale, scale)};
+    float of_tokens[2];  // other ones in each thread, as those of activations
+    for (int i = 0; i < 2; i++)
+        of_tokens[i] = ca::float_of(ca::bits_of(scale) + static_cast<uint32_t>(2 * gpu::thread() + i));
     float acc[CHAINS][4];
     GPU_UNROLL
     for (int i = 0; i < 4 * CHAINS; i++) acc[i / 4][i % 4] = 0.0f;
@@ -49,24 +54,30 @@ GPU_FN void steps(int rounds, float weight_scale, float scale, gpu::Out<float> o
         x.a[0] ^= static_cast<uint32_t>(r);
         GPU_UNROLL
         for (int i = 0; i < CHAINS; i++) {
+            GPU_UNROLL
+            for (int j = 0; j < 2; j++)  // so that no product of scales is used twice
+                of_tokens[j] = ca::float_of(ca::bits_of(of_tokens[j]) + static_cast<uint32_t>(r));
             int32_t c[4];
             GPU_UNROLL
-            for (int j = 0; j < 4; j++) c[j] = is_added ? static_cast<int32_t>(MAGIC) : 0;
+            for (int j = 0; j < 4; j++) c[j] = way == Way::converted ? 0 : static_cast<int32_t>(MAGIC);
             gpu::mma_k32_us(c, x.a, x.b[i]);
+            float offsets[2];
+            GPU_UNROLL
+            for (int j = 0; j < 2; j++) offsets[j] = ca::mul_rn(of_tokens[j], -ca::float_of(MAGIC));
             GPU_UNROLL
             for (int j = 0; j < 4; j++) {
-                if constexpr (is_added) {
-                    const float integer = ca::sub_rn(ca::float_of(static_cast<uint32_t>(c[j])),
-                                                     ca::float_of(MAGIC));
+                const float bits = ca::float_of(static_cast<uint32_t>(c[j]));
+                if constexpr (way == Way::scaled) {
+                    const float scaled = ca::fma_rn(bits, of_tokens[j % 2], offsets[j % 2]);
+                    acc[i][j] = ca::fma_rn(scaled, of_rows[j / 2], acc[i][j]);
+                } else if constexpr (way == Way::added) {
+                    const float integer = ca::sub_rn(bits, ca::float_of(MAGIC));
                     const float both = ca::mul_rn(of_rows[j / 2], of_tokens[j % 2]);
                     acc[i][j] = ca::fma_rn(integer, both, acc[i][j]);
                 } else {
                     acc[i][j] = ca::step(acc[i][j], c[j], of_rows[j / 2], of_tokens[j % 2]);
                 }
             }
-            GPU_UNROLL
-            for (int j = 0; j < 2; j++)  // so that no product of scales is used twice
-                of_tokens[j] = ca::float_of(ca::bits_of(of_tokens[j]) ^ (r + i + 1u));
         }
     }
     float sum = 0.0f;
@@ -123,16 +134,14 @@ KERNEL(ceiling_products, THREADS, int rounds, gpu::Out<int32_t> out) {
     out[int64_t{gpu::block()} * gpu::threads() + gpu::thread()] = static_cast<int32_t>(all);
 }
 
-KERNEL(ceiling_steps_converted, THREADS, int rounds, float weight_scale, float scale,
-       gpu::Out<float> out) {
-    gpu::begin();
-    steps<false>(rounds, weight_scale, scale, out);
-}
-KERNEL(ceiling_steps_added, THREADS, int rounds, float weight_scale, float scale,
-       gpu::Out<float> out) {
-    gpu::begin();
-    steps<true>(rounds, weight_scale, scale, out);
-}
+#define STEPS(name, way)                                                                           \
+    KERNEL(name, THREADS, int rounds, float weight_scale, float scale, gpu::Out<float> out) {      \
+        gpu::begin();                                                                              \
+        steps<Way::way>(rounds, weight_scale, scale, out);                                         \
+    }
+STEPS(ceiling_steps_converted, converted)
+STEPS(ceiling_steps_added, added)
+STEPS(ceiling_steps_scaled, scaled)
 
 // `rounds` times 4 * CHAINS multiply-adds per thread.
 KERNEL(ceiling_floats, THREADS, int rounds, float factor, gpu::Out<float> out) {

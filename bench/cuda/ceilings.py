@@ -2,8 +2,10 @@
 
 `copy_gbps`: bytes read and written by a copy that no cache holds; `read_gbps`: bytes read.
 `products_gops`: m16n8k32 products of bytes on the tensor cores. `steps_gops`: the same with the
-float step of rule 2 after each block, by conversion and by addition of the integer; `epilogue_gops`
-is the faster of the two, and the ceiling of canonical products. `floats_gops`: fp32 multiply-adds.
+float step of rule 2 after each block, as the rule writes it: three operations, the first of them a
+conversion or an addition of the integer. `epilogue_gops` is the faster of the two, and the ceiling
+of canonical products. `steps_scaled_gops`: the same step in two operations, as the kernels of kinds
+of few bits have it. `floats_gops`: fp32 multiply-adds.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.cuda.arrays import Arrays
-from bench.cuda.gpus import seconds
+from bench.cuda.gpus import seconds, warm_up
 from kernels.cuda.gpu import Argument, Gpu
 
 SOURCE = Path(__file__).with_name("ceilings.cu")
@@ -43,13 +45,14 @@ def measure(gpu: Gpu, multiprocessors: int, tiny: bool) -> dict[str, float]:
 
             return work / seconds(gpu, run, 5) / 1e9
 
+        out = arrays.empty(np.uint32, blocks, THREADS).address
+        products = float(blocks * WARPS * CHAINS * rounds * MMA_OPERATIONS)
+        warm_up(gpu, lambda: gpu.launch("ceiling_products", (blocks, 1, 1), THREADS, [rounds, out]))
         moved = [source.address, target.address, n_bytes // 16]
         found["copy_gbps"] = rate("ceiling_copy", 2.0 * n_bytes, moved)
         found["read_gbps"] = rate("ceiling_read", n_bytes, moved)
-        out = arrays.empty(np.uint32, blocks, THREADS).address
-        products = float(blocks * WARPS * CHAINS * rounds * MMA_OPERATIONS)
         found["products_gops"] = rate("ceiling_products", products, [rounds, out])
-        for way in ("converted", "added"):
+        for way in ("converted", "added", "scaled"):
             arguments = [rounds, 0.01, 0.02, out]
             found[f"steps_{way}_gops"] = rate(f"ceiling_steps_{way}", products, arguments)
         floats = 2.0 * blocks * THREADS * 4 * CHAINS * rounds

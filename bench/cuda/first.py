@@ -25,7 +25,8 @@ from kernels.cuda.compile import units
 from kernels.cuda.gpu import Gpu, GpuFault, KernelLaunch
 
 SEEDS = 4  # random cases of a name
-MEMCHECK, OTHER_TOOLS = "memcheck", ("synccheck", "racecheck")
+MEMCHECK = "memcheck"
+TOOLS = MEMCHECK, "synccheck", "racecheck"
 SANITIZER, TOOLKITS = "compute-sanitizer", ("/usr/local/cuda/bin", "/opt/cuda/bin")
 SANITIZED_S = 150.0
 ERRORS_EXIT = 86  # of compute-sanitizer, if it has found something

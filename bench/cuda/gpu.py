@@ -35,10 +35,12 @@ from typing import Any
 from batchengine.child.command import python_command
 from bench import report
 from bench.cuda import steps
-from bench.cuda.steps import MAIN_MODEL, Part, Place, Result
+from bench.cuda.steps import MAIN_MODEL, Part, Place, Result, Step
 from kernels.cuda.compile import texts, units
 
-KILL_AFTER_S = 30.0  # a step that is still at work so long after the end of the run is ended
+# A step is ended that is still at work so long after the end of the run, or after STUCK times as
+# long as it may take: a kernel that hangs costs no more.
+KILL_AFTER_S, STUCK = 30.0, 2.0
 BEGIN, DONE, FAILED = "BEGIN ", "DONE ", "FAILED "
 LATE, NOT_YET = "the time was over", "not yet"
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,11 +144,12 @@ class Run:
         )
         began, why, began_at = "", "", 0.0
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            kill = threading.Timer(float(left_s) + KILL_AFTER_S, process.kill)
-            kill.start()
+            kill = self._kill_later(process, None)
             for line in process.stdout or ():
                 if line.startswith(BEGIN):
                     began, began_at = line.removeprefix(BEGIN).strip(), time.monotonic()
+                    kill.cancel()
+                    kill = self._kill_later(process, next(s for s in part.steps if s.name == began))
                 elif line.startswith(DONE):
                     result = json.loads(line.removeprefix(DONE))
                     self._state.put(began, result)
@@ -167,8 +170,18 @@ class Run:
             self._fail([part.name], why or f"its process ended with {code}")
             return []
         failed = began or names[0]
-        self._fail([failed], why or f"its process ended with {code}")
+        took = f" after {time.monotonic() - began_at:.0f} s" if began else ""
+        self._fail([failed], why or f"its process ended with {code}{took}")
         return [name for name in names if name != failed]
+
+    def _kill_later(self, process: subprocess.Popen[str], step: Step | None) -> threading.Timer:
+        """End a process that is at work for too long, with a step or without one."""
+        left_s = max(0.0, self._end - time.monotonic())
+        if step is not None and not self._options.emulated:
+            left_s = min(left_s, STUCK * step.seconds)
+        timer = threading.Timer(left_s + KILL_AFTER_S, process.kill)
+        timer.start()
+        return timer
 
 
 def run_steps(options: argparse.Namespace, state: State) -> int:

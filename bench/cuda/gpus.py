@@ -14,6 +14,7 @@ from kernels.cuda.gpu import Gpu
 
 BUILD = ROOT / "build"
 CUBINS = BUILD / "cuda"
+WARM_S = 0.3
 
 
 def open_gpu(
@@ -41,6 +42,14 @@ def wait(gpu: Gpu) -> None:
     """Return when everything that was launched has ended."""
     if isinstance(gpu, CudaGpu):
         gpu.synchronize()
+
+
+def warm_up(gpu: Gpu, run: Callable[[], None]) -> None:
+    """Repeat `run` until the clocks of a device have risen, which were low while it had no work."""
+    end = time.monotonic() + WARM_S
+    while isinstance(gpu, CudaGpu) and time.monotonic() < end:
+        run()
+        wait(gpu)
 
 
 def seconds(gpu: Gpu, run: Callable[[], None], repeats: int) -> float:

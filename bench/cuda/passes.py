@@ -2,8 +2,8 @@
 
 A step is what a lane does for one: tokens and pages set, the layers, logits, sampling, the new rows
 hashed and stored on the host, those of decodes of many entries by tiles. As in a lane, the GPU has
-the next decode, which takes the samples of the one before, before the host waits for that; `on the
-device` are the launches alone. A prefill waits for the end of each step.
+the next step before the host waits for the one before, whose samples a decode takes. `on the
+device` are the launches alone.
 """
 
 from __future__ import annotations
@@ -213,6 +213,7 @@ class Passes:
         for batch in sizes.batches:
             try:
                 pages = self._reserve(batch * per_entry)
+                self._decode(batch, per_entry, pages)  # until the clocks have risen
                 ended = self._decode(batch, per_entry, pages)
             except MemoryError as error:
                 found[str(batch)] = {"not_measured": f"memory of the GPU: {error}"}
@@ -312,9 +313,14 @@ class Passes:
         return found
 
     def _prefill_s(self, length: int, pages: NDArray[np.uint64]) -> float:
-        started = time.perf_counter()
+        started, running = time.perf_counter(), None
         for start in range(0, length, self._sizes.chunk):
             n = min(self._sizes.chunk, length - start)
             needed = -(-(start + n) // kernels.PAGE_TOKENS)
-            self._finish(self._begin(np.array([[n, start, needed]], np.int32), pages[:needed]))
+            following = self._begin(np.array([[n, start, needed]], np.int32), pages[:needed])
+            if running is not None:
+                self._finish(running)
+            running = following
+        if running is not None:
+            self._finish(running)
         return time.perf_counter() - started

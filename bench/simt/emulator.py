@@ -28,6 +28,7 @@ FLAGS = (
     *("-std=c++20", "-O2", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"),
     # simt.cpp compares the calls by which threads reach a collective: each is in one place.
     *("-fno-omit-frame-pointer", "-fno-thread-jumps", "-fno-crossjumping", "-fno-tree-tail-merge"),
+    "-freorder-blocks-algorithm=simple",  # the other one copies blocks
 )
 FILLS = (0xA5, 0xFF, 0x00, 0x7F)  # bytes of new memory, by seed: any value, NaN, zero, large
 INCLUDE = (f"-I{ROOT / 'kernels/csrc'}", f"-I{KERNELS}", f"-I{HERE}", "-DBATCHENGINE_SIMT")

@@ -26,6 +26,7 @@
     static void name(__VA_ARGS__);                                                                 \
     static const simt::Kernel name##_kernel(#name, threads, &name);                                \
     static void name(__VA_ARGS__)
+#define KERNEL_AT_ONCE(name, threads, blocks, ...) KERNEL(name, threads, __VA_ARGS__)
 
 namespace simt {
 

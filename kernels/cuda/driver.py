@@ -5,6 +5,7 @@ Needs the extra `cuda` and a device. Nothing is imported before a `CudaGpu` is m
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 from collections import deque
@@ -25,6 +26,10 @@ NO_TIME = 2  # of an event: it measures none
 CAPABILITY_MIN = 8, 0  # products of 32 bytes and copies in the background
 # From these on a grid may begin while the launch before it ends, within a graph, too.
 EARLY_CAPABILITY_MIN, EARLY_DRIVER_MIN = (9, 0), 12030
+# Shared memory that a multiprocessor is asked to have for each kernel: enough for the most
+# blocks of any. It changes its share of L1 only while it is idle, so kernels that asked for other
+# shares would not begin before the one before has ended.
+SHARED_BYTES = 132 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +218,8 @@ class CudaGpu(Gpu):
             self.facts.capability >= EARLY_CAPABILITY_MIN and version >= EARLY_DRIVER_MIN
         )
         self._launch_config, self._early_config = self._config(), self._config(is_early=True)
+        most = self._attribute(device, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR")
+        self._shared_percent = min(100, 100 * SHARED_BYTES // most)
         cubins = cubins_for(self.facts.target)
         self._modules = [self._load(name, cubin) for name, cubin in cubins.items()]
         self._kernels: dict[str, Kernel] = {}
@@ -258,12 +265,13 @@ class CudaGpu(Gpu):
             config.attrs, config.numAttrs = [attribute], 1
         return config
 
-    def _facts_of(self, device: Any) -> DeviceFacts:
-        names = self._driver.CUdevice_attribute
+    def _attribute(self, device: Any, name: str) -> int:
+        key = getattr(self._driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self._call("cuDeviceGetAttribute", key, device))
 
+    def _facts_of(self, device: Any) -> DeviceFacts:
         def attribute(name: str) -> int:
-            key = getattr(names, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(self._call("cuDeviceGetAttribute", key, device))
+            return self._attribute(device, name)
 
         name: bytes = self._call("cuDeviceGetName", 256, device)
         return DeviceFacts(
@@ -381,8 +389,15 @@ class CudaGpu(Gpu):
                 parameters = 0
                 while self._driver.cuFuncGetParamInfo(function, parameters)[0] == status:
                     parameters += 1
+                self._prefer_shared(function)
                 return self._kernels.setdefault(kernel, Kernel(function, parameters))
         raise GpuFault(f"no kernel {kernel}")
+
+    def _prefer_shared(self, function: Any) -> None:
+        """Ask for SHARED_BYTES, which a driver may ignore."""
+        of = self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+        with contextlib.suppress(GpuFault):
+            self._call("cuFuncSetAttribute", function, of, self._shared_percent)
 
     # -- graphs
 

@@ -34,10 +34,10 @@ FLOATS = ("f16", "bf16", "f32")
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
 WEIGHT_TILE_ROWS = 16  # rows of a tile of packed weights
-# Up to FEW_TOKENS_MAX each block reads a tile of weights for 8 tokens, up to SOME_TOKENS four tiles
-# for so many, else for MANY_TOKENS. A multiprocessor computes MANY_AT_ONCE of the latter at once;
-# where there are fewer, their segments are parted.
-FEW_TOKENS_MAX, SOME_TOKENS, MANY_TOKENS = 16, 32, 64
+# Up to FEW_TOKENS_MAX a block reads a tile of weights for FEW_TOKENS or for all of them, up to
+# SOME_TOKENS four tiles for so many, else for MANY_TOKENS. A multiprocessor has MANY_AT_ONCE blocks
+# of these at once; where there are fewer, their segments are parted.
+FEW_TOKENS, FEW_TOKENS_MAX, SOME_TOKENS, MANY_TOKENS = 8, 16, 32, 64
 MANY_TILES, MANY_THREADS, MANY_AT_ONCE = 4, 128, 3
 FEW_WARPS_MIN, FEW_WARPS_MAX, SEGMENT = 4, 8, 1024
 THREADS, WARP = 256, 32
@@ -282,13 +282,15 @@ class CudaOps:
         tiles, weights = -(-rows // WEIGHT_TILE_ROWS), [self._address(matrix), rows, matrix.cols]
         after = [self._address(bias), then, out.address + 4 * column, out.width]
         quantised = [*weights, x.q, x.scale, x.sums, tokens, *after]
-        grid = -(-tokens // 8), tiles, 1
+        grid = -(-tokens // FEW_TOKENS), tiles, 1
         if matrix.kind in FLOATS:
             arguments = [*weights, x.values, x.width, x.scale, tokens, *after]
             self._gpu.launch(f"linear_{matrix.kind}", grid, 128, arguments)
         elif tokens <= FEW_TOKENS_MAX:
             threads = few_threads(matrix.cols, 1 + (gate[0] > 0))
-            self._gpu.launch(f"linear_few_{matrix.kind}", grid, threads, [*quantised, *gate])
+            name = "few" if tokens <= FEW_TOKENS else "few2"
+            arguments = [*quantised, *gate]
+            self._gpu.launch(f"linear_{name}_{matrix.kind}", (1, tiles, 1), threads, arguments)
         else:
             self._product_of_many(matrix.kind, rows, matrix.cols, tokens, quantised, after)
 

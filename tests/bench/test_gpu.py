@@ -171,6 +171,25 @@ def test_a_process_that_ends_badly_after_its_last_step_is_a_failure(
     assert state.failed == {"some": "its process ended with 3"}
 
 
+def test_a_step_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(f"import time; print('{BEGIN}a', flush=True); time.sleep(50)")
+    monkeypatch.setattr(gpu, "python_command", lambda *_: [sys.executable, str(program)])
+    monkeypatch.setattr(gpu, "KILL_AFTER_S", 0.0)
+    state = State(tmp_path / "state.json", KERNELS, KERNELS)
+    run = Run(state, options(tmp_path, emulated=False))
+    run.part(Part("some", [Step("a", lambda _: {}, seconds=0.5)], needs=()))
+    assert state.failed == {"a": "its process ended with -9 after 1 s"}
+
+
+def test_the_figures_of_the_main_model_come_before_what_they_do_not_need() -> None:
+    names = [part.name for part in steps.parts(emulated=False, quick=False)]
+    first_parts = ["build", "first", "compiled", "golden", "ceilings", MAIN_MODEL]
+    assert names[: len(first_parts)] == first_parts
+    assert names[-4:] == ["llama.cpp", *first.TOOLS]
+    assert steps.LLAMA_BUILD_S < steps.LLAMA_S < 480 - 100
+
+
 def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     every = steps.parts(emulated=False, quick=False)
     results: dict[str, Any] = {}

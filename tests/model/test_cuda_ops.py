@@ -151,7 +151,7 @@ def test_a_layer_of_a_decode_is_ten_launches(gpu: Emulator) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("q4_0", "q4_0"), ("q4_0", "q8_0"), ("f16", "f16")])
-@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("tokens", [3, 12, 20])
 def test_a_gated_product_has_the_bits_of_the_cpu(
     gpu: Emulator, kinds: tuple[str, str], tokens: int
 ) -> None:
@@ -178,6 +178,7 @@ def test_a_gated_product_has_the_bits_of_the_cpu(
 @pytest.mark.parametrize(
     ("tokens", "rows", "multiprocessors", "grid"),
     [
+        (8, 70, 132, None),
         (16, 70, 132, None),
         (17, 70, 132, (1, 2, 3)),
         (32, 70, 2, (1, 2, 3)),
@@ -222,7 +223,8 @@ def test_segments_are_parted_where_blocks_are_few(
     assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
     names = [(launch.kernel, launch.blocks) for launch in gpu.capture(run).captured]
     if grid is None:
-        assert [name for name, _ in names] == ["linear_few_q4_0"]
+        name = "linear_few_q4_0" if tokens <= 8 else "linear_few2_q4_0"
+        assert [launched for launched, _ in names] == [name]
     else:
         size = "some" if tokens <= 32 else "many"
         added = [("add_segments", (tokens, 1, 1))] if grid[2] > 1 else []

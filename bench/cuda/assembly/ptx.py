@@ -15,7 +15,7 @@ ROUNDED = ("add", "sub", "mul", "div", "sqrt", "fma")
 EXACT = ("mov", "ld", "st", "selp", "setp", "set", "abs", "neg", "min", "max", "cvt")
 HALF = "cvt.f32.f16"  # exact
 # Of a kernel's registers the assembler puts a few into local memory where one more warp fits then.
-STACK_BYTES_MAX = 16
+STACK_BYTES_MAX = 48
 STALE = "ld.global.nc"  # may give what was there before the launch before
 ENTRY = re.compile(r"\.entry (\w+)\(")
 FLOAT = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z]\w*[\w.:]*\.(?:b?f|tf|e)\d+[\w.]*)\s", re.MULTILINE)

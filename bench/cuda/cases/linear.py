@@ -66,21 +66,25 @@ def linear_case(
     rng: np.random.Generator,
     kind: str,
     shape: tuple[int, int, int] | None = None,
+    byte: int | None = None,
 ) -> None:
     """A product of a random matrix of `kind`: stored, added and gated, by every kernel for it.
 
-    shape: rows, columns, tokens, else random ones; a block has all segments of a row then.
+    shape: rows, columns, tokens, else random ones; a block has all segments of a row then. byte: of
+    all weights, beside activations that are the largest of their groups.
     """
     rows, tokens = int(rng.integers(1, 90)), int(rng.integers(1, 80))
     cols = 256 * int(rng.integers(1, 10)) if kind.endswith("_k") else 32 * int(rng.integers(1, 70))
     rows, cols, tokens = shape or (rows, cols, tokens)
     values = some_values(rng, tokens, cols)
+    if byte is not None:
+        values[:] = np.where(rng.random((tokens, 1)) < 0.5, -127.0, 127.0)
     if kind in FLOATS:
         if rng.random() < 0.5:  # a product that becomes -0
             values[0], values[0, -1] = 0, -1e-42
         elif rng.random() < 0.5:  # finite, and too large for rule 1
             values[-1, -1] = 2.0**97
-    matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng)
+    matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng, byte)
     gate, gate_buffer = packed_with_bytes(pool, kind, rows, cols, rng)
     bias = rng.standard_normal(rows).astype(np.float32) if rng.integers(2) else None
     before = rng.standard_normal((tokens, rows)).astype(np.float32)
@@ -101,6 +105,7 @@ def linear_case(
     groups = -(-tiles // 4), -(-segments // each)
     shapes = {
         f"linear_few_{kind}": ((eights, tiles, 1), 32 * int(rng.integers(4, 9))),
+        f"linear_few2_{kind}": ((-(-tokens // 16), tiles, 1), 32 * int(rng.integers(4, 9))),
         f"linear_some_{kind}": ((-(-tokens // 32), *groups), 128),
         f"linear_many_{kind}": ((-(-tokens // 64), *groups), 128),
     }
@@ -122,10 +127,10 @@ def linear_case(
         plans: list[tuple[str, int, F32, kernels.Rows, list[int]]] = []
         partials = arrays.empty(np.float32, segments, tokens, rows).address if groups[1] > 1 else 0
         for kernel in shapes:
-            rest = [0, 0] if "_few_" in kernel else [partials, each] if kind not in FLOATS else []
+            rest = [0, 0] if "_few" in kernel else [partials, each] if kind not in FLOATS else []
             plans += [(kernel, STORE, before, stored, rest), (kernel, ADD, before, added, rest)]
             plans.append((kernel, GATE, held, gated, rest))
-            if "_few_" in kernel:  # with both products of a gate
+            if "_few" in kernel:  # with both products of a gate
                 plans.append((kernel, GATE, before, gated, once))
         for kernel, then, given, want, rest in plans:
             out = arrays.put(given)

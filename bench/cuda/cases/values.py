@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 
 import kernels
 from bench.cuda.arrays import Arrays, DeviceArray
-from bench.models.tensors import aligned, random_tensor, random_values
+from bench.models.tensors import (
+    BLOCK_BYTES,
+    SCALES_AT,
+    aligned,
+    random_tensor,
+    random_values,
+)
 
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
@@ -113,9 +119,21 @@ def any_threads(rng: np.random.Generator, warps_max: int = 8) -> int:
 
 
 def packed_with_bytes(
-    pool: kernels.Pool, kind: str, rows: int, cols: int, rng: np.random.Generator
+    pool: kernels.Pool,
+    kind: str,
+    rows: int,
+    cols: int,
+    rng: np.random.Generator,
+    byte: int | None = None,
 ) -> tuple[kernels.Matrix, NDArray[np.uint8]]:
-    """A random matrix, and its packed bytes."""
+    """A random matrix, and its packed bytes. byte: of a quantised one, all but the scales."""
+    tensor = random_tensor(kind, rows, cols, rng)
+    if byte is not None:
+        blocks = tensor.reshape(-1, BLOCK_BYTES[kind])
+        is_scale = np.zeros(blocks.shape[1], bool)
+        for at in SCALES_AT.get(kind, (0,)):
+            is_scale[at : at + 2] = True
+        blocks[:, ~is_scale] = byte
     buffer = aligned(kernels.packed_bytes(kind, rows, cols))
-    kernels.pack(pool, kind, rows, cols, random_tensor(kind, rows, cols, rng), buffer)
+    kernels.pack(pool, kind, rows, cols, tensor, buffer)
     return kernels.Matrix(kind, rows, cols, buffer), buffer

@@ -61,58 +61,70 @@ GPU_FN int64_t result_index(const gpu::AttendTile& tile, int row, int n_kv_head,
     return int64_t{first} * 16 + row % 16;
 }
 
-// Queries of a step; a row's begin at group `first[...]`, eight dwords each. Rows past the last of a tile
-// read the last one.
+// Queries of a tile: registers of A [16 rows][group][lane], and scales [group][row].
+constexpr int GROUPS_MAX = gpu::HEAD_DIM_MAX / ca::BLOCK;
 template <int tiles>
 struct Queries {
-    gpu::In<uint32_t> q;
-    gpu::In<float> scale;
-    int first[2 * tiles];  // of rows g, g + 8, ...
+    gpu::Shared<gpu::Words4, tiles * GROUPS_MAX * gpu::WARP>& q;
+    gpu::Shared<float, 16 * tiles * GROUPS_MAX>& scale;
 };
+
+// AHEAD groups from `first` on into the scores of 8 tokens; those past the last of a head are not there unless
+// `is_whole`. Without a branch between two products they are computed at once.
+template <int tiles, bool is_whole>
+GPU_FN void score_groups(float (&acc)[tiles][4], gpu::In<uint8_t> head, const gpu::HeadLayout& at,
+                         const Queries<tiles>& queries, int token, int first) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, last = at.groups() - 1;
+    const gpu::In<uint32_t> k = gpu::in_as<uint32_t>(head);
+    const gpu::In<uint16_t> k_scale = gpu::in_as<uint16_t>(head + at.k_scales());
+    uint32_t b[AHEAD][2];
+    uint16_t d[AHEAD][2];
+    GPU_UNROLL
+    for (int i = 0; i < AHEAD; i++) {  // loads of K that are under way at once
+        const int group = is_whole || first + i < last ? first + i : last;
+        for (int j = 0; j < 2; j++) {
+            b[i][j] = k[at.k_dword(token + g, group * 8 + t + 4 * j)];
+            d[i][j] = k_scale[at.k_scale(token + 2 * t + j, group)];
+        }
+    }
+    GPU_UNROLL
+    for (int i = 0; i < AHEAD; i++) {
+        if (!is_whole && first + i > last) break;
+        const float scale[2] = {ca::half_to_float(d[i][0]), ca::half_to_float(d[i][1])};
+        GPU_UNROLL
+        for (int tile = 0; tile < tiles; tile++) {
+            const int group = first + i, row = (group * tiles + tile) * 16 + g;
+            int32_t dot[4];  // over the magic number: a sum of up to 2²² has the bits of a float
+            GPU_UNROLL
+            for (int j = 0; j < 4; j++) dot[j] = static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
+            const gpu::Words4 q = queries.q[(tile * at.groups() + group) * gpu::WARP + gpu::lane()];
+            const uint32_t a[4] = {q.word[0], q.word[1], q.word[2], q.word[3]};
+            const float of_rows[2] = {queries.scale[row], queries.scale[row + 8]};
+            gpu::mma_k32_ss(dot, a, b[i]);
+            GPU_UNROLL
+            for (int j = 0; j < 4; j++) {
+                const float bits = ca::float_of(static_cast<uint32_t>(dot[j]));
+                acc[tile][j] = ca::fma_rn(ca::sub_rn(bits, ca::ROUND_MAGIC),
+                                          ca::mul_rn(scale[j % 2], of_rows[j / 2]), acc[tile][j]);
+            }
+        }
+    }
+}
 
 // Scores of 8 tokens for each step of a warp; row r, token n: chain over the groups of the head.
 template <int tiles>
 GPU_FN void score_page(gpu::In<uint8_t> head, const gpu::HeadLayout& at,
                        const Queries<tiles>& queries, int seen, Scores<tiles>& scores) {
     const int g = gpu::lane() / 4, t = gpu::lane() % 4;
-    const gpu::In<uint32_t> k = gpu::in_as<uint32_t>(head);
-    const gpu::In<uint16_t> k_scale = gpu::in_as<uint16_t>(head + at.k_scales());
     for (int token = gpu::warp() * 8; token < seen; token += WARPS * 8) {
         float acc[tiles][4];
         GPU_UNROLL
         for (int i = 0; i < tiles * 4; i++) acc[i / 4][i % 4] = 0.0f;
-        for (int first_group = 0; first_group < at.groups(); first_group += AHEAD) {
-            uint32_t b[AHEAD][2];
-            uint16_t d[AHEAD][2];
-            GPU_UNROLL
-            for (int i = 0; i < AHEAD; i++) {  // loads of K that are under way at once
-                const int last = at.groups() - 1;
-                const int group = first_group + i < last ? first_group + i : last;
-                for (int j = 0; j < 2; j++) {
-                    b[i][j] = k[at.k_dword(token + g, group * 8 + t + 4 * j)];
-                    d[i][j] = k_scale[at.k_scale(token + 2 * t + j, group)];
-                }
-            }
-            GPU_UNROLL
-            for (int i = 0; i < AHEAD; i++) {
-                if (first_group + i >= at.groups()) break;
-                const float scale[2] = {ca::half_to_float(d[i][0]), ca::half_to_float(d[i][1])};
-                GPU_UNROLL
-                for (int tile = 0; tile < tiles; tile++) {
-                    const int first = queries.first[2 * tile] + first_group + i;
-                    const int second = queries.first[2 * tile + 1] + first_group + i;
-                    int32_t dot[4] = {0, 0, 0, 0};
-                    const uint32_t a[4] = {queries.q[first * 8 + t], queries.q[second * 8 + t],
-                                           queries.q[first * 8 + t + 4],
-                                           queries.q[second * 8 + t + 4]};
-                    gpu::mma_k32_ss(dot, a, b[i]);
-                    GPU_UNROLL
-                    for (int j = 0; j < 4; j++)
-                        acc[tile][j] = ca::step(acc[tile][j], dot[j], scale[j % 2],
-                                                queries.scale[j < 2 ? first : second]);
-                }
-            }
-        }
+        for (int first = 0; first < at.groups(); first += AHEAD)
+            if (first + AHEAD <= at.groups())
+                score_groups<tiles, true>(acc, head, at, queries, token, first);
+            else
+                score_groups<tiles, false>(acc, head, at, queries, token, first);
         GPU_UNROLL
         for (int i = 0; i < tiles * 4; i++)
             scores[(g + i / 2 * 8) * STRIDE + token + 2 * t + i % 2] = ca::bits_of(acc[i / 4][i % 4]);
@@ -138,26 +150,26 @@ GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, i
     const gpu::In<uint16_t> v_scale = gpu::in_as<uint16_t>(head + at.v_scales());
     const auto token_of = [](int i) { return (i / 4 * gpu::WARP + gpu::lane()) * 4 + i % 4; };
     float score[EACH], p[EACH];
-    bool finite = true;
-    float top = ca::float_of(0xFF7FFFFFu);  // the lowest
+    const float lowest = ca::float_of(0xFF7FFFFFu);
+    float top = lowest;
+    uint32_t largest_score = 0;
     GPU_UNROLL
     for (int i = 0; i < EACH; i++) {
-        score[i] = token_of(i) < n ? ca::float_of(scores[row * STRIDE + token_of(i)]) : top;
-        finite = finite && ca::is_finite(score[i]);
-        if (finite && score[i] > top) top = score[i];
+        score[i] = token_of(i) < n ? ca::float_of(scores[row * STRIDE + token_of(i)]) : lowest;
+        if (ca::magnitude_bits(score[i]) > largest_score) largest_score = ca::magnitude_bits(score[i]);
+        if (score[i] > top) top = score[i];
     }
     gpu::warp_barrier();  // the scores are read
-    finite = !gpu::any(!finite);
+    bool finite = !gpu::any(largest_score >= ca::INFINITY_BITS);  // what follows is of no use if not
     const float peak = ca::add_rn(ca::ceil_exact(max_of_warp(top)), 0.0f);
     int32_t sum = 0;
     uint32_t largest = 0;
     GPU_UNROLL
     for (int i = 0; i < EACH; i++) {
-        p[i] = 0.0f;
-        if (token_of(i) >= n || !finite) continue;
+        const bool is_seen = token_of(i) < n;  // selects, since a branch would keep the others waiting
         const float e = ca::exp2c(ca::sub_rn(score[i], peak));
-        sum += ca::round_to_int(ca::mul_rn(e, 0x1p22f));
-        p[i] = ca::mul_rn(e, ca::half_to_float(v_scale[token_of(i)]));
+        sum += is_seen ? ca::round_to_int(ca::mul_rn(e, 0x1p22f)) : 0;
+        p[i] = ca::mul_rn(e, is_seen ? ca::half_to_float(v_scale[token_of(i)]) : 0.0f);
         if (ca::magnitude_bits(p[i]) > largest) largest = ca::magnitude_bits(p[i]);
     }
     largest = max_of_warp(largest);
@@ -194,6 +206,9 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     constexpr int PAIRS = 2 * tiles;
     __shared__ Scores<tiles> scores;
     __shared__ PerRow<tiles> m, l, unit;  // of the page
+    __shared__ gpu::Shared<gpu::Words4, tiles * GROUPS_MAX * gpu::WARP> query_words;
+    __shared__ gpu::Shared<float, 16 * tiles * GROUPS_MAX> query_scales;
+    const Queries<tiles> queries = {query_words, query_scales};
     const int kv_head = gpu::block_y(), group = n_head / n_kv_head;
     const int first_page = tile.first_superpage * ca::SUPERPAGE_PAGES + gpu::block_z() * n_pages;
     // The last row sees the most.
@@ -206,14 +221,27 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     };
     gpu::prefetch(head_of(first_page), at.bytes());
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, parts = head_dim / 8;
-    Queries<tiles> queries = {gpu::in_as<uint32_t>(q), q_scale, {}};
-    GPU_UNROLL
-    for (int i = 0; i < PAIRS; i++) {
-        const int row = tile.first_row + (g + 8 * i < tile.rows ? g + 8 * i : tile.rows - 1);
-        const int head_row =
-            (tile.first_token + row / group) * n_head + kv_head * group + row % group;
-        queries.first[i] = head_row * at.groups();
+    // Where a row's groups begin, of eight dwords each. Rows past the last of a tile read the last one.
+    const auto group_of = [&](int in_tile) {
+        const int row = tile.first_row + (in_tile < tile.rows ? in_tile : tile.rows - 1);
+        return ((tile.first_token + row / group) * n_head + kv_head * group + row % group) * at.groups();
+    };
+    const gpu::In<uint32_t> dwords = gpu::in_as<uint32_t>(q);
+    for (int i = gpu::thread(); i < tiles * at.groups() * gpu::WARP; i += THREADS) {
+        const int which = i / gpu::WARP, of_lane = i % gpu::WARP;
+        const int row = which / at.groups() * 16 + of_lane / 4, column = which % at.groups();
+        const int first = (group_of(row) + column) * 8 + of_lane % 4;
+        const int second = (group_of(row + 8) + column) * 8 + of_lane % 4;
+        query_words[i] = {{dwords[first], dwords[second], dwords[first + 4], dwords[second + 4]}};
     }
+    for (int i = gpu::thread(); i < 16 * tiles * at.groups(); i += THREADS)
+        query_scales[i] = q_scale[group_of(i % (16 * tiles)) + i / (16 * tiles)];
+    // Rows past the last of the tile have weights of any value, whose unit is 0.
+    for (int i = gpu::thread(); i < (16 * tiles - tile.rows) * 2 * LOW; i += THREADS)
+        scores[(tile.rows + i / (2 * LOW)) * STRIDE + i % (2 * LOW)] = uint32_t{0};
+    if (gpu::thread() >= tile.rows && gpu::thread() < 16 * tiles)
+        m[gpu::thread()] = l[gpu::thread()] = unit[gpu::thread()] = 0.0f;
+    gpu::barrier();
     // The accumulators of rows g, g + 8, ...; o of the dims that this lane computes.
     float total_m[PAIRS], total_l[PAIRS], o[PARTS_MAX][2 * PAIRS];
     GPU_UNROLL
@@ -229,11 +257,15 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         if (p + 1 < n_pages && visible_of(tile, group, tile.rows - 1, page_start + TOKENS) > 0)
             gpu::prefetch(head_of(page + 1), at.bytes());
         const gpu::In<uint8_t> head = head_of(page);
+        // The first row sees the least.
+        const bool all_see_all = visible_of(tile, group, 0, page_start) == TOKENS;
+        const auto visible_to = [&](int row) {
+            return all_see_all ? TOKENS : visible_of(tile, group, row, page_start);
+        };
         score_page<tiles>(head, at, queries, seen, scores);
         gpu::barrier();
-        for (int row = gpu::warp(); row < 16 * tiles; row += WARPS)
-            page_softmax_row<tiles>(head, at, row, visible_of(tile, group, row, page_start), scores, m,
-                                    l, unit);
+        for (int row = gpu::warp(); row < tile.rows; row += WARPS)
+            page_softmax_row<tiles>(head, at, row, visible_to(row), scores, m, l, unit);
         gpu::barrier();
         const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
         float shrink[PAIRS], units[PAIRS];
@@ -243,7 +275,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
             const int row = g + 8 * i;
             const float now_m = m[row], now_l = l[row];
             units[i] = unit[row];
-            sees[i] = visible_of(tile, group, row, page_start) > 0;
+            sees[i] = visible_to(row) > 0;
             is_larger[i] = now_m > total_m[i];
             shrink[i] = ca::exp2c(is_larger[i] ? ca::sub_rn(total_m[i], now_m)
                                                : ca::sub_rn(now_m, total_m[i]));
@@ -407,17 +439,19 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
 // [accumulator][16][head_dim]. pages: addresses of the pages of all entries; for queries of some KV heads of
 // a page only, layer is 0 and an address is that of the first of them. Grid: (tiles, KV heads, the most
 // super-pages of a tile; of attend_pages, pages).
-#define ATTEND(name, tiles, n_pages)                                                               \
-    KERNEL(name, THREADS, gpu::In<int8_t> q, gpu::In<float> q_scale, gpu::In<gpu::AttendTile> tile,   \
-           gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head, int head_dim,               \
-           gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {                                 \
+#define ATTEND(name, tiles, n_pages, at_once)                                                         \
+    KERNEL_AT_ONCE(name, THREADS, at_once, gpu::In<int8_t> q, gpu::In<float> q_scale,                 \
+                   gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer, int n_head,     \
+                   int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,                 \
+                   gpu::Out<float> o) {                                                               \
         gpu::begin();                                                                                 \
-        attend_rows<tiles, n_pages>(q, q_scale, tile[gpu::block()], pages, layer, n_head, n_kv_head,  \
-                                    head_dim, m, l, o);                                               \
+        const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
+        attend_rows<tiles, n_pages>(q, q_scale, own, pages, layer, n_head, n_kv_head, head_dim, m, l, \
+                                    o);                                                               \
     }
-ATTEND(attend, 1, ca::SUPERPAGE_PAGES)
-ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES)
-ATTEND(attend_pages, 1, 1)
+ATTEND(attend, 1, ca::SUPERPAGE_PAGES, 3)
+ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, 2)
+ATTEND(attend_pages, 1, 1, 4)
 #undef ATTEND
 
 // Folds the super-pages of every row in order and divides: out row = token, head_dim values per head, and

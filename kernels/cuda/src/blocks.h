@@ -35,7 +35,8 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
 }
 
 // One block of 32 k of rows 2g and 2g + 1 of a tile, for lane (g, t) of a product: the registers of A as
-// signed bytes. I = Σ q x, times `factor`, of which the halves of a block have one each.
+// signed bytes. I = Σ q x, times `factor`, of which the halves of a block have one each. Weights and `d` are
+// those of the file times and over 2 to the power of `shift_of`, which is exact.
 struct Part {
     uint32_t q[4];  // k = 4t..4t+3 of both rows, and 16 further on
     float d[2];
@@ -51,16 +52,18 @@ struct Packed {
     uint32_t m, factor, min;
 };
 
-// What a kind adds to its weights so that they are unsigned bytes.
-GPU_FN constexpr int zero_of(Kind kind) {
+// Weights of fewer than 8 bits, less half of their range, lie in the high bits of their bytes: one exclusive
+// or then makes signed bytes of unsigned ones.
+GPU_FN constexpr int shift_of(Kind kind) {
     switch (kind) {
-        case Kind::q4_0: return 8;
-        case Kind::q5_0: return 16;
-        case Kind::q8_0:
-        case Kind::iq4_nl: return 128;
-        case Kind::q6_k: return 32;
+        case Kind::q4_0: return 4;
+        case Kind::q5_0: return 3;
+        case Kind::q6_k: return 2;
         default: return 0;
     }
+}
+GPU_FN constexpr bool has_sign(Kind kind) {
+    return shift_of(kind) > 0 || kind == Kind::q8_0 || kind == Kind::iq4_nl;
 }
 GPU_FN constexpr bool has_minimum(Kind kind) {
     return kind == Kind::q4_1 || kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k;
@@ -158,14 +161,6 @@ GPU_FN Packed load_part_from(In<uint8_t> tile, int first, int i, int g, int t) {
     return load_part<kind>(tile + first / 2 * (tile_bytes(kind, 2 * ca::BLOCK)), i, g, t);
 }
 
-// Four bytes below 128 less `zero`, as signed bytes; of 128 each byte may have any value.
-template <int zero>
-GPU_FN uint32_t less(uint32_t bytes) {
-    if constexpr (zero == 0) return bytes;
-    if constexpr (zero == 128) return bytes ^ 0x80808080u;
-    return ((bytes | 0x80808080u) - zero * 0x01010101u) ^ 0x80808080u;
-}
-
 template <Kind kind>
 GPU_FN Part unpack(const Packed& from, int t) {
     Part part;
@@ -173,22 +168,30 @@ GPU_FN Part unpack(const Packed& from, int t) {
     for (int row = 0; row < 2; row++) {
         const uint32_t low = from.low.word[row], high = from.high.word[row];
         uint32_t first = low & 0x0F0F0F0Fu, second = low >> 4 & 0x0F0F0F0Fu;
-        if constexpr (kind == Kind::iq4_nl) {
+        if constexpr (kind == Kind::q4_0) {
+            first = low << 4 & 0xF0F0F0F0u;
+            second = low & 0xF0F0F0F0u;
+        } else if constexpr (kind == Kind::iq4_nl) {
             first = iq4_bytes(first);
             second = iq4_bytes(second);
-        } else if constexpr (kind == Kind::q5_0 || kind == Kind::q5_1 || kind == Kind::q5_k) {
+        } else if constexpr (kind == Kind::q5_0) {
+            first = low << 3 & 0xF8F8F8F8u;
+            second = (low & 0xE0E0E0E0u) | (high >> (2 * t) << 3 & 0x18181818u);
+        } else if constexpr (kind == Kind::q5_1 || kind == Kind::q5_k) {
             first = low & 0x1F1F1F1Fu;
             second = (low >> 5 & 0x07070707u) << 2 | (high >> (2 * t) & 0x03030303u);
         } else if constexpr (kind == Kind::q8_0) {
             first = low;
             second = high;
         } else if constexpr (kind == Kind::q6_k) {
-            first |= (high >> (t % 2 ? 2 : 4) & 0x03030303u) << 4;
-            second |= (high >> (t % 2 ? 0 : 6) & 0x03030303u) << 4;
+            first = (low << 2 & 0x3C3C3C3Cu) | (high << (t % 2 ? 4 : 2) & 0xC0C0C0C0u);
+            second = (low >> 2 & 0x3C3C3C3Cu) | (high << (t % 2 ? 6 : 0) & 0xC0C0C0C0u);
         }
-        part.q[row] = less<zero_of(kind)>(first);
-        part.q[row + 2] = less<zero_of(kind)>(second);
-        part.d[row] = half_of(from.d.word[0], row);
+        constexpr uint32_t SIGN = has_sign(kind) ? 0x80808080u : 0;
+        part.q[row] = first ^ SIGN;
+        part.q[row + 2] = second ^ SIGN;
+        part.d[row] = kind == Kind::q6_k ? ca::float_of(from.d.word[row]) : half_of(from.d.word[0], row);
+        if constexpr (shift_of(kind) > 0) part.d[row] = ca::mul_rn(part.d[row], 1.0f / (1 << shift_of(kind)));
         part.m[row] = half_of(from.m, row);
         part.factor[row][0] = part.factor[row][1] = part.min[row] = 1;
         if constexpr (kind == Kind::q4_k || kind == Kind::q5_k) {
@@ -196,7 +199,6 @@ GPU_FN Part unpack(const Packed& from, int t) {
                 static_cast<int32_t>(from.factor >> 8 * row & 255u);
             part.min[row] = static_cast<int32_t>(from.min >> 8 * row & 255u);
         } else if constexpr (kind == Kind::q6_k) {
-            part.d[row] = ca::float_of(from.d.word[row]);
             for (int half = 0; half < 2; half++)
                 part.factor[row][half] = static_cast<int8_t>(from.factor >> (16 * half + 8 * row));
         }

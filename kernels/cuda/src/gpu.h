@@ -16,6 +16,9 @@
 // A kernel: its name, the most threads of a block, and its parameters.
 #define KERNEL(name, threads, ...)                                                                 \
     extern "C" __global__ void __launch_bounds__(threads) name(__VA_ARGS__)
+// The same, with registers for so many blocks on a multiprocessor at once.
+#define KERNEL_AT_ONCE(name, threads, blocks, ...)                                                 \
+    extern "C" __global__ void __launch_bounds__(threads, blocks) name(__VA_ARGS__)
 
 #define GPU_FN __device__ __forceinline__
 #define GPU_UNROLL _Pragma("unroll")

@@ -19,6 +19,7 @@ using gpu::Kind;
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_BLOCK_TOKENS = 8;
 constexpr int MANY_WARPS = 4;
+constexpr int FEW_AT_ONCE = 2, MANY_AT_ONCE = 3;  // blocks whose registers a multiprocessor has
 constexpr int ADD_THREADS = 256;
 constexpr int SOME_TOKENS = 32, MANY_TOKENS = 64;
 constexpr int STAGES = 3;  // spans of k whose activations a block of `many` holds or copies
@@ -61,22 +62,80 @@ GPU_FN void put(const Target& to, int token, int row, float y, const Gate& gate 
     to.out[at] = y;
 }
 
-// Of the two tokens 2t, 2t + 1 whose outputs a lane holds, in a block of k.
-struct Pair {
-    float scale[2];
-    int32_t sum[2];  // kinds without a minimum do not read it
+// Kinds of which t * I, with I = Σ n q before a factor, has at most 24 significant bits (7 of t, 17 of I). So
+// t * I, (a factor) * d and t * S are exact floats, and a step is one fma of two of them: the same sum of the
+// same exact product as fma(float(I), d * t, acc) of rule 2, which is rounded once. A sum of up to 2²² over the
+// magic number M has the bits of the float M + I, and fma(M + I, t, -M * t) is t * I.
+GPU_FN constexpr bool scales_first(Kind kind) {
+    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k;
+}
+
+// An integer below 2²² over the magic number, as a float.
+GPU_FN float over_magic(int32_t n) {
+    return ca::float_of(ca::ROUND_MAGIC_BITS + static_cast<uint32_t>(n));
+}
+
+// What all tokens need of a block of weights, of rows 2g and 2g + 1.
+struct Block {
+    uint32_t q[4];       // registers of A
+    float scale[2];      // d, times the factor of q4_k and q5_k
+    float min[2];        // m, times its factor
+    float factor[2][2];  // of the halves, of q6_k
+    float offset[2];     // of q6_k: -M * factor[...][0]
 };
+
+template <Kind kind>
+GPU_FN Block block_of(const gpu::Packed& from, int t) {
+    const gpu::Part part = gpu::unpack<kind>(from, t);
+    Block to = {};
+    GPU_UNROLL
+    for (int i = 0; i < 4; i++) to.q[i] = part.q[i];
+    GPU_UNROLL
+    for (int row = 0; row < 2; row++) {
+        float factor[2];
+        GPU_UNROLL
+        for (int half = 0; half < 2; half++)
+            factor[half] = ca::sub_rn(over_magic(part.factor[row][half]), ca::ROUND_MAGIC);
+        to.scale[row] = part.d[row];
+        to.min[row] = part.m[row];
+        if constexpr (kind == Kind::q4_k || kind == Kind::q5_k) {
+            const float min = ca::sub_rn(over_magic(part.min[row]), ca::ROUND_MAGIC);
+            to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
+            to.min[row] = ca::mul_rn(part.m[row], min);
+        } else if constexpr (kind == Kind::q6_k) {
+            to.factor[row][0] = factor[0];
+            to.factor[row][1] = factor[1];
+            to.offset[row] = ca::mul_rn(factor[0], -ca::ROUND_MAGIC);
+        }
+    }
+    return to;
+}
+
+// Of the two tokens 2t, 2t + 1 whose outputs a lane holds, in a block of k: t, -M * t and t * S.
+struct Pair {
+    float scale[2], offset[2], sum[2];
+};
+
+// scales, sums: of both tokens; kinds without a minimum do not read the sums.
+template <Kind kind>
+GPU_FN Pair pair_of(const uint32_t (&scales)[2], const uint32_t (&sums)[2]) {
+    Pair to = {};
+    GPU_UNROLL
+    for (int i = 0; i < 2; i++) {
+        to.scale[i] = ca::float_of(scales[i]);
+        if constexpr (scales_first(kind)) to.offset[i] = ca::mul_rn(to.scale[i], -ca::ROUND_MAGIC);
+        if constexpr (gpu::has_minimum(kind))
+            to.sum[i] = ca::fma_rn(over_magic(static_cast<int32_t>(sums[i])), to.scale[i], to.offset[i]);
+    }
+    return to;
+}
 
 // One block of k into the four chains of a lane (rows 2g, 2g, 2g + 1, 2g + 1; tokens 2t, 2t + 1 of each).
 template <Kind kind>
-GPU_FN void step(float (&acc)[4], const gpu::Part& a, const uint32_t (&b)[2], const Pair& x) {
-    constexpr bool has_factor = kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k;
+GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const Pair& x) {
     int32_t first[4], second[4];
     GPU_UNROLL
-    for (int i = 0; i < 4; i++) {  // a sum of up to 2²² over the magic number has the bits of a float
-        first[i] = has_factor ? 0 : static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
-        second[i] = 0;
-    }
+    for (int i = 0; i < 4; i++) first[i] = second[i] = static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
     if constexpr (kind == Kind::q6_k) {  // a factor for each half
         const uint32_t low[2] = {a.q[0], a.q[1]}, high[2] = {a.q[2], a.q[3]};
         gpu::mma_k16_ss(first, low, b[0]);
@@ -87,18 +146,38 @@ GPU_FN void step(float (&acc)[4], const gpu::Part& a, const uint32_t (&b)[2], co
     GPU_UNROLL
     for (int i = 0; i < 4; i++) {
         const int row = i / 2, token = i % 2;
-        if constexpr (has_factor) {
-            int32_t integer = a.factor[row][0] * first[i];
-            if constexpr (kind == Kind::q6_k) integer += a.factor[row][1] * second[i];
-            acc[i] = ca::step(acc[i], integer, a.d[row], x.scale[token]);
+        const float bits = ca::float_of(static_cast<uint32_t>(first[i]));
+        if constexpr (scales_first(kind)) {
+            const float scaled = ca::fma_rn(bits, x.scale[token], x.offset[token]);
+            acc[i] = ca::fma_rn(scaled, a.scale[row], acc[i]);
         } else {
-            const float bits = ca::float_of(static_cast<uint32_t>(first[i]));
-            const float integer = ca::sub_rn(bits, ca::ROUND_MAGIC);
-            acc[i] = ca::fma_rn(integer, ca::mul_rn(a.d[row], x.scale[token]), acc[i]);
+            float integer = ca::sub_rn(bits, ca::ROUND_MAGIC);
+            if constexpr (kind == Kind::q6_k) {  // each product and their sum have at most 24 bits
+                const float other =
+                    ca::sub_rn(ca::float_of(static_cast<uint32_t>(second[i])), ca::ROUND_MAGIC);
+                integer = ca::fma_rn(other, a.factor[row][1],
+                                     ca::fma_rn(bits, a.factor[row][0], a.offset[row]));
+            }
+            acc[i] = ca::fma_rn(integer, ca::mul_rn(a.scale[row], x.scale[token]), acc[i]);
         }
-        if constexpr (gpu::has_minimum(kind))
-            acc[i] = ca::step(acc[i], a.min[row] * x.sum[token], a.m[row], x.scale[token]);
+        if constexpr (gpu::has_minimum(kind)) acc[i] = ca::fma_rn(x.sum[token], a.min[row], acc[i]);
     }
+}
+
+// Quantised activations from the first token of a block on, so that indices of spans fit 32 bits.
+struct Tokens {
+    gpu::In<gpu::Words4> q, scale, sums;  // of a token and a span 8 times 16 bytes, and 16 bytes
+    int last;
+
+    // Tokens past the last compute what is not stored, from the last one's activations.
+    GPU_FN int held(int token) const { return token < last ? token : last; }
+};
+GPU_FN Tokens tokens_from(int first, int tokens, int64_t spans, gpu::In<uint32_t> q,
+                          gpu::In<float> scale, gpu::In<int32_t> sums) {
+    const int64_t at = first * spans;
+    return {gpu::in_as<gpu::Words4>(q + at * gpu::SPAN_WORDS),
+            gpu::in_as<gpu::Words4>(scale + at * gpu::SPAN),
+            gpu::in_as<gpu::Words4>(sums + at * gpu::SPAN), tokens - 1 - first};
 }
 
 // Before the activations are there, the blocks of the first tokens ask for their weights.
@@ -109,38 +188,98 @@ GPU_FN void begin_with(Ask ask) {
     gpu::dependency_wait();
 }
 
-// How many blocks of weights `few` loads before it uses the first of them, and again meanwhile.
-GPU_FN constexpr int ahead_of(Kind kind) {
-    return kind == Kind::q4_0 || kind == Kind::iq4_nl || kind == Kind::q4_1 ? 8 : 4;
+// How many blocks of weights `few` loads before it uses the first of them, and again meanwhile: as many as
+// leave registers for the tokens.
+GPU_FN constexpr int ahead_of(Kind kind, int groups) {
+    const bool is_small = kind == Kind::q4_0 || kind == Kind::iq4_nl || kind == Kind::q4_1;
+    return is_small && groups == 1 ? 8 : 4;
+}
+// Whether it loads them while it computes the ones before. Kinds of many words a block have no registers for
+// that beside 16 tokens, whose products take long enough for the other warps to wait.
+GPU_FN constexpr bool loads_early(Kind kind, int groups) {
+    const bool is_large =
+        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k;
+    return groups == 1 || !is_large;
 }
 
-// Grid: groups of 8 tokens, tiles of 16 rows. The segments of a gate come before those of the matrix.
-template <Kind kind>
+// The first spans of what a lane of `few` reads of each group of 8 tokens: q of token g, and scales and sums of
+// tokens 2t and 2t + 1.
+template <int groups>
+struct FewTokens {
+    int q[groups], pair[groups][2];
+};
+
+// `few` blocks from b on, of which those from `end` on are not there unless `is_whole`.
+template <Kind kind, int groups, bool is_whole, int few>
+GPU_FN void add_blocks(float (&acc)[groups][4], const gpu::Packed (&packed)[few],
+                       const Tokens& x, const FewTokens<groups>& mine, int b, int end, int t) {
+    constexpr int SPAN = gpu::SPAN;
+    GPU_UNROLL
+    for (int part = 0; part < few; part += SPAN) {
+        if (!is_whole && b + part >= end) break;
+        const int span = (b + part) / SPAN;
+        gpu::Words4 right[groups][2], of[groups][2], sum[groups][2];
+        GPU_UNROLL
+        for (int i = 0; i < 2 * groups; i++) {
+            const int group = i / 2, one = i % 2;
+            const int at = mine.pair[group][one] + span;
+            right[group][one] = x.q[(mine.q[group] + span) * (gpu::SPAN_WORDS / 4) + 2 * t + one];
+            of[group][one] = x.scale[at];
+            sum[group][one] = {{0, 0, 0, 0}};
+            if constexpr (gpu::has_minimum(kind)) sum[group][one] = x.sums[at];
+        }
+        GPU_UNROLL
+        for (int i = 0; i < SPAN; i++) {
+            if (!is_whole && b + part + i >= end) break;
+            const Block a = block_of<kind>(packed[part + i], t);
+            GPU_UNROLL
+            for (int group = 0; group < groups; group++) {
+                const gpu::Words4* const q = right[group];
+                const uint32_t both[2] = {q[i / 2].word[i % 2 * 2], q[i / 2].word[i % 2 * 2 + 1]};
+                const uint32_t scales[2] = {of[group][0].word[i], of[group][1].word[i]};
+                const uint32_t sums[2] = {sum[group][0].word[i], sum[group][1].word[i]};
+                step<kind>(acc[group], a, both, pair_of<kind>(scales, sums));
+            }
+        }
+    }
+}
+
+// Grid: `groups` groups of 8 tokens, tiles of 16 rows. The segments of a gate come before those of the matrix.
+template <Kind kind, int groups>
 GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
                 gpu::In<int32_t> sums, const Target& to, const Gate& gate) {
-    constexpr int AHEAD = ahead_of(kind), SPAN = gpu::SPAN;
-    __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * FEW_BLOCK_TOKENS> partial;
+    constexpr int AHEAD = ahead_of(kind, groups), TOKENS = groups * FEW_BLOCK_TOKENS;
+    constexpr bool is_early = loads_early(kind, groups);
+    __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * TOKENS> partial;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int segments = (blocks + gpu::SEGMENT_BLOCKS - 1) / gpu::SEGMENT_BLOCKS;
-    const int64_t spans = gpu::spans_of(cols);
+    const int spans = static_cast<int>(gpu::spans_of(cols));
     const int all = gate.matrix ? 2 * segments : segments;
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * FEW_BLOCK_TOKENS;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * TOKENS;
     const int64_t bytes = gpu::tile_bytes(kind, cols), tile_at = gpu::block_y() * bytes;
     begin_with([&] {
         if (gate.matrix) gpu::prefetch(gate.matrix + tile_at, bytes);
         gpu::prefetch(matrix + tile_at, bytes);
     });
-    // Tokens past the last compute what is not stored, from the last one's activations.
-    const auto held = [&](int token) { return token < to.tokens ? token : to.tokens - 1; };
-    const auto words = gpu::in_as<gpu::Words4>(q + held(token0 + g) * spans * gpu::SPAN_WORDS);
-    const int64_t mine[2] = {held(token0 + 2 * t) * spans, held(token0 + 2 * t + 1) * spans};
-    // The 128 outputs of a tile belong to the first 128 threads, which add the segments in order.
+    const Tokens x = tokens_from(token0, to.tokens, spans, q, scale, sums);
+    FewTokens<groups> mine;
+    GPU_UNROLL
+    for (int group = 0; group < groups; group++) {
+        const int first = group * FEW_BLOCK_TOKENS;
+        mine.q[group] = x.held(first + g) * spans;
+        for (int i = 0; i < 2; i++) mine.pair[group][i] = x.held(first + 2 * t + i) * spans;
+    }
+    // The 128 outputs of a tile and a group belong to the first 128 threads, which add the segments in order.
     const int row = gpu::thread() / FEW_BLOCK_TOKENS, token = gpu::thread() % FEW_BLOCK_TOKENS;
-    float y = 0.0f, gate_y = 0.0f;
+    float y[groups], gate_y[groups];
+    GPU_UNROLL
+    for (int group = 0; group < groups; group++) y[group] = gate_y[group] = 0.0f;
     for (int first = 0; first < all; first += gpu::warps()) {
         const int index = first + gpu::warp();
         if (index < all) {
-            float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+            float acc[groups][4];
+            GPU_UNROLL
+            for (int i = 0; i < 4 * groups; i++) acc[i / 4][i % 4] = 0.0f;
             const bool is_gate = index < all - segments;
             const gpu::In<uint8_t> tile = (is_gate ? gate.matrix : matrix) + tile_at;
             const int start = index % segments * gpu::SEGMENT_BLOCKS;
@@ -156,54 +295,43 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
                     for (int i = 0; i < AHEAD; i++)
                         next[i] = gpu::load_part<kind>(tile, b + i < end ? b + i : end - 1, g, t);
             };
-            load(start);
+            if (is_early) load(start);
             for (int b = start; b < end; b += AHEAD) {
+                if (!is_early) load(b);
                 gpu::Packed now[AHEAD];
                 GPU_UNROLL
                 for (int i = 0; i < AHEAD; i++) now[i] = next[i];
-                if (b + AHEAD < end) load(b + AHEAD);
-                GPU_UNROLL
-                for (int part = 0; part < AHEAD; part += SPAN) {
-                    if (b + part >= end) break;
-                    const int span = (b + part) / SPAN;
-                    gpu::Words4 right[2], of[2], sum[2];
-                    GPU_UNROLL
-                    for (int i = 0; i < 2; i++) {
-                        right[i] = words[span * (gpu::SPAN_WORDS / 4) + 2 * t + i];
-                        of[i] = gpu::in_as<gpu::Words4>(scale)[mine[i] + span];
-                        sum[i] = {{0, 0, 0, 0}};
-                        if constexpr (gpu::has_minimum(kind))
-                            sum[i] = gpu::in_as<gpu::Words4>(sums)[mine[i] + span];
-                    }
-                    GPU_UNROLL
-                    for (int i = 0; i < SPAN; i++) {
-                        if (b + part + i >= end) break;
-                        const uint32_t both[2] = {right[i / 2].word[i % 2 * 2],
-                                                  right[i / 2].word[i % 2 * 2 + 1]};
-                        const Pair x = {{ca::float_of(of[0].word[i]), ca::float_of(of[1].word[i])},
-                                        {static_cast<int32_t>(sum[0].word[i]),
-                                         static_cast<int32_t>(sum[1].word[i])}};
-                        step<kind>(acc, gpu::unpack<kind>(now[part + i], t), both, x);
-                    }
-                }
+                if (is_early && b + AHEAD < end) load(b + AHEAD);
+                if (b + AHEAD <= end)  // without a branch between two blocks: they are computed at once
+                    add_blocks<kind, groups, true>(acc, now, x, mine, b, end, t);
+                else
+                    add_blocks<kind, groups, false>(acc, now, x, mine, b, end, t);
             }
             GPU_UNROLL
-            for (int i = 0; i < 4; i++)
-                partial[(gpu::warp() * gpu::TILE + 2 * g + i / 2) * FEW_BLOCK_TOKENS + 2 * t + i % 2] =
-                    acc[i];
+            for (int i = 0; i < 4 * groups; i++) {
+                const int of = 2 * g + i % 4 / 2, column = i / 4 * FEW_BLOCK_TOKENS + 2 * t + i % 2;
+                partial[(gpu::warp() * gpu::TILE + of) * TOKENS + column] = acc[i / 4][i % 4];
+            }
         }
         gpu::barrier();
         const int now = all - first < gpu::warps() ? all - first : gpu::warps();
         if (row < gpu::TILE)
-            for (int s = 0; s < now; s++) {
-                const float part = partial[(s * gpu::TILE + row) * FEW_BLOCK_TOKENS + token];
-                if (first + s == segments) gate_y = y;
-                y = first + s == 0 || first + s == segments ? part : ca::add_rn(y, part);
-            }
+            for (int s = 0; s < now; s++)
+                GPU_UNROLL
+                for (int group = 0; group < groups; group++) {
+                    const int column = group * FEW_BLOCK_TOKENS + token;
+                    const float part = partial[(s * gpu::TILE + row) * TOKENS + column];
+                    if (first + s == segments) gate_y[group] = y[group];
+                    const bool is_first = first + s == 0 || first + s == segments;
+                    y[group] = is_first ? part : ca::add_rn(y[group], part);
+                }
         gpu::barrier();
     }
     if (row < gpu::TILE)
-        put(to, token0 + token, gpu::block_y() * gpu::TILE + row, y, gate, gate_y);
+        GPU_UNROLL
+        for (int group = 0; group < groups; group++)
+            put(to, token0 + group * FEW_BLOCK_TOKENS + token, gpu::block_y() * gpu::TILE + row, y[group],
+                gate, gate_y[group]);
 }
 
 // Sums of segments, which are added later: [segment][token][row]. Each block has `each` segments.
@@ -212,6 +340,51 @@ struct Segments {
     int each;
 };
 
+// Calls `put_one` with each output of a lane, its token and row, and where it lies in the accumulators. (No
+// lambda with a parameter of type auto: NVRTC 13.0 takes one in a template for a function of the host.)
+template <int parts, class PutOne>
+GPU_FN void for_outputs(int token0, int row0, PutOne put_one) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
+    GPU_UNROLL
+    for (int p = 0; p < parts; p++)
+        GPU_UNROLL
+        for (int i = 0; i < 4; i++) put_one(token0 + p * 8 + 2 * t + i % 2, row0 + 2 * g + i / 2, p, i);
+}
+
+// Activations of a block of `many`, STAGES spans at once.
+template <int tokens, int n_sums>
+struct Staged {
+    gpu::Shared<gpu::Words4, STAGES * tokens * STAGE_ROW>& values;
+    gpu::Shared<gpu::Words4, STAGES * tokens>& scales;
+    gpu::Shared<gpu::Words4, n_sums>& sums;
+};
+
+// One or two blocks of k into the chains of a lane: pair `two` of a span. No branch is between two products, so
+// that they are computed at once.
+template <Kind kind, int count, int tokens, int n_sums>
+GPU_FN void add_pair(float (&acc)[tokens / 8][4], const Block (&a)[2], const Staged<tokens, n_sums>& x,
+                     int span, int two) {
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4, row = span % STAGES * tokens;
+    const int right_at = (row + g) * STAGE_ROW + 2 * t + two;
+    const int scale_at = (row + 2 * t) * 4 + 2 * two;
+    GPU_UNROLL
+    for (int p = 0; p < tokens / 8; p++) {
+        const gpu::Words4 right = x.values[right_at + p * 8 * STAGE_ROW];
+        GPU_UNROLL
+        for (int i = 0; i < count; i++) {
+            uint32_t scales[2], sums[2] = {};
+            GPU_UNROLL
+            for (int token = 0; token < 2; token++) {
+                const int at = scale_at + p * 8 * 4 + token * 4 + i;
+                scales[token] = gpu::shared_word(x.scales, at);
+                if constexpr (gpu::has_minimum(kind)) sums[token] = gpu::shared_word(x.sums, at);
+            }
+            const uint32_t both[2] = {right.word[2 * i], right.word[2 * i + 1]};
+            step<kind>(acc[p], a[i], both, pair_of<kind>(scales, sums));
+        }
+    }
+}
+
 // Grid: groups of `tokens` tokens, groups of 64 rows (a tile of 16 for each warp), groups of segments.
 template <Kind kind, int tokens>
 GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
@@ -219,17 +392,23 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     constexpr int PARTS = tokens / 8, COPIES = gpu::SPAN_WORDS / 4;  // of 16 bytes, per token
     constexpr int SEGMENT_SPANS = gpu::SEGMENT_BLOCKS / gpu::SPAN;
     constexpr bool has_sums = gpu::has_minimum(kind);
+    constexpr int THREADS = MANY_WARPS * gpu::WARP;
+    static_assert(2 * tokens <= THREADS && THREADS % COPIES == 0);
+    constexpr int PAIRS = kind == Kind::q4_0 ? gpu::SPAN / 2 : 1;  // of a round: others lack registers for two
+    constexpr int N_SUMS = has_sums ? STAGES * tokens : 1;
     __shared__ gpu::Shared<gpu::Words4, STAGES * tokens * STAGE_ROW> values;
     __shared__ gpu::Shared<gpu::Words4, STAGES * tokens> scales;
-    __shared__ gpu::Shared<gpu::Words4, has_sums ? STAGES * tokens : 1> all_sums;
+    __shared__ gpu::Shared<gpu::Words4, N_SUMS> all_sums;
+    const Staged<tokens, N_SUMS> staged = {values, scales, all_sums};
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int all_spans = static_cast<int>(gpu::spans_of(cols));
     const int first_span = gpu::block_z() * segments.each * SEGMENT_SPANS;
     const int behind = first_span + segments.each * SEGMENT_SPANS;
     const int spans = behind < all_spans ? behind : all_spans;
+    const int end = spans * gpu::SPAN < blocks ? spans * gpu::SPAN : blocks;
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * tokens;
     const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE, first_tile = gpu::block_y() * MANY_WARPS;
-    const int tile_index = first_tile + gpu::warp();
+    const int tile_index = first_tile + gpu::warp(), row0 = tile_index * gpu::TILE;
     const bool has_tile = tile_index < tiles;
     const int64_t bytes = gpu::tile_bytes(kind, cols);
     const gpu::In<uint8_t> tile = matrix + (has_tile ? tile_index : tiles - 1) * bytes;
@@ -240,22 +419,31 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
         for (int i = first_tile; i < first_tile + MANY_WARPS && i < tiles; i++)
             gpu::prefetch(matrix + (i * bytes + from), end - from);
     });
+    const Tokens x = tokens_from(token0, to.tokens, all_spans, q, scale, sums);
     // Copies the activations of a span, in the background.
     const auto fetch = [&](int span) {
-        for (int i = gpu::thread(); span < spans && i < tokens * COPIES; i += gpu::threads()) {
-            const int token = i / COPIES, part = i % COPIES, row = span % STAGES * tokens + token;
-            const int64_t held = token0 + token < to.tokens ? token0 + token : to.tokens - 1;
-            const int64_t from = held * all_spans + span;
-            gpu::copy_async(values[row * STAGE_ROW + part],
-                            gpu::in_as<gpu::Words4>(q) + (from * COPIES + part));
-            if (part == 0) gpu::copy_async(scales[row], gpu::in_as<gpu::Words4>(scale) + from);
-            if (has_sums && part == 1)
-                gpu::copy_async(all_sums[row], gpu::in_as<gpu::Words4>(sums) + from);
+        const int stage = span % STAGES * tokens, part = gpu::thread() % COPIES;
+        if (span < spans) {
+            GPU_UNROLL
+            for (int i = 0; i < tokens; i += THREADS / COPIES) {
+                const int token = i + gpu::thread() / COPIES;
+                gpu::copy_async(values[(stage + token) * STAGE_ROW + part],
+                                x.q + ((x.held(token) * all_spans + span) * COPIES + part));
+            }
+            const int token = gpu::thread() % tokens, at = x.held(token) * all_spans + span;
+            if (gpu::thread() < tokens)
+                gpu::copy_async(scales[stage + token], x.scale + at);
+            else if (has_sums && gpu::thread() < 2 * tokens)
+                gpu::copy_async(all_sums[stage + token], x.sums + at);
         }
         gpu::copies_commit();
     };
     gpu::Packed next[2];
-    const auto load = [&](int b) {  // two blocks, of which the last may be there twice
+    const auto load_two = [&](int b) {
+        next[0] = gpu::load_part_from<kind>(tile, b, 0, g, t);
+        next[1] = gpu::load_part_from<kind>(tile, b, 1, g, t);
+    };
+    const auto load = [&](int b) {  // the same, where the second or both may be past the last
         const int first = b < blocks ? b : 0;
         next[0] = gpu::load_part_from<kind>(tile, first, 0, g, t);
         next[1] = gpu::load_part_from<kind>(tile, first, first + 1 < blocks ? 1 : 0, g, t);
@@ -265,68 +453,60 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     for (int p = 0; p < PARTS; p++)
         GPU_UNROLL
         for (int i = 0; i < 4; i++) acc[p][i] = y[p][i] = 0.0f;
-    // Calls `put_one` with each output of this lane, and where it lies in `acc`.
-    const auto for_outputs = [&](auto put_one) {
-        GPU_UNROLL
-        for (int p = 0; p < PARTS; p++)
-            GPU_UNROLL
-            for (int i = 0; i < 4; i++)
-                put_one(token0 + p * 8 + 2 * t + i % 2, tile_index * gpu::TILE + 2 * g + i / 2, p, i);
-    };
     for (int i = 0; i < STAGES - 1; i++) fetch(first_span + i);
     load(first_span * gpu::SPAN);
-    for (int span = first_span; span < spans; span++) {
+    const auto arrive = [&](int b) {  // block b is there
+        if (b % gpu::SPAN) return;
         gpu::copies_wait<STAGES - 2>();
         gpu::barrier();  // the copies of all are there, and the span before was read
-        fetch(span + STAGES - 1);
+        fetch(b / gpu::SPAN + STAGES - 1);
+    };
+    for (int first = first_span * gpu::SPAN; first < end; first += gpu::SEGMENT_BLOCKS) {
+        const int segment_end = first + gpu::SEGMENT_BLOCKS < end ? first + gpu::SEGMENT_BLOCKS : end;
+        int b = first;
         GPU_NO_UNROLL  // fewer registers, so that three blocks share a multiprocessor
-        for (int two = 0; two < gpu::SPAN / 2; two++) {
-            const int b = span * gpu::SPAN + 2 * two;
-            if (b >= blocks) break;
-            const bool has_second = b + 1 < blocks;
-            const gpu::Part a[2] = {gpu::unpack<kind>(next[0], t), gpu::unpack<kind>(next[1], t)};
-            load(b + 2);
-            const int row = span % STAGES * tokens;
-            const int right_at = (row + g) * STAGE_ROW + 2 * t + two;
-            const int scale_at = (row + 2 * t) * 4 + 2 * two;
+        for (; b + 2 * PAIRS <= segment_end; b += 2 * PAIRS) {
+            arrive(b);
             GPU_UNROLL
-            for (int p = 0; p < PARTS; p++) {
-                const gpu::Words4 right = values[right_at + p * 8 * STAGE_ROW];
-                Pair x[2] = {};
-                GPU_UNROLL
-                for (int i = 0; i < 4; i++) {
-                    const int at = scale_at + p * 8 * 4 + i % 2 * 4 + i / 2;
-                    x[i / 2].scale[i % 2] = ca::float_of(gpu::shared_word(scales, at));
-                    if constexpr (has_sums)
-                        x[i / 2].sum[i % 2] = static_cast<int32_t>(gpu::shared_word(all_sums, at));
-                }
-                const uint32_t first[2] = {right.word[0], right.word[1]};
-                const uint32_t second[2] = {right.word[2], right.word[3]};
-                step<kind>(acc[p], a[0], first, x[0]);
-                if (has_second) step<kind>(acc[p], a[1], second, x[1]);
+            for (int i = 0; i < PAIRS; i++) {
+                const Block a[2] = {block_of<kind>(next[0], t), block_of<kind>(next[1], t)};
+                if (i + 1 < PAIRS)
+                    load_two(b + 2 * i + 2);
+                else
+                    load(b + 2 * i + 2);
+                add_pair<kind, 2, tokens>(acc, a, staged, b / gpu::SPAN,
+                                          PAIRS == 1 ? b % gpu::SPAN / 2 : i);
             }
         }
-        // A span ends a segment, or the row does.
-        const int end = (span + 1) * gpu::SPAN;
-        if (end % gpu::SEGMENT_BLOCKS && end < blocks) continue;
-        if (segments.partials) {
-            const int64_t segment = span / SEGMENT_SPANS * int64_t{to.tokens};
-            for_outputs([&](int token, int row, int p, int i) {
-                if (row < to.rows && token < to.tokens)
-                    segments.partials[(segment + token) * to.rows + row] = acc[p][i];
-            });
+        GPU_NO_UNROLL
+        for (; b < segment_end; b += 2) {  // the last blocks of a row
+            arrive(b);
+            const Block a[2] = {block_of<kind>(next[0], t), block_of<kind>(next[1], t)};
+            load(b + 2);
+            if (b + 1 < segment_end)
+                add_pair<kind, 2, tokens>(acc, a, staged, b / gpu::SPAN, b % gpu::SPAN / 2);
+            else
+                add_pair<kind, 1, tokens>(acc, a, staged, b / gpu::SPAN, b % gpu::SPAN / 2);
         }
+        const int segment = first / gpu::SEGMENT_BLOCKS;
+        if (segments.partials)
+            for_outputs<PARTS>(token0, row0, [&](int token, int row, int p, int i) {
+                if (row < to.rows && token < to.tokens)
+                    segments.partials[(segment * int64_t{to.tokens} + token) * to.rows + row] = acc[p][i];
+            });
         GPU_UNROLL
         for (int p = 0; p < PARTS; p++)
             GPU_UNROLL
             for (int i = 0; i < 4; i++) {
-                y[p][i] = end <= gpu::SEGMENT_BLOCKS ? acc[p][i] : ca::add_rn(y[p][i], acc[p][i]);
+                y[p][i] = segment == 0 ? acc[p][i] : ca::add_rn(y[p][i], acc[p][i]);
                 acc[p][i] = 0.0f;
             }
     }
     gpu::copies_wait<0>();
     if (has_tile && !segments.partials)
-        for_outputs([&](int token, int row, int p, int i) { put(to, token, row, y[p][i]); });
+        for_outputs<PARTS>(token0, row0, [&](int token, int row, int p, int i) {
+            put(to, token, row, y[p][i]);
+        });
 }
 
 // Float weights: a thread per row and token, the row's floats as they are.
@@ -356,27 +536,32 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
 }  // namespace
 
 // matrix: `rows` of `cols`; q, scale, sums: activations of `tokens`; bias: or null; then: see
-// Then; gate, gate_bias: see Gate; partials, each: see Segments. few: grid (groups of 8 tokens, tiles), at
-// least 128 threads. some and many: grid (groups of 32 or 64 tokens, groups of 4 tiles, groups of
+// Then; gate, gate_bias: see Gate; partials, each: see Segments. few and few2: grid (groups of 8 or 16 tokens,
+// tiles), at least 128 threads. some and many: grid (groups of 32 or 64 tokens, groups of 4 tiles, groups of
 // segments), 128 threads.
 #define MANY(name, group, kind)                                                                    \
-    KERNEL(linear_##name##_##kind, MANY_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows,       \
-           int cols, gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, \
-           gpu::In<float> bias, int then, gpu::Out<float> out, int stride,                         \
-           gpu::Out<float> partials, int each) {                                                   \
+    KERNEL_AT_ONCE(linear_##name##_##kind, MANY_WARPS* gpu::WARP, MANY_AT_ONCE,                    \
+                   gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \
+                   gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, gpu::In<float> bias,   \
+                   int then, gpu::Out<float> out, int stride, gpu::Out<float> partials,            \
+                   int each) {                                                                     \
         many<Kind::kind, group>(matrix, cols, q, scale, sums,                                      \
                                 {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
                                 {partials, each});                                                 \
     }
+#define FEW(name, groups, kind)                                                                    \
+    KERNEL_AT_ONCE(linear_##name##_##kind, FEW_WARPS* gpu::WARP, FEW_AT_ONCE,                      \
+                   gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \
+                   gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, gpu::In<float> bias,   \
+                   int then, gpu::Out<float> out, int stride, gpu::In<uint8_t> gate,               \
+                   gpu::In<float> gate_bias) {                                                     \
+        few<Kind::kind, groups>(matrix, cols, q, scale, sums,                                      \
+                                {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
+                                {gate, gate_bias});                                                \
+    }
 #define QUANTISED(kind)                                                                            \
-    KERNEL(linear_few_##kind, FEW_WARPS* gpu::WARP, gpu::In<uint8_t> matrix, int rows, int cols,   \
-           gpu::In<uint32_t> q, gpu::In<float> scale, gpu::In<int32_t> sums, int tokens,           \
-           gpu::In<float> bias, int then, gpu::Out<float> out, int stride, gpu::In<uint8_t> gate,  \
-           gpu::In<float> gate_bias) {                                                             \
-        few<Kind::kind>(matrix, cols, q, scale, sums,                                              \
-                        {bias, out, stride, rows, tokens, static_cast<Then>(then)},                \
-                        {gate, gate_bias});                                                        \
-    }                                                                                              \
+    FEW(few, 1, kind)                                                                              \
+    FEW(few2, 2, kind)                                                                             \
     MANY(some, SOME_TOKENS, kind)                                                                  \
     MANY(many, MANY_TOKENS, kind)
 QUANTISED(q4_0)

@@ -76,6 +76,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuModuleLoadData": (TO_HANDLE, HANDLE),
     "cuModuleGetFunction": (TO_HANDLE, HANDLE, TEXT),
     "cuFuncGetParamInfo": (HANDLE, SIZE, TO_SIZE, TO_SIZE),
+    "cuFuncSetAttribute": (HANDLE, INT, INT),
     "cuGraphInstantiateWithFlags": (TO_HANDLE, HANDLE, ctypes.c_ulonglong),
     "cuGraphLaunch": (HANDLE, HANDLE),
     "cuGraphExecDestroy": (HANDLE,),
@@ -85,6 +86,7 @@ ALIASES = {"cuGraphInstantiateWithFlags": "cuGraphInstantiate"}
 ATTRIBUTES = {16: "MULTIPROCESSOR_COUNT"} | {
     75: "COMPUTE_CAPABILITY_MAJOR",
     76: "COMPUTE_CAPABILITY_MINOR",
+    81: "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR",
 }
 FOREVER: list[Any] = []  # what the library calls
 RESOURCE_BYTES = 144  # of a CUdevResource

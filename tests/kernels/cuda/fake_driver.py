@@ -23,7 +23,9 @@ SHAPE = {
     "MULTIPROCESSOR_COUNT": 132,
     "COMPUTE_CAPABILITY_MAJOR": 9,
     "COMPUTE_CAPABILITY_MINOR": 0,
+    "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR": 228 << 10,
 }
+CARVEOUT = 9  # the attribute of a kernel that is the share of L1 that it prefers as shared memory
 
 
 PARTED_BY = 8  # multiprocessors of an H100
@@ -55,6 +57,9 @@ class FakeDriver:
     CUstreamCaptureMode = int
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
     CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=CARVEOUT
+    )
     CUlaunchConfig = CUlaunchAttribute = CUlaunchAttributeValue = SimpleNamespace
     CUlaunchAttributeID = SimpleNamespace(
         CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION=EARLY
@@ -73,6 +78,7 @@ class FakeDriver:
         self.version = 13020
         self.is_early = False
         self.launches: list[tuple[str, bool]] = []  # kernels; whether they may begin early
+        self.shares: dict[str, int] = {}  # percent of shared memory that kernels prefer
 
     def __getattr__(self, name: str) -> Callable[..., tuple[Any, ...]]:
         if not name.startswith("cu"):
@@ -210,6 +216,11 @@ class FakeDriver:
             self.gpu.launch(kernel, (1, 1, 1), 32, [])
         known = re.findall(r"(\d+) parameters", str(fault.value))
         return (8 * index, 8) if index < int(known[0]) else Status.CUDA_ERROR_NOT_FOUND
+
+    def _cuFuncSetAttribute(self, kernel: str, attribute: int, value: int) -> tuple[()]:
+        assert int(attribute) == CARVEOUT
+        self.shares[kernel] = value
+        return ()
 
     def _cuLaunchKernelEx(
         self, config: SimpleNamespace, kernel: str, parameters: int, extra: int

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kernels
-from bench.cuda.cases import Differs, cases, compare
+from bench.cuda.cases import Differs, cases, compare, linear_case
 from bench.simt.emulator import KERNELS, Emulator
 from kernels.cuda import ops
 
@@ -38,4 +38,13 @@ def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
     assert found["MANY_WARPS"] * ops.WARP == ops.MANY_THREADS
     assert found["MANY_WARPS"] == ops.MANY_TILES
     assert (found["SOME_TOKENS"], found["MANY_TOKENS"]) == (ops.SOME_TOKENS, ops.MANY_TOKENS)
-    assert ops.FEW_TOKENS_MAX % found["FEW_BLOCK_TOKENS"] == 0
+    assert found["FEW_BLOCK_TOKENS"] == ops.FEW_TOKENS == ops.FEW_TOKENS_MAX // 2
+    assert found["MANY_AT_ONCE"] == ops.MANY_AT_ONCE
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xFF, 0x7F])
+@pytest.mark.parametrize("kind", [kind for kind in kernels.KINDS if kind not in ops.FLOATS])
+def test_the_largest_sums_of_products_are_exact(
+    gpu: Emulator, pool: kernels.Pool, kind: str, byte: int
+) -> None:
+    linear_case(gpu, pool, np.random.default_rng(byte), kind, (20, 256, 9), byte)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 
 import kernels.cuda.compile as module
 from bench.cuda.assembly.ptx import contracted, faults, float_operations, kernels_of
+from bench.cuda.ceilings import SOURCE as CEILINGS
 from kernels.cuda.compile import (
     TARGETS,
     Compiled,
@@ -179,6 +181,12 @@ def test_a_long_compilation_is_not_silent(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "WAITING_S", 0.01)
     made = cubins("sm_90", tmp_path / "cubins", [source], called.set)
     assert made == {"planted": b"made"}
+
+
+def test_no_lambda_has_a_parameter_of_type_auto() -> None:
+    """NVRTC 13.0 and 13.1 take such a one in a template for a function of the host."""
+    generic = re.compile(r"\[&?\]\([^)]*\bauto\b")
+    assert [unit.stem for unit in (*units(), CEILINGS) if generic.search(unit.read_text())] == []
 
 
 def test_every_included_file_is_part_of_the_key() -> None:

@@ -237,6 +237,23 @@ def test_a_graph_repeats_launches_and_no_copies(driver: FakeDriver) -> None:
     assert driver.calls.count("cuGraphExecDestroy") == 1
 
 
+@pytest.mark.parametrize(
+    ("shared", "percent"), [(228 << 10, 57), (164 << 10, 80), (100 << 10, 100)]
+)
+def test_all_kernels_prefer_the_same_shared_memory(
+    driver: FakeDriver,
+    pool: kernels.Pool,
+    monkeypatch: pytest.MonkeyPatch,
+    shared: int,
+    percent: int,
+) -> None:
+    monkeypatch.setitem(SHAPE, "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", shared)
+    cases()["quantise"](opened(driver), pool, np.random.default_rng(3))
+    assert driver.shares == {"quantise": percent, "norm_quantise": percent}
+    driver.fail["cuFuncSetAttribute"] = Status.CUDA_ERROR_NOT_FOUND  # it is a wish
+    cases()["quantise"](opened(driver), pool, np.random.default_rng(3))
+
+
 def test_a_launch_begins_early_behind_a_launch_only(driver: FakeDriver) -> None:
     gpu = opened(driver)
     with Arrays(gpu) as arrays:

@@ -24,7 +24,7 @@ LAYERS_FAR, POSITIONS_FAR, RESULTS_FAR = 100_000, 1 << 26, 1 << 28
 QUERY_DWORDS = 1 << 31  # a step has fewer: 524,288 tokens of 64 heads of 256
 INTS = 1 << 28
 # Of a kernel of products: tiles and tokens of a block.
-GROUPS = {"few": (1, 8), "some": (4, 32), "many": (4, 64), "": (1, 8)}
+GROUPS = {"few": (1, 8), "few2": (1, 16), "some": (4, 32), "many": (4, 64), "": (1, 8)}
 Arguments = list[Any]
 
 
@@ -105,7 +105,7 @@ def linear(move: Move, a: Arguments) -> tuple[int, int, int]:
     cols, stride = a[2], a[10]
     packed = kernels.packed_bytes(kind, 16, cols) * (rows // 16)
     back(a, {0: packed, 7: 4 * rows, 9: 4 * (tokens * stride + rows)})
-    if group == "few":
+    if group in ("few", "few2"):
         back(a, {11: packed, 12: 4 * rows})
     if group:
         back(a, activations(3, tokens, cols))
