@@ -94,7 +94,7 @@ class LinkMachine:
     def __init__(self, *, dials: bool, rng: random.Random, now: float) -> None:
         """`dials`: this side makes the connection. `rng` is of the retry times."""
         self.state = LinkState.DOWN
-        self.why = "not connected yet"
+        self.why = "not connected yet" if dials else "not connected yet: the other side dials"
         self.since = now
         self._dials = dials
         self._rng = rng

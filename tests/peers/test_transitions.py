@@ -25,6 +25,11 @@ from batchengine.peers.transitions import (
 S, E = LinkState, LinkEvent
 
 
+def test_a_side_that_does_not_dial_says_so() -> None:
+    assert Run().machine.why == "not connected yet"
+    assert Run(dials=False).machine.why == "not connected yet: the other side dials"
+
+
 class Run:
     """One machine and a clock that only `wait` moves."""
 
