@@ -24,6 +24,11 @@ NO_FILES = (
     "run `batchengine peers init` here, or `batchengine peers add NAME HOST:PORT --bundle FILE`"
     " with a bundle of the host where it was run"
 )
+OUT_OF_DATE = (
+    "correct this host's clock, or move the folder away and import a new bundle of the host where"
+    " `batchengine peers init` was run"
+)
+DATE_CODES = (9, 10)  # X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ def read_identity(folder: Path) -> Identity:
         name = _name_by_handshake(server, client)
         client.check_hostname = True
     except (OSError, ValueError) as error:  # SSLError is an OSError
-        raise errors.PEER_IDENTITY(folder=folder, why=reason_of(error), fix=NO_FILES) from None
+        is_date = getattr(error, "verify_code", 0) in DATE_CODES
+        fix = OUT_OF_DATE if is_date else NO_FILES
+        raise errors.PEER_IDENTITY(folder=folder, why=reason_of(error), fix=fix) from None
     return Identity(name, server, client, content.hexdigest())
 
 

@@ -16,6 +16,7 @@ TICK_S = 0.1  # how often `tick` is called
 SUSPECT_S = 1.0  # of silence
 DOWN_S = 3.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 5.0
+STEADY_S = 3.0  # of a link that is open, after which its loss is dialled again at once
 REFUSED_RETRY_S = 30.0
 
 
@@ -94,12 +95,13 @@ class LinkMachine:
     def __init__(self, *, dials: bool, rng: random.Random, now: float) -> None:
         """`dials`: this side makes the connection. `rng` is of the retry times."""
         self.state = LinkState.DOWN
-        self.why = "not connected yet"
+        self.why = "not connected yet" if dials else "not connected yet: the other side dials"
         self.since = now
         self._dials = dials
         self._rng = rng
         self._retry_at = now
         self._backoff_s = BACKOFF_MIN_S
+        self._accepted = now
         self._heard = now
         self._ticked = now
 
@@ -119,9 +121,12 @@ class LinkMachine:
             self.since = now
         # while it dials again the reason of the last failure is still the news
         self.why = "" if self.state is LinkState.UP else why or WHY.get(event, self.why)
-        if self.state is LinkState.UP:
+        if event is LinkEvent.ACCEPTED:
+            self._accepted = now
+        # two daemons of one name take the link from each other as soon as they dial
+        if before.is_open and now - self._accepted >= STEADY_S:
             self._backoff_s = BACKOFF_MIN_S
-        elif self.state is LinkState.REFUSED:
+        if self.state is LinkState.REFUSED:
             self._retry_at = now + REFUSED_RETRY_S
         elif self.state is LinkState.DOWN:
             self._retry_at = now + self._backoff_s * self._rng.uniform(0.5, 1.0)

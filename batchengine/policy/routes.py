@@ -14,6 +14,8 @@ ranges, so they stay contiguous. `plan_route` says what to move now; nothing is 
  4. A range that fits the holder of the range before it goes there: one hop less.
 
 Rule 1 also applies to a holder that is slow (`SlowPeers`): steps wait longer for it than predicted.
+Of such a holder this daemon takes back as much as by rule 3, and other slow ones take nothing. It
+gets pages by rule 2 alone, once no other peer has room: a session that is slow beats one that ends.
 
 Rules 2 and 3 cannot alternate: after a push, the session has less than a super-page below `low` of
 its share here, after a pull at most `low`, and it pushes above all of its share. Rule 4 leaves the
@@ -48,6 +50,7 @@ class PeerRoom(msgspec.Struct, frozen=True, gc=False):
     hops: float = 1.0  # to it, or ms: only compared with those of other peers
     usable: bool = True  # up and not suspect: may get pages
     leaves: bool = False  # gives back all that it holds
+    slow: bool = False  # so does this one, as far as others have room
 
 
 class RouteView(msgspec.Struct, frozen=True, gc=False):
@@ -146,13 +149,15 @@ def _give_back(view: RouteView, rooms: dict[str, PeerRoom]) -> Iterator[PageMove
         name, pages = view.ranges[index]
         first -= pages
         peer = rooms.get(name)
-        if peer is None or not (peer.leaves or peer.free_pages < 0):
+        if peer is None or not (peer.leaves or peer.slow or peer.free_pages < 0):
             continue
-        n_pages = pages if peer.leaves else min(pages, _superpages_up(-peer.free_pages))
+        gives_all, must = peer.leaves or peer.slow, peer.leaves or peer.free_pages < 0
+        n_pages = pages if gives_all else min(pages, _superpages_up(-peer.free_pages))
+        share = view.share_pages if must else int(view.share_pages * view.policy.low)
         end = first + pages
         if index + 1 < len(view.ranges):
             prefers = (view.ranges[index + 1][0],)
-        elif n_here := min(n_pages, _superpages(view.share_pages - view.local_pages)):
+        elif n_here := min(n_pages, _superpages(share - view.local_pages)):
             yield PageMove(name, HERE, end - n_here, n_here)
             return
         else:
@@ -192,7 +197,7 @@ def _merge(view: RouteView, rooms: dict[str, PeerRoom]) -> Iterator[PageMove]:
     for (before, n_before), (name, pages) in zip(view.ranges, view.ranges[1:], strict=False):
         first += n_before
         peer = rooms.get(before)
-        if peer is None or before == name or not _takes(peer):
+        if peer is None or before == name or peer.slow or not _takes(peer):
             continue
         if peer.free_pages - pages >= view.policy.merge_room:
             yield PageMove(name, before, first, pages)
@@ -207,7 +212,8 @@ def _placed(
     n_pages: int,
     prefers: tuple[str, ...],
 ) -> Iterator[PageMove]:
-    """Moves of pages from `first` on to peers with room: the preferred ones, then by room.
+    """Moves of pages from `first` on to peers with room: the preferred ones, then by room, and
+    from here to slow ones at last.
 
     Pages that are pushed out are placed oldest first. Of a range in the middle of the route the
     newest are placed first, so that the ranges stay whole when some find no room.
@@ -217,9 +223,11 @@ def _placed(
         key=lambda peer: (-_superpages(peer.free_pages), peer.hops, peer.name),
     )
     left, end = n_pages, first + n_pages
-    for peer in [*(rooms[name] for name in prefers if name in rooms), *others]:
+    in_turn = [*(rooms[name] for name in prefers if name in rooms), *others]
+    for peer in sorted(in_turn, key=lambda peer: peer.slow):
         part = min(left, _superpages(peer.free_pages))
-        if part < 1 or peer.name == source or not _takes(peer):
+        is_no_better = peer.slow and source != HERE
+        if part < 1 or peer.name == source or not _takes(peer) or is_no_better:
             continue
         start = end - left if source == HERE else first + left - part
         yield PageMove(source, peer.name, start, part)

@@ -40,6 +40,24 @@ def test_the_daemon_reads_what_the_commands_wrote(tmp_path: Path) -> None:
     assert not certificates.can_issue(tmp_path / "host-b")
 
 
+@pytest.mark.parametrize(
+    ("constant", "days", "why"),
+    [
+        ("VALID_DAYS", -0.5, "certificate has expired"),
+        ("CLOCK_SKEW_DAYS", -2, "certificate is not yet valid"),
+    ],
+)
+def test_a_certificate_out_of_date_names_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, constant: str, days: float, why: str
+) -> None:
+    """`peers init`, which an absent certificate asks for, refuses a folder that has one."""
+    monkeypatch.setattr(certificates, constant, days)
+    certify(tmp_path, "a", "b")
+    with pytest.raises(BatchEngineError, match=why) as caught:
+        read_identity(tmp_path / "b")
+    assert caught.value.fix.startswith("correct this host's clock, or move the folder away")
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     certify(tmp_path, "a", "b")
     a, exists = tmp_path / "a", errors.PEER_FILES_EXIST.code

@@ -13,6 +13,7 @@ from batchengine.peers.transitions import (
     BACKOFF_MIN_S,
     DOWN_S,
     REFUSED_RETRY_S,
+    STEADY_S,
     SUSPECT_S,
     TABLE,
     TICK_S,
@@ -23,6 +24,23 @@ from batchengine.peers.transitions import (
 )
 
 S, E = LinkState, LinkEvent
+
+
+def test_a_link_that_is_lost_as_soon_as_it_is_up_is_dialled_ever_more_rarely() -> None:
+    run = Run()
+    dials = list[float]()
+    for _ in range(200):
+        run.wait(TICK_S)
+        if run.machine.state is S.DIALLING:
+            dials.append(run.now)
+            run.on(E.CONNECTED, E.ACCEPTED)
+            run.on(E.LOST)
+    assert 5 <= len(dials) <= 12, "in 20 s"
+
+
+def test_a_side_that_does_not_dial_says_so() -> None:
+    assert Run().machine.why == "not connected yet"
+    assert Run(dials=False).machine.why == "not connected yet: the other side dials"
 
 
 class Run:
@@ -127,7 +145,9 @@ def test_retries_back_off_and_begin_again_after_success() -> None:
     assert all(gap >= BACKOFF_MAX_S / 2 for gap in gaps[-4:])
     assert len({round(gap, 6) for gap in gaps[-4:]}) > 1, "with jitter"
     run.wait(BACKOFF_MAX_S + TICK_S)
-    run.on(E.CONNECTED, E.ACCEPTED, E.LOST)
+    run.on(E.CONNECTED, E.ACCEPTED)
+    run.wait(STEADY_S + TICK_S, heard_every=TICK_S)
+    run.on(E.LOST)
     assert run.wait(3 * TICK_S), "a link that was up is dialled again at once"
 
 

@@ -60,6 +60,21 @@ def test_what_may_not_get_pages_gets_none() -> None:
     assert open_after == (PageMove(HERE, "a", 0, 4),), "open pages are the tail"
 
 
+def test_a_slow_peer_gets_pages_only_when_no_other_has_room() -> None:
+    slow = room("slow", 90, slow=True)
+    assert plan_route(view(40, 32, slow, room("b", 8))) == (
+        PageMove(HERE, "b", 0, 8),
+        PageMove(HERE, "slow", 8, 8),
+    )
+    last = room("b", 90), slow
+    assert plan_route(view(40, 32, *last, ranges=(("slow", 8),))) == (PageMove("slow", "b", 0, 8),)
+    others_are_slow = slow, room("b", 90, slow=True)
+    assert plan_route(view(24, 32, *others_are_slow, ranges=(("slow", 8),))) == ()
+    assert plan_route(view(12, 32, *others_are_slow, ranges=(("slow", 8), ("b", 8)))) == (
+        PageMove("b", HERE, 8, 8),
+    )
+
+
 def test_a_holder_that_needs_room_gives_the_end_of_its_range_to_the_next() -> None:
     ranges = ("a", 16), ("b", 8)
     assert plan_route(view(30, 32, room("a", -5), room("b", 20), ranges=ranges)) == (
@@ -134,6 +149,7 @@ class Daemon:
         self.pool = pool
         self.budgets = budgets
         self.leaving: set[str] = set()
+        self.slow: set[str] = set()
         self.sessions: dict[int, list[str]] = {}  # page -> where, oldest first
         self.moved: Counter[tuple[int, int]] = Counter()
         self.pushes: Counter[tuple[int, int]] = Counter()
@@ -158,7 +174,14 @@ class Daemon:
         local = len(where) - n_held
         share = fair_share(self.pool, [len(where) for where in self.sessions.values()])
         peers = tuple(
-            PeerRoom(name, budget - self.held(name), float(len(name)), True, name in self.leaving)
+            PeerRoom(
+                name,
+                budget - self.held(name),
+                float(len(name)),
+                True,
+                name in self.leaving,
+                name in self.slow,
+            )
             for name, budget in self.budgets.items()
         )
         return RouteView(tuple(ranges), local, max(0, local - 1), share, peers)
@@ -222,7 +245,7 @@ def test_routes_follow_budgets_that_change_and_come_to_rest(seed: int) -> None:
         daemon.sessions[key] = [HERE] * tape.randint(1, 60)
     daemon.settle()
     for _ in range(25):
-        act = tape.choice(["grow", "grow", "end", "budget", "leave", "come", "pool"])
+        act = tape.choice(["grow", "grow", "end", "budget", "leave", "come", "slow", "pool"])
         name = tape.choice("abcd")
         if act == "grow" and daemon.sessions:
             daemon.sessions[tape.choice(list(daemon.sessions))] += [HERE] * tape.randint(1, 12)
@@ -234,6 +257,9 @@ def test_routes_follow_budgets_that_change_and_come_to_rest(seed: int) -> None:
             daemon.leaving.add(name)
         elif act == "come":
             daemon.leaving.discard(name)
+            daemon.slow.discard(name)
+        elif act == "slow":
+            daemon.slow.add(name)
         elif act == "pool":
             daemon.pool = tape.randint(16, 96)
         daemon.settle()

@@ -80,6 +80,15 @@ class PageMover:
             return False
         return True
 
+    async def is_served(self, taken: TakenHold) -> bool:
+        """Whether the holder's worker answers that it serves the hold."""
+        try:
+            await self._pages.serve(taken)
+        except (MoveFailed, BatchEngineError) as error:
+            log.warning("%r is not served: %s", taken, error)
+            return False
+        return True
+
     # --------------------------------------------------------------------------- to a peer
 
     async def _place(self, session: Session, move: PageMove) -> None:

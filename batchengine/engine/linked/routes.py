@@ -16,7 +16,7 @@ from collections.abc import Callable
 from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.holds_server import Spawn
-from batchengine.engine.linked.holds_taken import HoldsTaken
+from batchengine.engine.linked.holds_taken import HoldsTaken, TakenHold
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.page_move import PageMover
 from batchengine.peers.link import PeerLink
@@ -119,7 +119,11 @@ class RouteKeeper:
         free = sum([max(0, room.free_pages) for room in rooms if room.usable and not room.leaves])
         resting = self._resting()
         self._free = Counter(
-            {room.name: room.free_pages for room in rooms if room.usable and not room.leaves}
+            {
+                room.name: room.free_pages
+                for room in rooms
+                if room.usable and not (room.leaves or room.slow)
+            }
         )
         for session in resting:
             for segment in session.kv.held:
@@ -182,7 +186,9 @@ class RouteKeeper:
         policy = GROWING if is_running else RESTING
         if (wanted := self._wanted.get(session)) == ALL_PAGES:
             policy = GATHERING if len(kv.codes) <= share * GROWING.low else policy
-        elif wanted is not None and any(room.usable and not room.leaves for room in rooms):
+        elif wanted is not None and any(
+            room.usable and not (room.leaves or room.slow) for room in rooms
+        ):
             share = min(share, wanted)
         view = RouteView(tuple(ranges), local, movable, share, rooms, policy)
         if not (moves := plan_route(view)):
@@ -240,19 +246,29 @@ class RouteKeeper:
 
     def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
         load = link.load
-        free = load.hold_bytes_free // self._page_bytes - n_moving
+        free = load.hold_bytes_free // self._page_bytes
+        # only the peer itself says that it wants room back: its load may show `n_moving` already
+        free = min(free, max(0, free - n_moving)) if n_moving > 0 else free - n_moving
         hops = (link.rtt_us or 1000.0) / 1000
-        leaves = load.leaves or bool(self.why_slow(link.name))
-        return PeerRoom(link.name, free, hops, self._is_usable(link), leaves)
+        is_slow = bool(self.why_slow(link.name))
+        return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves, is_slow)
 
     def why_slow(self, peer: str) -> str:
         """Why pages are moved away from a peer that serves them too slowly; "" = it does not."""
         return self._slow.why(peer, time.monotonic())
 
     def _look_at_waits(self, now: float) -> None:
-        """Compare what steps waited for each peer with its prediction."""
+        """Compare what steps waited for each peer with its prediction.
+
+        A step's wait counts for all of its holders, so while one of them is silent, the waits say
+        nothing about the others.
+        """
         cost, facts = self._loop.cost.cost, self._loop.lane.facts
-        for name, waited_ms in self._loop.meter.take_waits().items():
+        waits = self._loop.meter.take_waits()
+        links = [self._peers[name] for name in waits if name in self._peers]
+        if any(link.state is not LinkState.UP for link in links):
+            return
+        for name, waited_ms in waits.items():
             link = self._peers.get(name)
             if link is None or facts is None:
                 continue
@@ -286,10 +302,27 @@ class RouteKeeper:
             if now - since > UNSERVED_S and session.kv.cut_off:
                 del seen[session]
                 log.warning("%r is not served by %s", session, session.kv.held)
-                for taken in filter(None, map(self._taken.hold_of, session.kv.held)):
-                    self._taken.avoid(taken.peer, lied=True)
-                    self._taken.lose([taken])
+                holds = [taken for taken in map(self._taken.hold_of, session.kv.held) if taken]
+                self._spawn(self._lose_broken(holds), "holds that are not served")
         self._unserved = seen
+
+    async def _lose_broken(self, holds: list[TakenHold]) -> None:
+        """Lose those holds of a route that are not served, and avoid their peers.
+
+        Of several peers each is asked. If each serves, the way between them is broken: the first
+        one keeps its pages.
+        """
+        broken = holds
+        if len({taken.peer for taken in holds}) > 1:
+            served = await asyncio.gather(*map(self._mover.is_served, holds))
+            silent = [
+                taken for taken, is_served in zip(holds, served, strict=True) if not is_served
+            ]
+            broken = silent or [taken for taken in holds if taken.peer != holds[0].peer]
+        broken = [taken for taken in broken if taken.used]  # the others were lost meanwhile
+        for taken in broken:
+            self._taken.avoid(taken.peer, lied=True)
+        self._taken.lose(broken)
 
 
 def keeps_pages(link: PeerLink) -> bool:

@@ -378,7 +378,9 @@ class AwayTurns:
             run.state = "racing"
             await run.until(lambda: self._peer_is_level(run, exchange))
             await self._stop_here(run, exchange)
-            await run.until(lambda: self._is_wanted_back(run, exchange))
+            await run.until(lambda: bool(self._why_back(run, exchange)))
+            if not run.is_recalled:
+                self._note_return(run, self._why_back(run, exchange))
             self._go_on_here(run)
             await run.until(lambda: self._is_level(run.turn))
         except CameBack as back:
@@ -466,12 +468,21 @@ class AwayTurns:
         await run.until(boundary.is_set)
         self._give(run, exchange)
 
-    def _is_wanted_back(self, run: AwayTurn, exchange: Exchange) -> bool:
-        """Whether the turn is to be computed here again; gives the peer what it waits for."""
+    def _why_back(self, run: AwayTurn, exchange: Exchange) -> str:
+        """Why the turn is to be computed here again, or ""; gives the peer what it waits for."""
         self._give(run, exchange)
-        is_waited_for = exchange.came < run.allowed
-        is_silent = is_waited_for and time.monotonic() - run.heard > SILENT_S
-        return run.is_recalled or run.link.load.leaves or is_silent
+        if run.is_recalled:
+            return "it was called back"
+        if run.link.load.leaves:
+            return f"{run.link.name} leaves"
+        is_silent = exchange.came < run.allowed and time.monotonic() - run.heard > SILENT_S
+        return f"no token came from {run.link.name} for {SILENT_S:g} s" if is_silent else ""
+
+    def _note_return(self, run: AwayTurn, why: str) -> None:
+        """Say in the log and in `explain` why a turn that has not ended is computed here again."""
+        log.info("%r is computed here again: %s", run.turn, why)
+        if (record := self._decisions.of_request(run.turn.generation.request_id)) is not None:
+            record.note(f"it is computed here again: {why}")
 
     def _go_on_here(self, run: AwayTurn) -> None:
         """Compute the turn here too, from the pages that it has."""
@@ -508,8 +519,10 @@ class AwayTurns:
             with contextlib.suppress(BatchEngineError):
                 link.send(TurnEnded(run.number, True, run.why[:TEXT_CHARS_MAX]))
         self._release_hold(run)
-        if run.why:
-            log.info("%r is computed here again: %s", turn, run.why)
+        if run.why and turn.end is None and run.left is None:
+            log.info("%r does not go to %s: %s", turn, link.name, run.why)
+        elif run.why and turn.end is None:
+            self._note_return(run, run.why)
         if not run.gap_ms.done():
             run.gap_ms.set_exception(CameBack(run.why))
             run.gap_ms.exception()  # also if no request waits for it

@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError
+from batchengine.engine.linked import holds_server, routes
+from batchengine.engine.linked.holds_taken import TakenHold
+from batchengine.engine.linked.page_move import PageMover
 from batchengine.engine.remote import served
+from batchengine.peers.transitions import LinkState
 from batchengine.policy.cost import StepCost
 from batchengine.policy.routes import SlowPeers
-from tests.engine.linked.daemons import Daemon, daemons, fix_speeds, slow_down
-from tests.support.engines import Reference, Site, read, request, started, unread, until, words
+from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons, fix_speeds, slow_down
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    started,
+    suspend,
+    unread,
+    until,
+    words,
+)
 
 NO_PROMISE = StepCost(1.0, 1.0, 1000.0, 1e-3, 1e-6)  # a lane where each token is late
 IN_TIME = StepCost(1.0, 0.01, 1.0, 1e-5, 1e-8)
@@ -101,6 +118,75 @@ async def test_a_deep_batch_puts_pages_with_peers_and_an_urgent_turn_brings_them
         assert answer.tokens == reference.tokens(ids, 30)
         assert explained(a, asked.request_id)["reason_id"] == "from_ring"
         await until(lambda: not held(a, "s"))
+
+
+async def test_a_running_turn_goes_on_growing_with_a_slow_peer_if_there_is_no_other(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with daemons(site, "ab", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, _):
+        await measured(a)
+        ids = words(11, 14 * PAGE_TOKENS)
+        generation = await unread(a.engine, request(ids, 2400, session="s"), 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(a.state.lanes[0].meter, "take_waits", lambda: {"b": 5000.0})
+            await until(lambda: bool(a.linked.keeper.why_slow("b")))
+        answer = await read(generation)
+        assert answer.tokens == reference.tokens(ids, 2400)
+
+
+@pytest.mark.parametrize("broken", ["worker", "way"])
+async def test_one_holder_that_does_not_serve_costs_no_other_one_its_pages(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """A worker stands still while its engine answers; or every worker says that it serves."""
+    monkeypatch.setattr(routes, "UNSERVED_S", 0.5)
+    monkeypatch.setattr(holds_server, "SERVE_S", 0.5)
+    async with daemons(site, "abc", 24, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
+        await measured(a)
+        ids, taken = words(12, 30 * PAGE_TOKENS), a.linked.taken
+        generation = await unread(a.engine, request(ids, 520, session="s"), 3)
+        await until(lambda: all(map(taken.pages_with, "bc")) and not a.linked.keeper.moves)
+        last = a.state.sessions["", "s"].kv.held[-1].peer
+        first, worker = "bc".replace(last, ""), (b if last == "b" else c).state.lanes[0].lane.pid
+        reading = asyncio.ensure_future(read(generation))
+        suspend(worker)
+        if broken == "way":
+            monkeypatch.setattr(PageMover, "is_served", is_served)
+        await until(lambda: taken.is_avoided(last))
+        assert not taken.is_avoided(first)
+        assert taken.pages_with(first)
+        os.kill(worker, signal.SIGCONT)
+        answer = await reading
+        assert answer.tokens == reference.tokens(ids, 520)
+
+
+async def is_served(mover: PageMover, taken: TakenHold) -> bool:
+    return True
+
+
+async def test_the_silence_of_one_holder_makes_no_other_one_slow(site: Site) -> None:
+    """A step's wait is reported for every holder on its route."""
+    async with daemons(site, "abc", 16) as (a, b, c):
+        links = a.engine.running.peers.links
+        keeper, now = a.linked.keeper, time.monotonic()
+        await until(lambda: a.state.lanes[0].lane.facts is not None)
+        for at in range(12):
+            a.state.lanes[0].meter._waits = dict.fromkeys("bc", (1, 5000.0))
+            links["b"]._machine.state = LinkState.SUSPECT
+            keeper._look_at_waits(now + 100.0 + at * 0.25)
+        assert not keeper.why_slow("c")
+        links["b"]._machine.state = LinkState.UP
+        assert b.is_linked(c)
+
+
+async def test_pages_on_their_way_ask_no_peer_for_room(site: Site) -> None:
+    """Until its load shows them, they count as taken; once it does, they do not count twice."""
+    async with daemons(site, "ab", 16) as (a, _):
+        link, keeper = a.engine.running.peers.links["b"], a.linked.keeper
+        page_bytes = a.page_bytes()
+        for free, moving, room in ((16, 8, 8), (4, 8, 0), (0, 8, 0), (-4, 8, -4), (-4, -4, 0)):
+            link.load = replace(link.load, hold_bytes_free=free * page_bytes)
+            assert keeper._room(link, moving).free_pages == room
 
 
 async def busy_beside_idle(a: Daemon, b: Daemon) -> None:

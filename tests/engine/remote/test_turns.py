@@ -165,6 +165,11 @@ async def test_a_peer_that_is_lost_stops_or_lies(
         suspend(worker)
         await until(lambda: lane(a) == home)
         await more(generation, 5)
+        notes = a.engine.explain("s")["decisions"][-1]["notes"]
+        assert notes == [
+            "it is computed here again: the link to b is lost",
+            "it is computed here again: no token came from b for 2 s",
+        ]
         os.kill(worker, signal.SIGCONT)
         await until(lambda: not b.engine.requests())
 
