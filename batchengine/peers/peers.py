@@ -76,7 +76,7 @@ class Peers:
         self._facts = facts
         self._load = load
         self._identity: Identity | None = None
-        self._trouble = "the folder has not been read yet"
+        self._trouble = ""  # until the folder was read
         self._broken: dict[str, str] = {}
         self._folder = PeersFolder(config)
         self._listener = PeerListener(lambda: self._identity, self._on_known)
@@ -92,6 +92,11 @@ class Peers:
     def is_on(self) -> bool:
         """Whether the configuration has an address to listen on."""
         return bool(self._config.listen)
+
+    @property
+    def trouble(self) -> str:
+        """Why there can be no link, though the configuration asks for some; "" = there can."""
+        return self._trouble if self.is_on else ""
 
     @property
     def port(self) -> int:

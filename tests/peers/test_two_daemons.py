@@ -151,3 +151,15 @@ def test_two_daemons_and_the_death_of_one(
     psutil.wait_procs(workers, timeout=30)
     for worker in workers:
         assert not worker.is_running()
+
+
+def test_health_says_that_there_can_be_no_link(pocket_path: Path, tmp_path: Path) -> None:
+    with daemon(pocket_path, tmp_path, "a", free_ports(1)[0]) as a:
+        a.wait_ready(60)
+        client = Client(a.url)
+        until(lambda: client.get("/health")["status"] == "degraded")
+        (trouble,) = client.get("/health")["troubles"]
+        assert trouble.startswith("no link to other daemons: BE")
+        assert "peers init" in trouble
+        certify(tmp_path, "a")
+        until(lambda: client.get("/health")["status"] == "ok")
