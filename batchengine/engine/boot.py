@@ -209,7 +209,7 @@ class Running:
             lambda: self.linked.load(state.peer_load),
             secrets.randbits(64),
         )
-        state.peers_trouble = lambda: self.peers.trouble
+        state.trouble_of += [lambda: made.text.trouble, lambda: self.peers.trouble]
         linked, loader = state.lanes[0].lane, made.loader
         self.lane_links = LaneLinks(
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation

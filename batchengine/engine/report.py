@@ -85,7 +85,7 @@ def ledger_state(state: EngineState) -> str:
 
 
 def troubles(state: EngineState) -> list[str]:
-    """One sentence per fault of lanes, store, ledger, model and links; empty = no fault."""
+    """One sentence per fault of lanes, store, ledger, model and other parts; empty = no fault."""
     found = list(state.troubles.values())
     for loop in state.lanes:
         phase, why = _lane_state(loop), _lane_why(loop)
@@ -100,9 +100,7 @@ def troubles(state: EngineState) -> list[str]:
         found += state.store.troubles
     if ledger_state(state) not in ("ok", "off: not open yet"):
         found.append(f"ledger {ledger_state(state)}")
-    if trouble := state.peers_trouble():
-        found.append(f"no link to other daemons: {trouble}")
-    return found
+    return [*found, *filter(None, [trouble() for trouble in state.trouble_of])]
 
 
 def session_rows(

@@ -55,10 +55,10 @@ class EngineState:
         self.model_changed = ""  # how the file on disk differs now; or ""
         self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
         self.erase_at_peers: ErasePages | None = None  # set once there may be peers
-        self.peers_trouble: Callable[[], str] = lambda: ""  # set to that of `Peers`
         self.held_facts: HeldFacts = lambda session: {}  # set to `LinkedRows.of_session`
         self.leaving = False  # takes no new sessions, and no pages of peers: see `Engine.leave`
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
+        self.trouble_of: list[Callable[[], str]] = []  # of parts, each of which says it, or ""
         self._epochs_used = 0  # highest epoch of a session that `forget` removed
 
     def now_ms(self) -> float:

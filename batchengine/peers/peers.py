@@ -96,7 +96,8 @@ class Peers:
     @property
     def trouble(self) -> str:
         """Why there can be no link, though the configuration asks for some; "" = there can."""
-        return self._trouble if self.is_on else ""
+        is_missed = self.is_on and bool(self._trouble)
+        return f"no link to other daemons: {self._trouble}" if is_missed else ""
 
     @property
     def port(self) -> int:

@@ -75,6 +75,11 @@ class TextFrontend:
             frontend._pool.warm_up()
         return frontend
 
+    @property
+    def trouble(self) -> str:
+        """Why requests are refused, since no text process starts; or ""."""
+        return self._pool.trouble
+
     async def encode(self, text: str, *, special: bool = False, tenant: str = "") -> list[int]:
         """Token ids of plain text, begin-of-sequence as the metadata asks.
 

@@ -126,10 +126,18 @@ class TextPool:
         long = TextWorker(opening, reader, limits, LONG_NICE)
         check = [TextWorker(opening, "", limits, LONG_NICE) for _ in range(CHECK_PROCESSES)]
         self._all = (*short, long, *check)
+        self._first = tuple(short)  # without one of these, most requests are refused
         self._short, self._long, self._check = _Line(short), _Line([long]), _Line(check)
+        self._unstarted = ""  # why the last start of a process failed
         self._limits = limits
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+
+    @property
+    def trouble(self) -> str:
+        """Why no process for short texts runs, since the last start of one failed; or ""."""
+        is_running = any(worker.is_running for worker in self._first)
+        return "" if is_running or self._closed else self._unstarted
 
     def warm_up(self) -> None:
         """Starts the processes of short texts ahead of the first; a failure shows again there."""
@@ -177,7 +185,7 @@ class TextPool:
     async def _start(self, line: _Line, worker: TextWorker) -> None:
         try:
             if not self._closed:
-                await worker.start()
+                await self._begin(worker)
         except (BatchEngineError, ProcessLost) as error:
             if not self._closed:
                 log.warning("a text process did not start: %s", error)
@@ -206,7 +214,7 @@ class TextPool:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             self._check_open()
             try:
-                await worker.start()
+                await self._begin(worker)
             except ProcessLost as lost:
                 if self._closed:
                     raise errors.TEXT_UNAVAILABLE(why="the engine stops") from lost
@@ -225,6 +233,14 @@ class TextPool:
                     row = errors.TEXT_UNAVAILABLE if lost.is_idle else problem_of(lost.phase)
                     raise row(why=f"its process {lost}") from lost
         raise AssertionError("the last attempt returns or raises")
+
+    async def _begin(self, worker: TextWorker) -> None:
+        """Start a process unless one runs. Raises as TextWorker.start."""
+        try:
+            await worker.start()
+        except (BatchEngineError, ProcessLost) as error:
+            self._unstarted = f"a text process does not start: {error}"
+            raise
 
     def _release(self, line: _Line, worker: TextWorker) -> None:
         line.idle.append(worker)

@@ -218,9 +218,11 @@ async def test_slow_starts_refuse_requests_until_a_start_succeeds(
             with pytest.raises(BatchEngineError, match="no process") as caught:
                 await text.encode_chat(chat("hi"))
             assert (caught.value.kind, caught.value.retry_ms) == (Kind.UNAVAILABLE, 1000)
+        assert text.trouble.startswith("a text process does not start: took longer than 0 s")
         for worker in text._pool._all:
             monkeypatch.setattr(worker, "_limits", TextLimits())
         assert await text.encode_chat(chat("hi")) != []
+        assert text.trouble == ""
 
 
 async def test_a_start_without_a_free_descriptor_leaves_no_process(
