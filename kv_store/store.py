@@ -40,6 +40,10 @@ from kv_store.pages.maintenance import LEDGER_BYTES_MAX, SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
+_GONE = (
+    "the folder {} was moved, removed or replaced: the next start finds nothing of what is written"
+    " now; move it back, or restart the daemon"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,15 +315,8 @@ class Store:
     @property
     def troubles(self) -> list[str]:
         """Sentences for health about faults other than those of the ledger and the page tier."""
-        found = [*self.losses]
-        if spent := self._reserve.trouble:
-            found.append(spent)
-        if self._is_gone:
-            found.append(
-                f"the folder {self.path} was moved, removed or replaced: the next start finds"
-                " nothing of what is written now; move it back, or restart the daemon"
-            )
-        return found
+        gone = _GONE.format(self.path) if self._is_gone else ""
+        return [*self.losses, *filter(None, (self._reserve.trouble, gone))]
 
     def stat(self) -> dict[str, int | float | str]:
         """Numbers for health, metrics and the status command, of all pools together where they
