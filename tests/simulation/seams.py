@@ -208,6 +208,7 @@ class SimDetokeniser:
 class SimText:
     """Text without a tokenizer: the tokens of HashLM are printed as numbers."""
 
+    trouble = ""
     tokenizer = SimpleNamespace(
         eog=frozenset[int](),
         control=(),

@@ -62,7 +62,7 @@ def _wrong_bytes_accepted() -> AbstractContextManager[Any]:
 
 DEFECTS = {
     "hold not released": Defect(_not_released, {}),
-    "lost range taken as held": Defect(_lost_taken_as_held, {"reset": 4.0}),
+    "lost range taken as held": Defect(_lost_taken_as_held, {"reset": 2.0}),
     "served after its end": Defect(_served_after_its_end, {"reset": 4.0}),
     "wrong bytes accepted": Defect(_wrong_bytes_accepted, {"flip": 0.5}),
 }
