@@ -135,9 +135,9 @@ class TextPool:
 
     @property
     def trouble(self) -> str:
-        """Why no process for short texts runs, since the last start of one failed; or ""."""
-        is_running = any(worker.is_running for worker in self._first)
-        return "" if is_running or self._closed else self._unstarted
+        """Why no process for short texts is ready, since the last start of one failed; or ""."""
+        is_ready = any(worker.is_ready for worker in self._first)
+        return "" if is_ready or self._closed else self._unstarted
 
     def warm_up(self) -> None:
         """Starts the processes of short texts ahead of the first; a failure shows again there."""
@@ -271,12 +271,18 @@ class TextWorker:
         self._end: asyncio.Future[str] | None = None  # how the process ended
         self._reply: asyncio.Future[TextFrame] | None = None
         self._phase = ""
+        self._is_open = False  # it has read the vocabulary
         self._is_spent = False
         self._used_its_time = False
 
     @property
     def is_running(self) -> bool:
         return self._child is not None and self._child.is_running and not self._is_spent
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its process has started."""
+        return self.is_running and self._is_open
 
     @property
     def pid(self) -> int:
@@ -290,6 +296,7 @@ class TextWorker:
         await self.ended()
         await self._spawn()
         await self._exchange(self._opening, b"", self._limits.start_s)
+        self._is_open = True
 
     async def ask(self, request: TextRequest, payload: bytes | memoryview) -> bytes:
         """The payload of the answer. Raises ProcessLost, or what the process refuses."""
@@ -376,7 +383,8 @@ class TextWorker:
             child, sock = self._start_child()
         except OSError as error:
             raise ProcessLost(f"could not be started: {error.strerror}", "its start") from error
-        self._child, self._end, self._is_spent = child, loop.create_future(), False
+        self._child, self._end = child, loop.create_future()
+        self._is_open = self._is_spent = False
 
         def on_lost(_: Exception | None) -> None:  # it exits, or it sent a bad frame
             loop.call_later(LINGER_S, child.kill, "closed its link")

@@ -164,11 +164,11 @@ async def test_sampling_penalties_logprobs_and_stops_survive_a_migration(
         temperature=0.9, top_k=50, seed=7, repetition_penalty=1.2, penalty_tokens=64, logprobs=3
     )
     async with two_lanes(site) as engine:
-        still = await read(engine.submit(request(prompt, 300, sampling=sampling)))
+        still = await read(engine.submit(request(prompt, 800, sampling=sampling)))
         stop = still.text[len(still.text) * 3 // 4 :][:12]
-        quiet = await read(engine.submit(request(prompt, 300, sampling=sampling, stop=(stop,))))
+        quiet = await read(engine.submit(request(prompt, 800, sampling=sampling, stop=(stop,))))
         generation = engine.submit(
-            request(prompt, 300, session="s", sampling=sampling, stop=(stop,))
+            request(prompt, 800, session="s", sampling=sampling, stop=(stop,))
         )
         reader = asyncio.ensure_future(read(generation))
         await until(lambda: generation.completion_tokens > 3)
