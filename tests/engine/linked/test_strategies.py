@@ -134,13 +134,13 @@ async def test_a_running_turn_goes_on_growing_with_a_slow_peer_if_there_is_no_ot
         assert answer.tokens == reference.tokens(ids, 2400)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("broken", ["worker", "way"])
 async def test_one_holder_that_does_not_serve_costs_no_other_one_its_pages(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """A worker stands still while its engine answers; or every worker says that it serves."""
-    monkeypatch.setattr(routes, "UNSERVED_S", 0.5)
-    monkeypatch.setattr(holds_server, "SERVE_S", 0.5)
+    monkeypatch.setattr(routes.RouteKeeper, "why_slow", lambda *_: "")
     async with daemons(site, "abc", 24, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
         await measured(a)
         ids, taken = words(12, 30 * PAGE_TOKENS), a.linked.taken
@@ -149,6 +149,8 @@ async def test_one_holder_that_does_not_serve_costs_no_other_one_its_pages(
         last = a.state.sessions["", "s"].kv.held[-1].peer
         first, worker = "bc".replace(last, ""), (b if last == "b" else c).state.lanes[0].lane.pid
         reading = asyncio.ensure_future(read(generation))
+        monkeypatch.setattr(routes, "UNSERVED_S", 0.5)
+        monkeypatch.setattr(holds_server, "SERVE_S", 0.5)
         suspend(worker)
         if broken == "way":
             monkeypatch.setattr(PageMover, "is_served", is_served)
