@@ -145,7 +145,9 @@ async def test_one_holder_that_does_not_serve_costs_no_other_one_its_pages(
         await measured(a)
         ids, taken = words(12, 30 * PAGE_TOKENS), a.linked.taken
         generation = await unread(a.engine, request(ids, 520, session="s"), 3)
+        a.linked.keeper.want(a.state.sessions["", "s"], 10)  # so that the others need both peers
         await until(lambda: all(map(taken.pages_with, "bc")) and not a.linked.keeper.moves)
+        a.linked.keeper.want(a.state.sessions["", "s"], None)
         last = a.state.sessions["", "s"].kv.held[-1].peer
         first, worker = "bc".replace(last, ""), (b if last == "b" else c).state.lanes[0].lane.pid
         reading = asyncio.ensure_future(read(generation))
