@@ -21,7 +21,7 @@ Models:
 
 `shares` predicts the ratio from numpy, one rounding at a time: inputs of matrices with scales
 max / 127, with scales of seven significant bits (those of the engine), of three and of one (powers
-of two), queries with seven bits, K and V as pages hold them.
+of two); queries, K and V as the engine holds them, and without the transform of heads.
 
 `answers`: the evaluation items that the engine answers as the reference does (kept) and correctly
 (right), and those that only the reference answers correctly (lost; the gate is none). `llama`:
@@ -52,6 +52,7 @@ from bench.models.float_model import (
     half_scales,
     ratio_scales,
     short_scales,
+    transformed,
 )
 from bench.models.llama import LlamaContext, LlamaModel
 from bench.models.local_runner import LocalRunner
@@ -124,14 +125,26 @@ def log_softmax(logits: npt.NDArray[Any]) -> F64:
 
 def shares_of(head_dim: int) -> dict[str, Rounding]:
     """The roundings that `shares` tries one at a time."""
+
+    def keys(x: F64) -> F64:
+        return half_scales(x, 32)
+
+    def values(x: F64) -> F64:
+        return half_scales(x, head_dim)
+
+    def queries(x: F64) -> F64:
+        return short_scales(x, 7)
+
     return {
         "inputs_ratio": Rounding(inputs=ratio_scales),
         "inputs_7_bits": Rounding(inputs=lambda x: short_scales(x, 7)),
         "inputs_3_bits": Rounding(inputs=lambda x: short_scales(x, 3)),
         "inputs_1_bit": Rounding(inputs=lambda x: short_scales(x, 1)),
-        "queries_7_bits": Rounding(queries=lambda x: short_scales(x, 7)),
-        "kv": Rounding(
-            keys=lambda x: half_scales(x, 32), values=lambda x: half_scales(x, head_dim)
+        "qkv_plain": Rounding(queries=queries, keys=keys, values=values),
+        "qkv": Rounding(
+            queries=lambda x: transformed(queries(transformed(x))),
+            keys=lambda x: transformed(keys(transformed(x))),
+            values=values,
         ),
     }
 

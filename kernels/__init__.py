@@ -1,4 +1,4 @@
-"""Canonical CPU kernels (CA-2): the only importer of the native module.
+"""Canonical CPU kernels (CA-3): the only importer of the native module.
 
 Owns packed weights, quantised activations, attention over KV pages and sampling: pure functions
 over flat buffers, independent of requests, sessions and files. Every instruction-set level gives
@@ -124,7 +124,7 @@ __all__ = [
 def arith_id(pool: Pool | None = None) -> str:
     """Hex SHA-256 over the golden vectors of every op, computed on the level in use.
 
-    Equal on every level and machine that computes CA-2; KV pages and peers carry it.
+    Equal on every level and machine that computes CA-3; KV pages and peers carry it.
     """
     digest = hashlib.sha256()
     for name, output in golden_records(pool or Pool(1)):
@@ -134,7 +134,7 @@ def arith_id(pool: Pool | None = None) -> str:
 
 
 def arithmetic_faults(pool: Pool) -> list[str]:
-    """Name each operation that this build, on this machine, rounds otherwise than CA-2 requires.
+    """Name each operation that this build, on this machine, rounds otherwise than CA-3 requires.
 
     The level in use is tested, and the functions of the C library that every level calls. Both fma
     cases lie just below the middle of two numbers, where a sum that is rounded to a longer format

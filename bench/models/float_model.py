@@ -56,6 +56,15 @@ def half_scales(x: F64, width: int) -> F64:
     return (np.clip(np.rint(groups / scale), -127, 127) * scale).reshape(x.shape)
 
 
+def transformed(x: F64) -> F64:
+    """Each head times the orthonormal Hadamard matrix of the largest power of two in its size,
+    which is its own inverse."""
+    width = x.shape[-1] & -x.shape[-1]
+    i = np.arange(width)
+    bits = np.bitwise_count(i[:, None] & i)
+    return (x.reshape(-1, width) @ (1.0 - 2.0 * (bits % 2)) / np.sqrt(width)).reshape(x.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """What a pass rounds besides the weights; queries are rounded after the factor of attention."""

@@ -343,6 +343,7 @@ class CudaOps:
     ) -> None:
         """As `kernels.place_kv`, with rows in any case."""
         is_neox = rope is not None and rope.style == "neox"
+        hadamard_width = shape.head_dim & -shape.head_dim
         self._gpu.launch(
             "place_kv",
             (batch.n_tokens, n_head + 2 * shape.n_kv_head, 1),
@@ -352,7 +353,7 @@ class CudaOps:
                 *(layer, shape.n_layer, n_head, shape.n_kv_head, shape.head_dim),
                 *(self._address(q_norm), self._address(k_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
-                *(LOG2_E * scale, queries.q, queries.scale, rows.address),
+                *(LOG2_E * scale / hadamard_width, queries.q, queries.scale, rows.address),
             ],
         )
 

@@ -1,4 +1,4 @@
-"""Packing, quantisation and the linear kernels: every level gives the bits of CA-2 rules 1 and 2.
+"""Packing, quantisation and the linear kernels: every level gives the bits of CA-3 rules 1 and 2.
 
 Three independent references: exact rational arithmetic for the rule itself (few outputs), numpy in
 float64 with a tolerance for the values (many), and the scalar level for the bits of the others.

@@ -242,6 +242,20 @@ def test_rms_norm(pool: K.Pool) -> None:
     assert_bits(out.view(1), [rms_norm(x.tolist(), w.tolist(), 1e-5)])
 
 
+# --- 4: the transform of heads
+
+
+def transformed(x: list[float]) -> list[float]:
+    n = len(x) & -len(x)
+    x, step = list(x), 1
+    while step < n:
+        for i in range(len(x)):
+            if not i % n & step:
+                x[i], x[i + step] = add(x[i], x[i + step]), add(x[i], -x[i + step])
+        step *= 2
+    return x
+
+
 # --- 6 and 7: K, V and attention
 
 
@@ -292,19 +306,18 @@ def folded(
     return big[0], fma(small[1], k, big[1]), o
 
 
-@pytest.mark.parametrize(("length", "size"), [(40, 1.0), (300, 4.0)])
-def test_attention(pool: K.Pool, length: int, size: float) -> None:
-    d = 64
+@pytest.mark.parametrize(("d", "length", "size"), [(96, 40, 1.0), (64, 300, 4.0)])
+def test_attention(pool: K.Pool, d: int, length: int, size: float) -> None:
     qkv = (np.random.default_rng(length).standard_normal((length, 3 * d)) * size).astype(np.float32)
     qkv[5, d : 2 * d] *= np.float32(30)
     qkv[7, 2 * d :] = 0
     timeline = Timeline(K.PageShape(1, 1, d), 1, 2)
     out = step(pool, [timeline], [qkv])[0][-1:]
-    factor = rn(1.4426950408889634 * timeline.scale)
+    factor = rn(1.4426950408889634 * timeline.scale / (d & -d))
     pages = [
         partial(
-            qkv[-1, :d].tolist(),
-            qkv[first : first + 256, d : 2 * d].tolist(),
+            transformed(qkv[-1, :d].tolist()),
+            [transformed(k) for k in qkv[first : first + 256, d : 2 * d].tolist()],
             qkv[first : first + 256, 2 * d :].tolist(),
             factor,
         )

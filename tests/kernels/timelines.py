@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,18 @@ PAGE = K.PAGE_TOKENS
 
 def bits(x: F32) -> NDArray[np.uint32]:
     return np.ascontiguousarray(x).view(np.uint32)
+
+
+def hadamard(x: NDArray[Any]) -> NDArray[Any]:
+    """The transform of rule 4 over the last axis, in the type of `x`."""
+    d = x.shape[-1]
+    y, step = x, 1
+    while step < d & -d:
+        pairs = y.reshape(*x.shape[:-1], -1, 2, step)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        y = np.stack([first + second, first - second], -2).reshape(x.shape)
+        step *= 2
+    return y
 
 
 @dataclass
@@ -60,10 +73,12 @@ class Timeline:
         }
 
     def dequantised(self, head: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """K, as it was before the transform of heads, and V."""
+        d = self.shape.head_dim
         parts = [self.head_page(p, head) for p in range(-(-self.done // PAGE))]
         k = np.concatenate([p["k"] * np.repeat(p["ks"].astype(float), 32, 1) for p in parts])
         v = np.concatenate([p["v"] * p["vs"].astype(float)[:, None] for p in parts])
-        return k[: self.done], v[: self.done]
+        return hadamard(k[: self.done]) / (d & -d), v[: self.done]
 
 
 class Step:

@@ -1,4 +1,4 @@
-"""A lane whose arithmetic is not CA-2 refuses to load."""
+"""A lane whose arithmetic is not CA-3 refuses to load."""
 
 from __future__ import annotations
 

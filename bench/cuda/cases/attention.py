@@ -79,6 +79,15 @@ class Attended:
         return [a.address for a in (self.tiles, self.m, self.denominators, self.o)]
 
 
+def hadamard_inverse(x: F32) -> F32:
+    """What the transform of rule 4 turns into `x`, a head."""
+    width = len(x) & -len(x)
+    i = np.arange(width)
+    ones = np.array([a.bit_count() % 2 for a in (i[:, None] & i).flat], np.float64)
+    signs = 1 - 2 * ones.reshape(width, width)
+    return (x.reshape(-1, width) @ signs / width).reshape(-1).astype(np.float32)
+
+
 def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Any int8 values with small scales; at times V of one sign, and K that weighs all alike."""
     head_dim = shape.head_dim
@@ -169,15 +178,18 @@ class Attention:
         return rows
 
     def _put_ties(self, rng: np.random.Generator) -> None:
-        """Let heads hold ties of their quantisation, which neither norm nor rope changes."""
-        factor = np.float32(LOG2_E * self.scale)
-        heads = self.qkv.reshape(self.tokens, -1, self.head_dim // 32, 32)
+        """Let heads hold what the transform, exact for these values, turns into ties of their
+        quantisation, without norm and rope. The factor of Q is a power of two."""
+        self.scale = 0.125 / LOG2_E
+        heads = self.qkv.reshape(self.tokens, -1, self.head_dim)
         for token, head in np.argwhere(rng.random(heads.shape[:2]) < 0.3).tolist():
             is_query, unit = head < self.n_head, float(rng.integers(65, 128)) / 1024
-            for group in heads[token, head]:
-                group[:] = ties(rng, 32, 126.75 if is_query else 127.0, unit)
-            if is_query:
-                heads[token, head] /= factor
+            largest = 126.75 if is_query else 127.0
+            values = np.concatenate(
+                [ties(rng, 32, largest, unit) for _ in range(self.head_dim // 32)]
+            )
+            is_v = head >= self.n_head + self.n_kv
+            heads[token, head] = values if is_v else hadamard_inverse(values)
 
     def _compute(self, pool: kernels.Pool) -> None:
         tokens, n_pages = self.tokens, len(self.pages)
@@ -337,7 +349,7 @@ class Attention:
             rows = arrays.empty(np.uint8, tokens, self.shape.row_bytes)
             geometry = [self.LAYER, self.N_LAYER, n_head, n_kv, head_dim]
             rotation = [rope.address, self.rope.n_rot, int(self.style == "neox")]
-            factor = float(np.float32(LOG2_E * self.scale))
+            factor = float(np.float32(LOG2_E * self.scale / (head_dim & -head_dim)))
             gpu.launch(
                 "place_kv",
                 (tokens, n_head + 2 * n_kv, 1),

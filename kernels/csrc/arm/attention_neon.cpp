@@ -1,4 +1,4 @@
-// CA-2 rule 7 on NEON's dot product; attention_scalar.cpp is its definition.
+// CA-3 rule 7 on NEON's dot product; attention_scalar.cpp is its definition.
 //
 // Scores: a lane is a token, and sdot multiplies four dims of four tokens by a dword of a query.
 // Outputs: a lane is a dim, and sdot multiplies four tokens of four dims by four weights; a 14-bit

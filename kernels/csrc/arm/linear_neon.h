@@ -1,4 +1,4 @@
-// CA-2 rule 2 with NEON: 8 rows of a tile times up to 4 tokens, included by one unit per level.
+// CA-3 rule 2 with NEON: 8 rows of a tile times up to 4 tokens, included by one unit per level.
 //
 // A register holds four consecutive k of four rows, and sdot multiplies it by a dword of a token,
 // chosen by lane: a lane of a sum is a row, as in linear_avx512.cpp. The level neon-i8mm multiplies

@@ -1,4 +1,4 @@
-// CA-2 rule 1 with NEON: one block of one token at a time.
+// CA-3 rule 1 with NEON: one block of one token at a time.
 #include "common/simd.h"
 #include "quant/quant.h"
 

@@ -1,4 +1,4 @@
-// CA-2 rule 7 on AVX2; attention_scalar.cpp is its definition.
+// CA-3 rule 7 on AVX2; attention_scalar.cpp is its definition.
 //
 // Scores: lane = token, two vectors of eight per tile. vpmaddubsw needs one unsigned operand, so it
 // gets |k| and q with the sign of k; a pair sums to at most 2 * 127 * 127, which fits int16. Outputs:

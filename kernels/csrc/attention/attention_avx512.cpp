@@ -1,4 +1,4 @@
-// CA-2 rule 7 on AVX-512 VNNI; attention_scalar.cpp is its definition.
+// CA-3 rule 7 on AVX-512 VNNI; attention_scalar.cpp is its definition.
 //
 // Scores: lane = token. K^0x80 is an unsigned byte, so vpdpbusd starts at -128 * sum(q). A block of
 // R rows x TT token tiles stays in registers, like a small GEMM. Outputs: lane = dim; each 14-bit

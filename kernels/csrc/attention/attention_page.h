@@ -1,4 +1,4 @@
-// The attention primitive: rows of queries against one page of one KV head (CA-2 rule 7).
+// The attention primitive: rows of queries against one page of one KV head (CA-3 rule 7).
 //
 // attention_scalar.cpp defines it; the other units equal it bit for bit. Functions here have internal
 // linkage, so that units of every instruction set may include this file.

@@ -1,4 +1,4 @@
-// CA-2 rule 7 by the functions of ca.h: one row of queries against the visible tokens of one page.
+// CA-3 rule 7 by the functions of ca.h: one row of queries against the visible tokens of one page.
 //
 // Every sum over tokens or dims is an exact integer; floats appear only where a rounding is written.
 #include "attention/attention_page.h"

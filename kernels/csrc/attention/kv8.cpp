@@ -74,12 +74,16 @@ struct PlaceJob {
     Queries& queries;
     KvRows* const rows;  // or null
     const RowOps& ops;
+    const size_t hadamard_width;
     const float factor;  // of the queries
 
+    // RoPE, if there is any, and the transform of the head.
     void rotate(float* x, size_t position) const {
-        if (!params.rope) return;
-        const float* cosines = params.rope->cosines(position);
-        ops.rope(x, cosines, cosines + params.rope->half, params.rope->half, params.rope->neox);
+        if (params.rope) {
+            const float* cosines = params.rope->cosines(position);
+            ops.rope(x, cosines, cosines + params.rope->half, params.rope->half, params.rope->neox);
+        }
+        ops.hadamard(x, shape.head_dim, hadamard_width);
     }
 
     void normalise(const float* x, const Vector* norm, float* y) const {
@@ -203,18 +207,20 @@ void digest_group(const Batch& batch, const PageShape& shape, size_t first, size
                                  shape.row_bytes(), seeds[token]);
 }
 
-// RN32(log2(e) * scale), the product in binary64, in any floating-point environment of the caller.
-float query_factor(double scale) {
+// RN32(log2(e) * scale / width), the quotient in binary64, in any floating-point environment of the caller.
+// The transform of Q and K multiplies their products by `width`.
+float query_factor(double scale, size_t width) {
     const FloatEnvironment environment;
-    return static_cast<float>(1.4426950408889634 * scale);
+    return static_cast<float>(1.4426950408889634 * scale / static_cast<double>(width));
 }
 
 }  // namespace
 
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
               const PlaceParams& params, Queries& queries, KvRows* rows) {
-    const PlaceJob job{qkv,  batch, shape,    layer, params, queries,
-                       rows, rowops(), query_factor(params.scale)};
+    const auto width = static_cast<size_t>(ca::hadamard_width(static_cast<int>(shape.head_dim)));
+    const PlaceJob job{qkv,  batch,    shape, layer, params, queries,
+                       rows, rowops(), width, query_factor(params.scale, width)};
     const size_t items = shape.n_kv_head * batch.n_tokens;
     // Head-major, so that a thread writes runs of neighbouring tokens and shares few cache lines.
     const auto run = [&](size_t first, size_t last) {

@@ -1,6 +1,6 @@
 // Attention before the last fold: the contribution of a span of super-pages to the rows of a step.
 //
-// CA-2 rule 7 folds the pages of a super-page from the left, then the super-pages from the left. So a
+// CA-3 rule 7 folds the pages of a super-page from the left, then the super-pages from the left. So a
 // span that starts at super-page 0 is one accumulator per row, and any other span keeps one
 // accumulator per super-page until everything before it has been folded. That makes `fold`
 // associative: spans in any division, folded in any grouping, finish to the bits of `attend`.

@@ -1,4 +1,4 @@
-// Rotary embedding table (CA-2 rule 4): cosines and sines per position, the same on every machine.
+// Rotary embedding table (CA-3 rule 4): cosines and sines per position, the same on every machine.
 //
 // Angles are computed in binary64 by the routines of rope.cpp, which use only IEEE add, mul, fma and
 // division, never libm; they are rounded once to binary32. The table grows by 256 positions at a

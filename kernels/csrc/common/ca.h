@@ -1,4 +1,4 @@
-// The canonical arithmetic CA-2: the scalar definition of every float formula of the engine.
+// The canonical arithmetic CA-3: the scalar definition of every float formula of the engine.
 //
 // docs/numerics.md states the rules; this header spells them. Every function is a fixed expression
 // tree of correctly rounded binary32 operations, written with the wrappers *_rn, which neither a C++
@@ -302,12 +302,26 @@ CA_FN float norm_factor(float sum, int n, float eps) {
 
 CA_FN float norm_value(float x, float factor, float w) { return mul_rn(mul_rn(x, factor), w); }
 
-// ----------------------------------------------------------------------------------- rule 4: RoPE
+// ------------------------------------------------------- rule 4: RoPE and the transform of heads
 
 CA_FN void rotate(float& x0, float& x1, float cosine, float sine) {
     const float y0 = fma_rn(x0, cosine, -mul_rn(x1, sine));
     x1 = fma_rn(x0, sine, mul_rn(x1, cosine));
     x0 = y0;
+}
+
+// The values that one Hadamard transform of a head covers: the largest power of two in head_dim.
+CA_FN int hadamard_width(int head_dim) { return head_dim & -head_dim; }
+
+// The transform of `width` values, a power of two: pairs (i, i + step) of steps 1, 2, 4 ... width / 2.
+CA_FN void hadamard(float* x, int width) {
+    for (int step = 1; step < width; step *= 2)
+        for (int i = 0; i < width; i++) {
+            if (i & step) continue;
+            const float sum = add_rn(x[i], x[i + step]);
+            x[i + step] = sub_rn(x[i], x[i + step]);
+            x[i] = sum;
+        }
 }
 
 // ------------------------------------------------------------------------ rule 6: K and V as int8

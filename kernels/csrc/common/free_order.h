@@ -1,4 +1,4 @@
-// AVX-512 arithmetic without the order of CA-2: included only when BATCHENGINE_FREE_ORDER is defined,
+// AVX-512 arithmetic without the order of CA-3: included only when BATCHENGINE_FREE_ORDER is defined,
 // which only the free-order build of `python -m bench canonical` does. The product never loads it.
 //
 // Free here means: the compiler may reassociate and fuse; a row of a product is one running sum, not

@@ -4,7 +4,7 @@
 // product four q registers, otherwise a plain array.
 // Bodies written on V16 therefore compile once per ISA unit and give the same bits in each: every
 // operation is the IEEE one, lane by lane, and fma appears only where it is written. The only
-// reductions over lanes are exact ones (maximum, flags, integer sums) and the one tree that CA-2
+// reductions over lanes are exact ones (maximum, flags, integer sums) and the one tree that CA-3
 // prescribes. All of it has internal linkage.
 #pragma once
 
@@ -65,6 +65,14 @@ SIMD_FN V16 vmax(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 SIMD_FN V16 vmin(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 SIMD_FN V16 vabs(V16 a) { return {_mm512_abs_ps(a.v)}; }
 SIMD_FN V16 vneg(V16 a) { return {_mm512_xor_ps(a.v, _mm512_set1_ps(-0.0f))}; }
+// Lane i gets lane i ^ step; step is 1, 2, 4 or 8.
+template <int step>
+SIMD_FN V16 vswap(V16 a) {
+    if constexpr (step == 1) return {_mm512_permute_ps(a.v, 0xB1)};
+    if constexpr (step == 2) return {_mm512_permute_ps(a.v, 0x4E)};
+    if constexpr (step == 4) return {_mm512_shuffle_f32x4(a.v, a.v, 0xB1)};
+    if constexpr (step == 8) return {_mm512_shuffle_f32x4(a.v, a.v, 0x4E)};
+}
 // x >= bound ? a : b, lane by lane (a NaN in x chooses b).
 SIMD_FN V16 vselect_ge(V16 x, float bound, V16 a, V16 b) {
     return {_mm512_mask_mov_ps(b.v, _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(bound), _CMP_GE_OQ),
@@ -143,6 +151,15 @@ SIMD_FN V16 vabs(V16 x) {
 SIMD_FN V16 vneg(V16 x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_xor_ps(x.a, sign), _mm256_xor_ps(x.b, sign)};
+}
+// Lane i gets lane i ^ step; step is 1, 2, 4 or 8.
+template <int step>
+SIMD_FN V16 vswap(V16 x) {
+    if constexpr (step == 1) return {_mm256_permute_ps(x.a, 0xB1), _mm256_permute_ps(x.b, 0xB1)};
+    if constexpr (step == 2) return {_mm256_permute_ps(x.a, 0x4E), _mm256_permute_ps(x.b, 0x4E)};
+    if constexpr (step == 4)
+        return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    if constexpr (step == 8) return {x.b, x.a};
 }
 SIMD_FN V16 vselect_ge(V16 x, float bound, V16 y, V16 z) {
     const __m256 limit = _mm256_set1_ps(bound);
@@ -248,6 +265,14 @@ SIMD_FN V16 vabs(V16 a) {
 SIMD_FN V16 vneg(V16 a) {
     return each_four(EACH(i) { return vnegq_f32(a.v[i]); });
 }
+// Lane i gets lane i ^ step; step is 1, 2, 4 or 8.
+template <int step>
+SIMD_FN V16 vswap(V16 a) {
+    if constexpr (step == 1) return each_four(EACH(i) { return vrev64q_f32(a.v[i]); });
+    if constexpr (step == 2) return each_four(EACH(i) { return vextq_f32(a.v[i], a.v[i], 2); });
+    if constexpr (step == 4) return {{a.v[1], a.v[0], a.v[3], a.v[2]}};
+    if constexpr (step == 8) return {{a.v[2], a.v[3], a.v[0], a.v[1]}};
+}
 SIMD_FN V16 vselect_ge(V16 x, float bound, V16 a, V16 b) {
     const float32x4_t limit = vdupq_n_f32(bound);
     return each_four(EACH(i) { return vbslq_f32(vcgeq_f32(x.v[i], limit), a.v[i], b.v[i]); });
@@ -346,6 +371,11 @@ SIMD_FN V16 vabs(V16 a) {
 }
 SIMD_FN V16 vneg(V16 a) {
     return each_lane([&](int i) { return -a.lane[i]; });
+}
+// Lane i gets lane i ^ step; step is 1, 2, 4 or 8.
+template <int step>
+SIMD_FN V16 vswap(V16 a) {
+    return each_lane([&](int i) { return a.lane[i ^ step]; });
 }
 SIMD_FN V16 vselect_ge(V16 x, float bound, V16 a, V16 b) {
     return each_lane([&](int i) { return x.lane[i] >= bound ? a.lane[i] : b.lane[i]; });

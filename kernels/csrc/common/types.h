@@ -86,7 +86,7 @@ struct Vector {
     Buffer<float> data;
 };
 
-// Quantised activations of one step (CA-2 rule 1), as panels of 16 tokens:
+// Quantised activations of one step (CA-3 rule 1), as panels of 16 tokens:
 //
 //   q         int8  [group][block][token 16][32]   one block of one token = 32 contiguous bytes
 //   scale     fp32  [group][block][token 16]

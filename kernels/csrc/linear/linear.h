@@ -1,4 +1,4 @@
-// Matrix times activations (CA-2 rule 2) and what follows it in the same pass: bias, residual, gate.
+// Matrix times activations (CA-3 rule 2) and what follows it in the same pass: bias, residual, gate.
 //
 // A level supplies LinearKernels; the driver in linear.cpp cuts the output into pieces and hands
 // them to the pool. A piece is whole row tiles for whole token groups, so neither the number of

@@ -1,4 +1,4 @@
-// CA-2 rule 2 with AVX2: the outer product of linear_avx512.cpp on 8 rows times up to 4 tokens.
+// CA-3 rule 2 with AVX2: the outer product of linear_avx512.cpp on 8 rows times up to 4 tokens.
 #include "linear/blocks_avx2.h"
 
 namespace batchengine {

@@ -1,4 +1,4 @@
-// CA-2 rule 2 with AVX512-VNNI.
+// CA-3 rule 2 with AVX512-VNNI.
 //
 // One lane of a zmm is one row, so an output is one chain of fma in block order and needs no
 // horizontal sum. Inside a block the kernel forms an outer product: each packed vector of R row

@@ -1,4 +1,4 @@
-// The definition of CA-2 rule 2: every other level must give these bits.
+// The definition of CA-3 rule 2: every other level must give these bits.
 //
 // Written from the rule, one output at a time. Integer dots are exact; each fp32 operation below
 // rounds once, in the order it is written.

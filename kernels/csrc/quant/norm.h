@@ -1,4 +1,4 @@
-// RMSNorm (CA-2 rule 3) and quantisation (rule 1) over the rows of a step, alone or in one pass.
+// RMSNorm (CA-3 rule 3) and quantisation (rule 1) over the rows of a step, alone or in one pass.
 #pragma once
 
 #include "common/pool.h"

@@ -1,4 +1,4 @@
-// Quantisation of activations (CA-2 rule 1): fp32 rows into int8 panels.
+// Quantisation of activations (CA-3 rule 1): fp32 rows into int8 panels.
 #pragma once
 
 #include "common/ca.h"

@@ -1,4 +1,4 @@
-// CA-2 rule 1 with AVX2: four ymm per block.
+// CA-3 rule 1 with AVX2: four ymm per block.
 #include "common/simd.h"
 #include "quant/quant.h"
 

@@ -1,4 +1,4 @@
-// CA-2 rule 1 with AVX-512: eight blocks at once, of eight tokens or of one token.
+// CA-3 rule 1 with AVX-512: eight blocks at once, of eight tokens or of one token.
 //
 // The sixteen vectors stay in registers from the first load to the store; one tree of maxima and one
 // tree of sums serve all eight blocks.

@@ -1,4 +1,4 @@
-// The definition of CA-2 rule 1, and the choice of its implementation.
+// The definition of CA-3 rule 1, and the choice of its implementation.
 #include "common/dispatch.h"
 #include "quant/quant.h"
 

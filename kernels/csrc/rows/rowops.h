@@ -1,4 +1,4 @@
-// Row operations of CA-2 that are not reductions of integers: norm, rope, kv8, fold, softmax scans.
+// Row operations of CA-3 that are not reductions of integers: norm, rope, kv8, fold, softmax scans.
 //
 // One table of functions per instruction set, all compiled from rowops_body.h, so the scalar unit is
 // the definition and the others repeat it. Rows are plain spans; sizes were checked by the callers.
@@ -16,6 +16,8 @@ struct RowOps {
     void (*rmsnorm)(const float* x, const float* w, size_t n, float eps, float* y);
     // Rule 4, in place, on the first 2*half values. neox: pairs (i, i+half); else pairs (2i, 2i+1).
     void (*rope)(float* x, const float* cosines, const float* sines, size_t half, bool neox);
+    // Rule 4, in place: the Hadamard transform of each `width` values, a power of two from 32 to n.
+    void (*hadamard)(float* x, size_t n, size_t width);
     // Rule 7: RN(x * factor) by rule 1, with a scale of NaN for a nonfinite group; offset = -128 * sum
     // of the group's q.
     void (*quantise_query)(const float* x, size_t blocks, float factor, int8_t* q, float* scale,

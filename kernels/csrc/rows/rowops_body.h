@@ -71,6 +71,27 @@ void rope(float* x, const float* cosines, const float* sines, size_t half, bool 
         ca::rotate(neox ? x[i] : x[2 * i], neox ? x[i + half] : x[2 * i + 1], cosines[i], sines[i]);
 }
 
+// The pairs of one step inside a vector. The second value of a pair gets first - second: one rounding
+// of -1 * second + first.
+template <int step>
+SIMD_FN V16 butterfly(V16 x) {
+    float signs[16];
+    for (int i = 0; i < 16; i++) signs[i] = i & step ? -1.0f : 1.0f;
+    return vfma(x, vload(signs), vswap<step>(x));
+}
+
+void hadamard(float* x, size_t n, size_t width) {
+    for (size_t i = 0; i < n; i += 16)
+        vstore(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(vload(x + i))))));
+    for (size_t step = 16; step < width; step *= 2)
+        for (size_t i = 0; i < n; i += 16) {
+            if (i & step) continue;
+            const V16 first = vload(x + i), second = vload(x + i + step);
+            vstore(x + i, first + second);
+            vstore(x + i + step, first - second);
+        }
+}
+
 SIMD_FN void fill_zero(int8_t* q, size_t width) {
     for (size_t i = 0; i < width; i++) q[i] = 0;
 }
@@ -205,6 +226,6 @@ int64_t keep(const float* x, size_t n, float value, size_t ties, int32_t least, 
 }
 
 #define ROWOPS_TABLE                                                                               \
-    { rmsnorm, rope, quantise_query, quantise_kv8, fold, finish, largest, weigh, keep }
+    { rmsnorm, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, weigh, keep }
 
 }  // namespace

@@ -40,6 +40,30 @@ GPU_FN void rotate(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::In<float> cosi
     gpu::barrier();
 }
 
+// The Hadamard transform of rule 4. A thread has the values d = thread + 64 j, so those of a warp are 32
+// neighbours, which are pairs of the first five steps.
+GPU_FN void transform(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, int head_dim) {
+    for (int d = gpu::thread(); d < head_dim; d += THREADS) {
+        float value = x[d];
+        for (int step = 1; step < gpu::WARP; step *= 2) {
+            const float other = gpu::shuffle_xor(value, step);
+            value = gpu::lane() & step ? ca::sub_rn(other, value) : ca::add_rn(value, other);
+        }
+        x[d] = value;
+    }
+    const int width = ca::hadamard_width(head_dim);
+    for (int step = gpu::WARP; step < width; step *= 2) {
+        gpu::barrier();
+        for (int i = gpu::thread(); i < head_dim / 2; i += THREADS) {
+            const int first = 2 * i - (i & (step - 1)), second = first + step;
+            const float x0 = x[first], x1 = x[second];
+            x[first] = ca::add_rn(x0, x1);
+            x[second] = ca::sub_rn(x0, x1);
+        }
+    }
+    gpu::barrier();
+}
+
 // The largest magnitude of the lanes of a warp.
 GPU_FN uint32_t largest_of_warp(float x) {
     uint32_t largest = ca::magnitude_bits(x);
@@ -137,6 +161,7 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
         const gpu::In<float> norm = is_query ? q_norm : k_norm;
         if (norm) normalise(x, lanes, norm, head_dim, eps);
         if (rope) rotate(x, rope + static_cast<int64_t>(position) * n_rot, n_rot, is_neox);
+        transform(x, head_dim);
     }
     if (is_query) {
         const int64_t row = token * n_head + index;

@@ -117,7 +117,7 @@ void transcendental() {
 
 void rows() {
     Line group("quantise_group"), query("quantise_query"), kv8("kv8_group");
-    Line squares("sum_of_squares");
+    Line squares("sum_of_squares"), transformed("hadamard");
     for (int i = 0; i < MANY / 64; i++) {
         float x[128];
         int8_t q[128] = {};
@@ -135,6 +135,8 @@ void rows() {
         kv8.add(q, 128);
         kv8.add(&d, 1);
         squares.add(ca::sum_of_squares(x, 1 + source.below(128)));
+        ca::hadamard(x, ca::hadamard_width(32 * (1 + source.below(4))));
+        transformed.add(x, 128);
     }
 }
 
