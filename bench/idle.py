@@ -33,7 +33,7 @@ from bench.models.synthetic import PRESETS, write_synthetic
 # KV of an 8B model; the rest is small, as nothing reads it.
 SHAPE = replace(PRESETS["tiny"], n_layer=32, n_kv_head=8, n_head=32, head_dim=128, context=4096)
 GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step and of each token: an H200, about
-BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 200, 40
+BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 300, 40
 PROMPT, TOKEN_IDS = 8, 300  # tokens at least, and ids that they have
 ROUNDS = 2  # of sessions with prompts of their own, of which the last counts
 BUDGET_BYTES, VRAM_BYTES = 6 << 30, 64 << 30
@@ -110,6 +110,8 @@ def idle_row(steps: Sequence[ModelledStep], batch: int) -> Row:
     """From the first to the last step of `batch` tokens: the share without a step, and the times
     between steps."""
     whole = [i for i, step in enumerate(steps) if step.tokens == batch][SKIPPED:]
+    if len(whole) < 2:
+        raise SystemExit(f"bench idle: answers ended before {SKIPPED + 2} steps had {batch} tokens")
     part = steps[whole[0] : whole[-1] + 1]
     gaps = [after.begin - before.end for before, after in itertools.pairwise(part)]
     return {
