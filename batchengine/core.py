@@ -10,7 +10,7 @@ import enum
 import hashlib
 import re
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -366,6 +366,15 @@ class QueuedEvent:
 
     position: int
     eta_ms: float | None
+
+
+class DaemonLoad(NamedTuple):
+    """How much a daemon has to do: requests with and without a seat, and the share of the lanes'
+    places for open pages that are in use."""
+
+    requests_running: int
+    requests_waiting: int
+    kv_usage_ratio: float
 
 
 @dataclass(frozen=True, slots=True)

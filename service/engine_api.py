@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from batchengine import errors
 from batchengine.core import (
     Constraint,
+    DaemonLoad,
     GenerationEvent,
     GenerationRequest,
     ModelInfo,
@@ -105,6 +106,7 @@ class EngineApi(Protocol):
     def requests(
         self, tenant: str | None = None, count_max: int | None = None
     ) -> Sequence[Facts]: ...
+    def load(self) -> DaemonLoad: ...
     def stats(self) -> Facts: ...
 
     async def past_turn(self, tenant: str, turn_id: str, *, has_texts: bool = True) -> PastTurn: ...

@@ -11,7 +11,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Any, cast
@@ -21,9 +21,11 @@ import msgspec
 from batchengine import errors
 from batchengine.config import settings
 from batchengine.metrics import Metrics
-from service.http.answers import STATUS
+from service.http.answers import ANSWER_HEADERS, STATUS
 from service.http.app import ROUTES
 from service.http.routes.route import Route
+from service.protocols.carriers import REQUEST_HEADERS
+from service.protocols.schema import Extension
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Made by tools/make_docs.py (make docs); edit the code that it names. -->\n"
@@ -232,11 +234,27 @@ def api() -> str:
     for tag in tags:
         rows = [_route(route) for route in ROUTES if route.tag == tag]
         parts += [f"## {tag.capitalize()}", table(("route", "what it does"), rows)]
+    parts += [
+        "## Headers of requests",
+        "Where several headers say the same, the first one that is set counts; fields of the body"
+        " come before headers.",
+        table(("header", "meaning"), [(_codes(names), text) for names, text in REQUEST_HEADERS]),
+        "## Headers of answers",
+        table(
+            ("header", "meaning"), [(_codes([one]), text) for one, text in ANSWER_HEADERS.items()]
+        ),
+        "## Object `batchengine` of bodies",
+        _fields(Extension),
+    ]
     bodies = {route.body: route.path for route in ROUTES if route.body is not None}
     for body, _ in sorted(bodies.items(), key=lambda pair: pair[0].__name__):
         paths = [f"`{route.path}`" for route in ROUTES if route.body is body]
         parts += [f"## Body `{body.__name__}`", "Of " + ", ".join(paths) + ".", _fields(body)]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _route(route: Route) -> tuple[str, str]:
@@ -250,7 +268,11 @@ def _fields(body: type[msgspec.Struct]) -> str:
     schema = schemas[body.__name__]
     required = set(schema.get("required", ()))
     rows = [
-        (f"`{name}`", _type(value, schemas), "required" if name in required else "")
+        (
+            f"`{name}`",
+            _type(value, schemas),
+            "required" if name in required else value.get("description", ""),
+        )
         for name, value in schema["properties"].items()
     ]
     return table(("field", "value", ""), rows)

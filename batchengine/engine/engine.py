@@ -21,6 +21,7 @@ from batchengine import errors
 from batchengine.config import Config
 from batchengine.core import (
     BatchEngineError,
+    DaemonLoad,
     GenerationRequest,
     ModelInfo,
     PastTurn,
@@ -117,7 +118,7 @@ class Engine:
     # -------------------------------------------------------------------------- start, stop
 
     async def start(self, on_stage: Callable[[Stage], None]) -> None:
-        """Load the model on every lane and open the store; requests may come afterwards."""
+        """DaemonLoad the model on every lane and open the store; requests may come afterwards."""
         try:
             running = await boot.start(
                 Launch(
@@ -367,6 +368,10 @@ class Engine:
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""
         return report.lane_rows(self.state)
+
+    def load(self) -> DaemonLoad:
+        """Return what the lanes have to do now."""
+        return self.state.load
 
     def stats(self) -> dict[str, Any]:
         """Return the numbers of /health and of the status command."""

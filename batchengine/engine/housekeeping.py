@@ -147,10 +147,10 @@ class Housekeeping:
                 self._counted[key] = value
         stat = self._store.stat()
         used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
-        linked = self._state.lanes[0]
+        linked, load = self._state.lanes[0], self._state.load
         self._state.peer_load = PeerLoad(
-            requests_running=sum(len(loop.running) for loop in self._state.lanes),
-            requests_waiting=self._state.waiting,
+            requests_running=load.requests_running,
+            requests_waiting=load.requests_waiting,
             kv_bytes=int(budget),
             kv_free_bytes=max(0, int(budget - used)),
             prefill_tokens_per_s=round(1000 / linked.cost.cost.prefill_token_ms)
@@ -159,9 +159,7 @@ class Housekeeping:
             read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
             leaves=self._state.leaving,
         )
-        pages = sum(loop.kv.slots.total for loop in self._state.lanes)
-        free = sum(loop.kv.slots.available for loop in self._state.lanes)
-        metrics.kv_usage_ratio.labels("cpu").set((pages - free) / max(pages, 1))
+        metrics.kv_usage_ratio.labels("cpu").set(load.kv_usage_ratio)
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
         metrics.ledger_ok.set(not stat["ledger_failed"])

@@ -192,11 +192,11 @@ def _request_row(state: EngineState, generation: Generation, now_ms: float) -> d
 
 def numbers(state: EngineState) -> dict[str, Any]:
     """Return the numbers of /health and of the status command."""
-    loops = state.lanes
+    loops, load = state.lanes, state.load
     found: dict[str, Any] = {
         "uptime_s": round(time.monotonic() - state.started, 1),
-        "requests_running": sum(len(loop.running) for loop in loops),
-        "requests_waiting": state.waiting,
+        "requests_running": load.requests_running,
+        "requests_waiting": load.requests_waiting,
         "requests_finished": state.finished,
         "sessions": len(state.sessions),
         "tokens_computed": sum(loop.meter.tokens for loop in loops),

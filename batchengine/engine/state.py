@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from batchengine.config import Config
+from batchengine.core import DaemonLoad
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.turns.records import SessionFacts, parked_row
 from batchengine.engine.turns.stream import Generation
@@ -69,6 +70,14 @@ class EngineState:
     def waiting(self) -> int:
         """Requests that were admitted and have no seat."""
         return max(0, len(self.requests) - sum(len(loop.running) for loop in self.lanes))
+
+    @property
+    def load(self) -> DaemonLoad:
+        """What the lanes have to do now."""
+        places = sum(loop.kv.slots.total for loop in self.lanes)
+        free = sum(loop.kv.slots.available for loop in self.lanes)
+        running = sum(len(loop.running) for loop in self.lanes)
+        return DaemonLoad(running, self.waiting, (places - free) / max(places, 1))
 
     @property
     def first_epoch(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from aiohttp import web
 
-from batchengine.core import BatchEngineError, Kind
+from batchengine.core import BatchEngineError, DaemonLoad, Kind, TimelineUse
 
 STATUS: dict[Kind, int] = {  # of the answer to an error
     Kind.INVALID: 400,
@@ -24,6 +24,21 @@ STATUS: dict[Kind, int] = {  # of the answer to an error
     Kind.INTERNAL: 500,
     Kind.UNAVAILABLE: 503,
 }
+# Headers of answers that clients of this daemon may read, and what they say.
+ANSWER_HEADERS = {
+    "x-request-id": "The request, as logs and `batchengine explain` name it",
+    "x-batchengine-session-id": "The id of its session here, if the request named one",
+    "x-batchengine-route": "Kinds of the daemon's lanes",
+    "x-batchengine-class": "The class that it is served as",
+    "x-batchengine-timeline": "How the messages relate to what the session has: "
+    + ", ".join(f"`{use}`" for use in TimelineUse),
+    "x-batchengine-warning": "`history-missing`: the client seems to send its newest message only",
+    "x-batchengine-ignored-fields": "Fields of the body, and keywords of schemas, without effect",
+    "x-batchengine-load": "The daemon's `requests_running`, `requests_waiting` and"
+    " `kv_usage_ratio` (cpu) as the answer begins, for those who spread requests over hosts",
+    "Retry-After": "Of 429 and 503: seconds until a repetition makes sense",
+    "x-should-retry": "Of errors: whether a repetition makes sense; SDKs obey it",
+}
 RETRY_MS = 1000  # where an error that passes by itself names no time
 # Names of errors that refuse a request before any work of it, since the daemon has too much.
 SATURATED = {"overloaded", "too_many_requests", "too_many_connections", "too_many_bodies"}
@@ -39,6 +54,12 @@ def json_answer(
         headers=headers,
         content_type="application/json",
     )
+
+
+def load_header(load: DaemonLoad) -> str:
+    """The value of x-batchengine-load, a dictionary of RFC 8941."""
+    running, waiting, ratio = load
+    return f"requests_running={running}, requests_waiting={waiting}, kv_usage_ratio={ratio:.3f}"
 
 
 def error_headers(error: BatchEngineError) -> dict[str, str]:

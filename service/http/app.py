@@ -32,7 +32,7 @@ from service.http.admission import (
     prompt_limits,
     read_json_body,
 )
-from service.http.answers import STATUS, error_headers, json_answer
+from service.http.answers import STATUS, error_headers, json_answer, load_header
 from service.http.dashboard import live, page
 from service.http.routes import models, openapi, queue, responses, route, texts, unbuilt
 from service.http.routes.route import Route
@@ -268,6 +268,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     headers = request[HEADERS]
     headers["x-batchengine-route"] = job.route
     headers["x-batchengine-class"] = job.asked.sla.sla_class.value
+    headers["x-batchengine-load"] = load_header(service.engine.load())
     session_id = generations[0].session_id or job.asked.session_id or ""
     if is_kept(session_id):
         headers["x-batchengine-session-id"] = session_id

@@ -80,6 +80,8 @@ HEADERS_EXACT = (
 )
 HEADERS_LAST = ("x-conversation-id", "x-openwebui-chat-id")
 HEADER_APPEND = "x-batchengine-append"
+HEADER_FINAL = "x-dynamo-session-final"
+HEADER_KEY = "Idempotency-Key"
 SWITCHES = {"true": True, "false": False, "1": True, "0": False}
 HEADER_AGENT = "x-claude-code-agent-id"  # a child, whose parent has the session id beside it
 HEADERS_PARENT = (
@@ -320,3 +322,19 @@ def _number(text: str, param: str, low: float, high: float) -> float:
             fix=f"correct the header {param} or leave it out",
         )
     return value
+
+
+# What headers of a request say: of a row the first one that is set, unless the body says it.
+REQUEST_HEADERS = (
+    ((*HEADERS_EXACT, "x-...-session-id", *HEADERS_LAST), "The session's name"),
+    (HEADERS_PARENT, "Name of the session that started this one"),
+    ((HEADER_APPEND,), "`true` = the messages are new ones, behind those of the session"),
+    ((HEADER_FINAL,), "`true` = the session's last turn"),
+    ((HEADER_CLASS,), "Class: " + ", ".join(f"`{one}`" for one in SlaClass)),
+    (HEADERS_TTFT, "Target: time to the first token (ms)"),
+    (HEADERS_TPOT, "Target: time of each further token (ms)"),
+    (HEADERS_TTLT, "Target: time to the last token (ms)"),
+    (HEADERS_PRIORITY, "Order among requests of one class; higher is sooner"),
+    ((HEADER_KEY,), "Requests with the same key are computed once, and have the same answer"),
+    (HEADERS_TIMEOUT, "How long the client waits for an answer without a stream (s)"),
+)

@@ -47,9 +47,7 @@ BYTES_PER_TOKEN_MAX = 128
 SCORES_MAX = 2 << 20  # log-probabilities of prompts in one answer: 30 bytes of JSON each
 BODY_BYTES_MIN = 1 << 20  # room for tools and fields beside the prompt
 SEED_MASK = (1 << 64) - 1
-HEADER_KEY = "Idempotency-Key"
 KEY_CHARS_MAX = 255
-HEADER_FINAL = "x-dynamo-session-final"
 
 
 NOTHING = b"null"
@@ -153,7 +151,7 @@ def open_job(
     session_id = carriers.session_of(body, headers, caller.tenant)
     extension = body.batchengine or Extension()
     hints = body.nvext.agent_hints if body.nvext else None
-    is_final = extension.final or headers.get(HEADER_FINAL, "").strip().lower() == "true"
+    is_final = extension.final or headers.get(carriers.HEADER_FINAL, "").strip().lower() == "true"
     asked = GenerationRequest(
         request_id=request_id,
         prompt=(),
@@ -192,11 +190,11 @@ def open_job(
 
 
 def _idempotency_key(headers: CIMultiDictProxy[str]) -> str:
-    key = headers.get(HEADER_KEY, "").strip()
+    key = headers.get(carriers.HEADER_KEY, "").strip()
     if len(key) > KEY_CHARS_MAX or not key.isprintable():
         raise errors.INVALID_FIELD(
-            param=HEADER_KEY,
-            what=f"{HEADER_KEY} is not usable",
+            param=carriers.HEADER_KEY,
+            what=f"{carriers.HEADER_KEY} is not usable",
             why=f"it must be printable and at most {KEY_CHARS_MAX} characters",
             fix="send a UUID",
         )

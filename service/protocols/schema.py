@@ -44,19 +44,44 @@ class StreamOptions(Struct):
 class Extension(Struct, forbid_unknown_fields=True):
     """The `batchengine` object: fields that only this daemon has."""
 
-    sla_class: str | None = msgspec.field(default=None, name="class")
-    ttft_ms: Millis | None = None
-    tpot_ms: Millis | None = None
-    ttlt_ms: Millis | None = None
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None
-    expected_output_tokens: TokenCount | None = None
-    max_context_tokens: TokenCount | None = None
-    session_id: str | None = None
-    parent_session_id: str | None = None
-    final: bool | None = None  # the session's last turn, as far as the client knows
-    park: bool | None = None  # after this turn it will wait for a tool
-    promote: bool | None = None
-    append: bool | None = None  # the messages are new ones, behind those of the session
+    sla_class: Annotated[
+        str | None,
+        Meta(description="How urgent it is: `interactive`, `standard`, `background` or `batch`"),
+    ] = msgspec.field(default=None, name="class")
+    ttft_ms: Annotated[
+        Millis | None, Meta(description="Target: time to the first token, instead of the class's")
+    ] = None
+    tpot_ms: Annotated[
+        Millis | None,
+        Meta(description="Target: time of each further token, instead of the class's"),
+    ] = None
+    ttlt_ms: Annotated[Millis | None, Meta(description="Target: time to the last token")] = None
+    priority: Annotated[
+        Annotated[int, Meta(ge=-1000, le=1000)] | None,
+        Meta(description="Order among requests of one class; higher is sooner"),
+    ] = None
+    expected_output_tokens: Annotated[
+        TokenCount | None, Meta(description="How long the answer may get, for the choice of a lane")
+    ] = None
+    max_context_tokens: Annotated[
+        TokenCount | None, Meta(description="Accepted, and changes nothing")
+    ] = None
+    session_id: Annotated[str | None, Meta(description="The session's name")] = None
+    parent_session_id: Annotated[
+        str | None, Meta(description="Name of the session that started this one")
+    ] = None
+    final: Annotated[bool | None, Meta(description="The session's last turn")] = None
+    park: Annotated[
+        bool | None,
+        Meta(description="The session waits for a tool after this turn, and leaves its place"),
+    ] = None
+    promote: Annotated[
+        bool | None, Meta(description="true = the session moves to a fast lane first")
+    ] = None
+    append: Annotated[
+        bool | None,
+        Meta(description="true = the messages are new ones, behind those of the session"),
+    ] = None
 
 
 class AgentHints(Struct):

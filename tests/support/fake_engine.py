@@ -20,6 +20,7 @@ from batchengine.config import ApiKey, Config, LimitsConfig, ModelConfig, Server
 from batchengine.core import (
     BatchEngineError,
     Constraint,
+    DaemonLoad,
     DoneEvent,
     ErrorEvent,
     GenerationEvent,
@@ -513,6 +514,10 @@ class FakeEngine:
         over = not (rows or given)
         leaving = self.phase == "leaving"
         return {"leaving": leaving, "requests": rows, "given": given, "stages": [], "over": over}
+
+    def load(self) -> DaemonLoad:
+        running = sum(not g.finished for g in self.generations)
+        return DaemonLoad(running, len(self.generations) - running, 0.25)
 
     def stats(self) -> Mapping[str, Any]:
         return {"running": sum(not g.finished for g in self.generations)}

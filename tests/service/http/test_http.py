@@ -14,6 +14,7 @@ import pytest
 from batchengine import errors
 from batchengine.core import SlaClass
 from service.http import admission, listener
+from service.http.answers import ANSWER_HEADERS
 from tests.support.fake_engine import (
     MODEL_ID,
     FakeEngine,
@@ -105,6 +106,11 @@ async def test_answers_without_a_stream_have_a_body_and_headers() -> None:
         assert lower["x-batchengine-route"] == "cpu"
         assert lower["x-request-id"] == body["batchengine"]["request_id"]
         assert lower["server"] == "batchengine"
+        assert lower["x-batchengine-load"] == (
+            "requests_running=1, requests_waiting=0, kv_usage_ratio=0.250"
+        )
+        own = {name for name in lower if name.startswith("x-batchengine-")}
+        assert own <= set(ANSWER_HEADERS), "docs/api.md lists them"
 
         status, body, _ = await post(served, "/v1/completions", {"prompt": "abc"})
         assert status == 200
