@@ -121,7 +121,7 @@ async def test_pages_that_begin_and_end_let_no_step_wait(
         steps, ahead = lane.meter.steps - counts[0], lane.meter.ahead - counts[1]
         answers = await asyncio.gather(*readers)
         assert lane.kv.sealing.sealed >= n
-    assert (steps > 50, ahead > 0.95 * steps) == (True, True), (steps, ahead)
+    assert (steps > 20, ahead > 0.95 * steps) == (True, True), (steps, ahead)
     for i in (0, n // 2, n - 1):
         assert answers[i].tokens == reference.tokens(prompts[i], 400)
 
