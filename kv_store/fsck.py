@@ -36,7 +36,7 @@ from kv_store.ledger.ledger import (
     why_refused,
 )
 from kv_store.pages.extents import EXTENT_NAME, ExtentInfo, extent_path
-from kv_store.store import set_aside, take_lock
+from kv_store.store import name_aside, set_aside, take_lock
 
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[int, int], None]  # pages read, pages to read
@@ -214,7 +214,8 @@ class _Check:
 
     def _set_aside(self, why: str) -> None:
         name = os.path.join(self.path, "meta.db")
-        repair = "it is set aside; the store starts empty at its next opening"
+        aside = os.path.basename(name_aside(name))
+        repair = f"it is set aside as {aside}; the store starts empty at its next opening"
         self.find("error", "the ledger is not a readable database", why, repair)
         self.fixes.clear()
         self.removals = [lambda: set_aside(name)]

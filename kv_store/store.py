@@ -39,6 +39,7 @@ from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import LEDGER_BYTES_MAX, SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 
+LOGS = "-wal", "-shm"  # suffixes of the files of SQLite beside a ledger
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
 _GONE = (
     "the folder {} was moved, removed or replaced: the next start finds nothing of what is written"
@@ -645,14 +646,19 @@ def _start_epoch(
     return ledger, epoch
 
 
+def name_aside(name: str) -> str:
+    """The first free name for a damaged ledger."""
+    number = 1
+    while any(os.path.lexists(f"{name}.damaged-{number}{suffix}") for suffix in (*LOGS, "")):
+        number += 1
+    return f"{name}.damaged-{number}"
+
+
 def set_aside(name: str) -> str:
     """Rename a ledger to the first free name and return that. Its log is renamed first: SQLite
     would replay the old log into a new file."""
-    number, suffixes = 1, ("-wal", "-shm", "")
-    while any(os.path.lexists(f"{name}.damaged-{number}{suffix}") for suffix in suffixes):
-        number += 1
-    aside = f"{name}.damaged-{number}"
-    for suffix in suffixes[:-1]:
+    aside = name_aside(name)
+    for suffix in LOGS:
         with contextlib.suppress(FileNotFoundError):
             os.rename(name + suffix, aside + suffix)
     os.rename(name, aside)

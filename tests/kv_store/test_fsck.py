@@ -401,6 +401,7 @@ def test_a_ledger_that_is_no_database_is_set_aside(path: Path) -> None:
     report = fsck(path)
     assert not report.ok
     assert problems(report) == ["the ledger is not a readable database"]
+    assert "meta.db.damaged-1" in report.findings[0].repair
     assert (path / "meta.db").exists()
     fsck(path, repair=True)
     assert (path / "meta.db.damaged-1").exists()
@@ -438,7 +439,7 @@ def test_a_ledger_that_cannot_be_opened_is_set_aside_as_advised(
     damage(path)
     assert check_command(path, debug=True) == 1
     printed = capsys.readouterr().out
-    assert "is set aside; the store starts empty" in printed
+    assert "is set aside as meta.db.damaged-1; the store starts empty" in printed
     assert f"Fix: batchengine store fsck {path} --repair" in printed
     assert check_command(path, repair=True, debug=True) == 0, "the advice is true"
     assert "repaired, and sound now" in capsys.readouterr().out
