@@ -473,6 +473,7 @@ class ModelInfo:
     vocab_size: int
     quantisation: str
     chat_template: str = ""  # "" = the file has none
+    tool_template: str = ""  # of chats with tools, "" = no other one
     details: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
     notes: list[str] = field(default_factory=list[str])  # what is not as it was asked for
     created: int = 0  # when the file was written, in seconds since the epoch
@@ -480,8 +481,9 @@ class ModelInfo:
     arith_id: str = ""  # of the arithmetic that computes it
 
     def template_reads(self, name: str) -> bool:
-        """Whether the chat template mentions a variable."""
-        return re.search(rf"\b{re.escape(name)}\b", self.chat_template) is not None
+        """Whether a chat template mentions a variable."""
+        word = re.compile(rf"\b{re.escape(name)}\b")
+        return any(map(word.search, (self.chat_template, self.tool_template)))
 
     @property
     def fingerprint(self) -> str:

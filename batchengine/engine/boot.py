@@ -297,6 +297,7 @@ async def start(launch: Launch) -> Running:
         if launch.reader:
             await _check_text(text)
         info.chat_template = text.tokenizer.chat_template or ""
+        info.tool_template = text.tokenizer.tool_template or ""
         info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
         if text.tokenizer.chat_template is None:
             info.notes.append(NO_TEMPLATE)

@@ -33,9 +33,10 @@ class TextEncoder:
         self._renderer = renderer
         self._on_phase = on_phase
         self._guard = ControlGuard(tokenizer)
-        self._markup = markup_of(renderer.source, tokenizer.special_ids.__contains__)
+        source = "\n".join(renderer.sources)
+        self._markup = markup_of(source, tokenizer.special_ids.__contains__)
         starts = [start for start, _ in self._markup.reasoning]
-        known = (renderer.source, tokenizer.special_ids)
+        known = (source, tokenizer.special_ids)
         self.reasons = any(start in one for start in starts for one in known)
         self._takes: dict[str, bool] = {}
         self._wants_parts: bool | None = None  # None = not tried yet

@@ -91,11 +91,12 @@ class TextProcess:
     def _open(self, opening: Open) -> TextEncoder:
         tokenizer = Tokenizer(opening.vocabulary)
         tokenizer.prepare()  # before files are forbidden
-        source = tokenizer.chat_template if opening.template is None else opening.template
+        source, for_tools = tokenizer.chat_template, tokenizer.tool_template
+        if opening.template is not None:
+            source, for_tools = opening.template, None
         today = datetime.date.fromisoformat(opening.today)
-        return TextEncoder(
-            tokenizer, Renderer(source, today, opening.output_chars_max), self._report
-        )
+        renderer = Renderer(source, today, opening.output_chars_max, for_tools)
+        return TextEncoder(tokenizer, renderer, self._report)
 
     def _report(self, phase: str) -> None:
         self._phase = phase

@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -107,15 +107,25 @@ def _tojson(
 
 
 class Renderer:
-    """One template; compiled at the first rendering, so that a hostile one costs only chats."""
+    """The template of chats, and that of chats with tools if they have one of their own; each is
+    compiled at its first rendering, so that a hostile one costs only chats."""
 
-    def __init__(self, source: str | None, today: datetime.date, output_chars_max: int) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        today: datetime.date,
+        output_chars_max: int,
+        for_tools: str | None = None,
+    ) -> None:
         """`source` None = ChatML. `today` is what templates see as the date."""
-        self.source = CHATML if source is None else source
-        self._today = today
+        self._plain = _Template(CHATML if source is None else source, today)
+        self._for_tools = self._plain if for_tools is None else _Template(for_tools, today)
         self._output_chars_max = output_chars_max
-        self._template: jinja2.Template | None = None
-        self._broken: BatchEngineError | None = None
+
+    @property
+    def sources(self) -> list[str]:
+        """The text of every template."""
+        return list(dict.fromkeys([self._plain.source, self._for_tools.source]))
 
     def render(
         self, chat: Mapping[str, object], variables: Mapping[str, object] | None = None
@@ -127,7 +137,7 @@ class Renderer:
         """
         defaults = {"add_generation_prompt": True, "documents": None}
         values = {**defaults, **(variables or {}), "tools": None, **chat}
-        template = self._compiled()
+        template = (self._for_tools if _has_tools(values) else self._plain).compiled()
         try:
             text = self._generate(template, values)
             text.encode("utf-8")
@@ -142,7 +152,28 @@ class Renderer:
             raise errors.TEMPLATE_FAILED(why=why) from error
         return text
 
-    def _compiled(self) -> jinja2.Template:
+    def _generate(self, template: jinja2.Template, variables: dict[str, object]) -> str:
+        pieces: list[str] = []
+        room = self._output_chars_max
+        for piece in template.generate(variables):
+            room -= len(piece)
+            if room < 0:
+                raise OutputTooLong
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+class _Template:
+    """A template that is compiled once, or is found to be broken once."""
+
+    def __init__(self, source: str, today: datetime.date) -> None:
+        self.source = source
+        self._today = today
+        self._template: jinja2.Template | None = None
+        self._broken: BatchEngineError | None = None
+
+    def compiled(self) -> jinja2.Template:
+        """The template; raises TEMPLATE_BROKEN."""
         if self._broken is not None:
             raise self._broken
         if self._template is None:
@@ -158,15 +189,13 @@ class Renderer:
                 raise self._broken from error
         return self._template
 
-    def _generate(self, template: jinja2.Template, variables: dict[str, object]) -> str:
-        pieces: list[str] = []
-        room = self._output_chars_max
-        for piece in template.generate(variables):
-            room -= len(piece)
-            if room < 0:
-                raise OutputTooLong
-            pieces.append(piece)
-        return "".join(pieces)
+
+def _has_tools(chat: Mapping[str, object]) -> bool:
+    """Whether a chat has tools, or calls and results of some."""
+    messages = cast("list[dict[str, object]]", chat["messages"])
+    return bool(chat["tools"]) or any(
+        one.get("tool_calls") or one.get("role") == "tool" for one in messages
+    )
 
 
 def _broken(why: str) -> BatchEngineError:

@@ -55,7 +55,7 @@ class Tokenizer:
         self.path = Path(path)
         self._facts = facts = read_facts(self.path)
         self.vocab_size = len(facts.tokens)
-        self.chat_template = facts.template
+        self.chat_template, self.tool_template = facts.template, facts.tool_template
         self.bos = facts.special_ids.get("bos")
         self.eos = facts.special_ids.get("eos")
         self.add_bos = facts.add_bos

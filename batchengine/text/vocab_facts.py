@@ -67,7 +67,8 @@ _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 class VocabFacts:
     """One vocabulary. `kinds` has the tokens that are not plain text, `special_ids` by name.
 
-    strips: special tokens that take the white space after them along.
+    strips: special tokens that take the white space after them along. tool_template: that of chats
+    with tools, None if `template` is for them, too.
     """
 
     path: Path
@@ -81,6 +82,7 @@ class VocabFacts:
     add_space_prefix: bool
     strips: frozenset[int]
     template: str | None
+    tool_template: str | None
 
     def text(self, token: int) -> str:
         """A token as the file has it."""
@@ -115,7 +117,6 @@ def read_facts(path: Path) -> VocabFacts:
         special = _special_ids(values, len(tokens), _SPM_DEFAULTS if model == SPM else {})
         ends = _ends(special, ids, kinds)
         asked = values.get("tokenizer.ggml.add_bos_token", model == SPM or pre in _ADD_BOS)
-        template = values.get("tokenizer.chat_template")
         return VocabFacts(
             path=path,
             model=model,
@@ -127,13 +128,18 @@ def read_facts(path: Path) -> VocabFacts:
             add_bos=bool(asked) and "bos" in special,
             add_space_prefix=bool(values.get("tokenizer.ggml.add_space_prefix", model == SPM)),
             strips=_strips(values.get("general.name"), ids, kinds),
-            template=template if isinstance(template, str) and template else None,
+            template=_template(values.get("tokenizer.chat_template")),
+            tool_template=_template(values.get("tokenizer.chat_template.tool_use")),
         )
 
 
 def unusable(path: Path, why: str) -> BatchEngineError:
     """The file's vocabulary cannot be used."""
     return errors.VOCABULARY_UNUSABLE(file=path.name, why=why)
+
+
+def _template(value: Value | None) -> str | None:
+    return value if isinstance(value, str) and value else None
 
 
 def _read_kinds(path: Path, types: Value | None, count: int) -> dict[int, int]:

@@ -56,6 +56,32 @@ def test_a_template_is_probed_once_and_faults_are_no(mistral_path: Path) -> None
     assert not encoder(mistral_path, "{{ raise_exception('no') }}").takes("system")
 
 
+def test_chats_with_tools_have_the_template_for_them(mistral_path: Path, tmp_path: Path) -> None:
+    """As files of Hermes have two: of chats, and of chats with tools, their calls or results."""
+    tokens = [(character, NORMAL) for character in byte_alphabet()]
+    templates = [
+        {"name": "default", "template": "chat {{ messages[0].content }}"},
+        {"name": "tool_use", "template": "tools {% for t in tools or [] %}{{ t.function.name }}"
+        "{% endfor %}{{ messages[-1].content }}<tool_call>"},
+    ]  # fmt: skip
+    path = write_vocab(
+        tmp_path / "two.gguf", "gpt2", [*tokens, ("th", NORMAL)], tokenizer_pre="qwen2",
+        token_merges=["t h"], chat_template=templates,
+    )  # fmt: skip
+    tool = {"type": "function", "function": {"name": "look", "parameters": {}}}
+    user = {"role": "user", "content": "hi"}
+    result = {"role": "tool", "content": "r", "tool_call_id": "1"}
+
+    async def main() -> list[str]:
+        frontend = await TextFrontend.open(path)
+        chats = ([user], None), ([user], [tool]), ([user, result], None)
+        found = [await frontend.encode_chat(messages, tools) for messages, tools in chats]
+        await frontend.close()
+        return [b"".join(map(frontend.piece, ids)).decode() for ids in found]
+
+    assert asyncio.run(main()) == ["chat hi", "tools lookhi<tool_call>", "tools r<tool_call>"]
+
+
 def test_calls_are_written_as_the_prompt_shows_them(mistral_path: Path) -> None:
     """A template without calls has those of a conversation as text, in the form of its tools."""
     bare = encoder(mistral_path, "[TOOL_CALLS]{{ messages[0].content }}").markup

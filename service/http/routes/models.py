@@ -159,6 +159,7 @@ async def _props(request: web.Request) -> web.Response:
             "model_path": info.path.rpartition("/")[2],  # the name, not where it lies
             "modalities": {"vision": False, "audio": False},
             "chat_template": info.chat_template,
+            **({"chat_template_tool_use": info.tool_template} if info.tool_template else {}),
             "chat_template_caps": _template_features(info),
             "endpoint_slots": True,
             "endpoint_props": False,  # nothing can be changed

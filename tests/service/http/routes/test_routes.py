@@ -116,6 +116,10 @@ async def test_llama_server_probes_find_what_they_read() -> None:
         served.engine.info.chat_template = "{{ messages }}{# protools #}"
         features = (await get(served, "/props"))[1]["chat_template_caps"]
         assert features["supports_tool_calls"] is False
+        served.engine.info.tool_template = "{{ tools }}"
+        props = (await get(served, "/props"))[1]
+        assert props["chat_template_caps"]["supports_tool_calls"] is True
+        assert props["chat_template_tool_use"] == "{{ tools }}"
         slots = (await get(served, "/slots"))[1]
         assert [row["id"] for row in slots] == list(range(seats))
         assert not any(row["is_processing"] for row in slots)
