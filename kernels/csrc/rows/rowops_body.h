@@ -80,16 +80,30 @@ SIMD_FN V16 butterfly(V16 x) {
     return vfma(x, vload(signs), vswap<step>(x));
 }
 
-void hadamard(float* x, size_t n, size_t width) {
-    for (size_t i = 0; i < n; i += 16)
-        vstore(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(vload(x + i))))));
-    for (size_t step = 16; step < width; step *= 2)
-        for (size_t i = 0; i < n; i += 16) {
+// One run of 16 * n values, in registers.
+template <int n>
+SIMD_FN void transform(float* x) {
+    V16 v[n];
+    repeat<n>(EACH(i) {
+        v[i] = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(vload(x + 16 * i)))));
+    });
+    UNROLL for (int step = 1; step < n; step *= 2) {
+        UNROLL for (int i = 0; i < n; i++) {
             if (i & step) continue;
-            const V16 first = vload(x + i), second = vload(x + i + step);
-            vstore(x + i, first + second);
-            vstore(x + i + step, first - second);
+            const V16 first = v[i], second = v[i + step];
+            v[i] = first + second, v[i + step] = first - second;
         }
+    }
+    repeat<n>(EACH(i) { vstore(x + 16 * i, v[i]); });
+}
+
+void hadamard(float* x, size_t n, size_t width) {
+    for (const float* const end = x + n; x < end; x += width) {
+        if (width == 32) transform<2>(x);
+        if (width == 64) transform<4>(x);
+        if (width == 128) transform<8>(x);
+        if (width == 256) transform<16>(x);
+    }
 }
 
 SIMD_FN void fill_zero(int8_t* q, size_t width) {
