@@ -123,6 +123,7 @@ class Session:
         "priority",
         "salt",
         "session_id",
+        "sla_class",
         "state",
         "suspect",
         "tenant",
@@ -137,6 +138,7 @@ class Session:
         self.state = State.IDLE
         self.salt = tenant.encode()  # of content keys: tenants share no pages
         self.priority = 0  # of its pages against eviction: higher stays
+        self.sla_class = ""  # of its last turn in this run
         self.epoch = 1
         self.epoch_tried = 1
         self.tokens: list[int] = []

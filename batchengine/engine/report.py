@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from batchengine.core import SlaClass
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.sessions.directory import family_of, name_of
 from batchengine.engine.state import EngineState, parked_facts
@@ -21,8 +20,6 @@ from batchengine.engine.turns.stream import Generation
 from batchengine.session import Session
 from kv_store.ledger.queries import SessionInfo
 from kv_store.store import Store
-
-CLASSES = tuple(c.value for c in SlaClass)  # priority p is CLASSES[-1 - p]
 
 
 def lane_rows(state: EngineState) -> list[dict[str, Any]]:
@@ -117,7 +114,7 @@ def session_rows(
             "family": family_of(session.session_id),
             "tenant": session.tenant,
             **_use(state.facts[session.key].meta if session.key in state.facts else None),
-            "class": CLASSES[-1 - session.priority],
+            "class": session.sla_class,
             "state": session.state.value,
             "tokens": len(session.tokens),
             "frontier": session.frontier,

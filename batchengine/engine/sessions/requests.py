@@ -353,6 +353,7 @@ class Requests:
         loop.assigned += 1
         loop.kv.slots.protect(session)
         session.priority = turn.priority
+        session.sla_class = generation.request.sla.sla_class.value
         return turn
 
     async def _join(self, turn: Turn) -> None:

@@ -152,6 +152,8 @@ async def test_after_a_clean_restart_nothing_is_recomputed(
         one = await read(engine.submit(request(start, 20, session="s")))
     longer = [*start, *one.tokens, *words(16, 9)]
     async with running_engine(site) as engine:
+        assert (await read(await engine.resume("", "s"))).tokens == one.tokens
+        assert engine.sessions()[0]["class"] == "", "it has had no turn since"
         two = await read(engine.submit(request(longer, 20, session="s")))
         assert two.tokens == reference.tokens(longer, 20)
         assert two.done is not None
@@ -159,6 +161,7 @@ async def test_after_a_clean_restart_nothing_is_recomputed(
         assert two.done.usage.reuse_reason == ""
         row = engine.sessions()[0]
         assert (row["tokens_reused"], row["tokens_prompt"], row["reason"]) == (719, 729, "")
+        assert row["class"] == "standard"
         used = engine.metrics.kv_restored_tokens_used_total
         assert used._value.get() == 719
         assert engine.stats()["tokens_computed"] == 10 + 19
