@@ -214,6 +214,7 @@ class SimText:
         control=(),
         vocab_size=2048,
         chat_template=None,
+        tool_template=None,
         path=Path("no vocabulary"),
     )
 
