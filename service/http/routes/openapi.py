@@ -13,6 +13,7 @@ from msgspec import Struct
 
 import batchengine
 from service.http.routes.route import Route
+from service.protocols.carriers import REQUEST_HEADERS
 from service.protocols.messages.protocol import MESSAGES
 from service.protocols.table import protocol_of
 
@@ -93,6 +94,9 @@ def _operation(route: Route, ref_of: dict[type[Struct], Object]) -> Object:
     names = _PARAMETER.findall(route.path)
     parameters = [_parameter(name, "path", "", is_required=True) for name in names]
     parameters += [_parameter(name, "query", text) for name, text in route.query]
+    if route.tag == "generation" and route.body is not None:
+        headers = ((names[0], text) for names, text in REQUEST_HEADERS)
+        parameters += [_parameter(name, "header", text) for name, text in headers]
     types: Object = {kind: {} for kind in route.content}
     error = MessagesError if protocol_of(route.path, {}) is MESSAGES else Error
     failure: Object = {

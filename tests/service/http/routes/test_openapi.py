@@ -32,3 +32,17 @@ async def test_an_error_of_every_route_has_the_documented_form() -> None:
                     answer = await reply.json()
                 schema = row["responses"]["default"]["content"]["application/json"]["schema"]
                 assert not lacks(document, schema, answer), path
+
+
+async def test_requests_that_generate_name_their_headers() -> None:
+    async with serving() as served, aiohttp.ClientSession(served.base) as client:
+        async with client.get("/openapi.json") as reply:
+            paths = (await reply.json())["paths"]
+
+    def headers(path: str, method: str) -> set[str]:
+        rows = paths[path][method].get("parameters", [])
+        return {row["name"] for row in rows if row["in"] == "header"}
+
+    expected = {"x-batchengine-session-id", "x-llm-d-inference-objective", "Idempotency-Key"}
+    assert expected <= headers("/v1/messages", "post")
+    assert not headers("/v1/models", "get")
