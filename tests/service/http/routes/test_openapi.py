@@ -35,9 +35,12 @@ async def test_an_error_of_every_route_has_the_documented_form() -> None:
 
 
 async def test_requests_that_generate_name_their_headers() -> None:
-    async with serving() as served, aiohttp.ClientSession(served.base) as client:
-        async with client.get("/openapi.json") as reply:
-            paths = (await reply.json())["paths"]
+    async with (
+        serving() as served,
+        aiohttp.ClientSession(served.base) as client,
+        client.get("/openapi.json") as reply,
+    ):
+        paths = (await reply.json())["paths"]
 
     def headers(path: str, method: str) -> set[str]:
         rows = paths[path][method].get("parameters", [])
