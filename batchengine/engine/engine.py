@@ -1,7 +1,7 @@
 """The engine's API, which the service calls. Sessions are named by (tenant, id).
 
 Owns start and stop. Never blocks the event loop: lane workers compute, the store's threads do the
-I/O of files and SQLite, and one thread does text.
+I/O of files and SQLite, and text processes read bodies, tokenise and check grammars.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ class StepWriter:
             generation.paused_since_ms = now_ms
 
     def _nonfinite(self, turn: Turn) -> None:
-        """Fail a turn with NaN or Inf in a row; every page that it computed is invalid (F45)."""
+        """Fail a turn with NaN or Inf in a row; every page that it computed is invalid."""
         self._metrics.numeric_faults_total.inc()
         session = turn.session
         self._kv.invalidation.invalidate_turn(session, turn.generation.cached_tokens)
