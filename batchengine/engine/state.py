@@ -113,6 +113,10 @@ class EngineState:
         sessions = (*self.sessions.values(), *(turn.session for turn in self.turns.values()))
         return list({session.key: session for session in sessions}.values())
 
+    def turn_of(self, session: Session) -> Turn | None:
+        """The turn of a session, on its way to a lane or there; a session has one at a time."""
+        return next((turn for turn in self.turns.values() if turn.session is session), None)
+
     def names(self) -> list[tuple[str, str]]:
         """(tenant, id) of every session that `find` returns."""
         return [(session.tenant, session.session_id) for session in self.known()]

@@ -173,9 +173,8 @@ class Migrator:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort(CLOSED)
-        shared = [turn for turn in self._state.turns.values() if turn.shared_with]
-        if peer := next((turn.shared_with for turn in shared if turn.session is session), ""):
-            raise Abort(f"peer {peer} computes its turn too")
+        if (turn := self._state.turn_of(session)) is not None and turn.shared_with:
+            raise Abort(f"peer {turn.shared_with} computes its turn too")
         named = self._state.sessions.get((session.tenant, session.session_id)) is session
         if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
             raise Abort("it is being read from the ledger")
@@ -333,8 +332,7 @@ class Migrator:
         to.kv.importing.bring(session, tails)
         self._state.home[session.key] = to
         # Its turn may not be in a lane's loop while its pages load.
-        has_turn = any(turn.session is session for turn in self._state.turns.values())
-        if frozen.turn is not None or has_turn:
+        if frozen.turn is not None or self._state.turn_of(session) is not None:
             source.assigned -= 1
             to.assigned += 1
         move.release_seats()

@@ -128,9 +128,9 @@ class Requests:
             if older.resumes is not None:
                 older.fail(errors.RESUMED_ELSEWHERE())
         queue.appendleft(generation)
-        for running, turn in list(self._state.turns.items()):
-            if turn.session is session and turn.turn_id == request.request_id:
-                running.abort(errors.RESUMED_ELSEWHERE())
+        turn = self._state.turn_of(session)
+        if turn is not None and turn.turn_id == request.request_id:
+            turn.generation.abort(errors.RESUMED_ELSEWHERE())
         return generation
 
     async def end(self, session: Session, error: BatchEngineError) -> None:
