@@ -317,7 +317,7 @@ def _token_ms(
         holders.append(RingHolder(peer.name, tokens, slow * kv_ms, link, wait))
     assert before is not None
     own = max(0, context - sum([tokens for _, tokens in route]))
-    return ring.times(facts.shape, holders, before, own, here.cost.decode_kv_ms).token_ms
+    return ring.token_ms(facts.shape, holders, before, own, here.cost.decode_kv_ms)
 
 
 def _routes(

@@ -2,8 +2,7 @@
 
 Every daemon and every link has a queue and serves one item at a time. In the pipeline a link sends
 hidden states before KV, which goes in pieces, so that a hidden state never waits long. In the ring
-every message of one layer is an item: the query and the accumulators of each head group of each
-session.
+every message of one layer is an item: the query and the accumulators of each head group.
 """
 
 from __future__ import annotations
@@ -135,11 +134,10 @@ def ring(
     home: LinkSpeed,
     own_tokens: int,
     own_kv_token_ms: float,
-    sessions: int,
 ) -> float:
-    """Milliseconds of attention of one token of `sessions` sessions, over all layers."""
+    """Milliseconds of attention of one token of a session, over all layers."""
     clock = Clock()
-    units = sessions * shape.kv_heads
+    units = shape.kv_heads
     per_unit = 1.0 / (shape.layers * shape.kv_heads)
     speeds = [*(holder.link for holder in holders), home]
     links = [Server(clock) for _ in speeds]
