@@ -4,9 +4,9 @@ Owns the closed form of one lap.
 
 In each layer the owner sends its queries along the route. A holder passes them on at once, attends
 to its own KV meanwhile, folds its partial results into the accumulators that come from the holder
-before it, and sends these on; the last holder sends them to the owner. Each of the
-n head groups is a unit of its own, and they follow one another. With links 0 .. r, the last one
-leading back to the owner, a lap takes the longest of
+before it, and sends these on; the last holder sends them to the owner. Each of the n head groups is
+a unit of its own, and they follow one another. With links 0 .. r, the last one leading back to the
+owner, a lap takes the longest of
 
     own     n units on the owner
     holder  query over the links before it + wait + n units there + accumulator over those after it

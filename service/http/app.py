@@ -249,14 +249,15 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
 async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> list[str]:
     """The keywords of schemas that the answer may break, as fields; raises 400 for a constraint
     that answers cannot follow."""
-    if found.constraint is None:
+    constraint, param = found.bare.constraint, found.bare.constraint_param
+    if constraint is None:
         return []
     try:
-        lost = await engine.text.check(found.constraint, found.constraint_digest, tenant=tenant)
-        return [f"{found.constraint_param}.{name}" for name in lost]
+        lost = await engine.text.check(constraint, found.constraint_digest, tenant=tenant)
+        return [f"{param}.{name}" for name in lost]
     except BatchEngineError as error:
         if error.kind is Kind.INVALID:
-            error.param = found.constraint_param
+            error.param = param
         raise
 
 
