@@ -191,6 +191,25 @@ def open_job(
     )
 
 
+def job_again(
+    asked: GenerationRequest, engine: EngineApi, config: Config, *, include_usage: bool = True
+) -> HttpJob:
+    """The job of a turn of the ledger, whose answer is sent again; `asked` is its request."""
+    return HttpJob(
+        asked=asked,
+        model=engine.info.model_id,
+        stream=True,
+        include_usage=include_usage,
+        route=route_name(engine),
+        seed=asked.sampling.seed,
+        fingerprint=engine.info.fingerprint,
+        reasoning_fields=reasoning_fields(config),
+        predict=lambda: engine.predicted(asked.request_id),
+        echo=asked.echo.encode() or NOTHING,
+        requests=[asked],
+    )
+
+
 def _idempotency_key(headers: CIMultiDictProxy[str]) -> str:
     key = headers.get(HEADER_KEY, "").strip()
     if len(key) > KEY_CHARS_MAX or not key.isprintable():
