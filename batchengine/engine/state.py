@@ -56,6 +56,8 @@ class EngineState:
         self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
         self.erase_at_peers: ErasePages | None = None  # set once there may be peers
         self.held_facts: HeldFacts = lambda session: {}  # set to `LinkedRows.of_session`
+        self.fatal: BaseException | None = None  # defect for which the daemon must restart
+        self.stopping = False  # no request is admitted; cancelled turns end with "shutdown"
         self.leaving = False  # takes no new sessions, and no pages of peers: see `Engine.leave`
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self.trouble_of: list[Callable[[], str]] = []  # of parts, each of which says it, or ""

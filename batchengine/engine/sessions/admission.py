@@ -23,8 +23,6 @@ class RequestAdmission:
     """Checks the requests of one engine."""
 
     def __init__(self, state: EngineState, info: ModelInfo, dispatcher: Dispatcher) -> None:
-        self.draining = False
-        self.fatal: BaseException | None = None  # the defect that stopped the engine
         self._state = state
         self._info = info
         self._dispatcher = dispatcher
@@ -32,10 +30,10 @@ class RequestAdmission:
     def check(self, request: GenerationRequest) -> None:
         """Raise BatchEngineError for any reason to refuse the request."""
         state = self._state
-        if self.draining:
+        if state.stopping:
             raise errors.DRAINING()
-        if self.fatal is not None:
-            raise errors.ENGINE_FAILED(defect=type(self.fatal).__name__)
+        if state.fatal is not None:
+            raise errors.ENGINE_FAILED(defect=type(state.fatal).__name__)
         if state.leaving and (request.tenant, request.session_id) not in state.sessions:
             raise errors.LEAVING()
         if state.model_changed:

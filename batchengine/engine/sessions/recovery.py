@@ -422,7 +422,7 @@ class SessionRecovery:
             facts.changed = self._changes(found)
             facts.restored = True
             if any(turn.status == RUNNING for turn in found.turns):
-                self._suspects.cut_off(session)
+                self._suspects.note_interrupted(session)
         if not session.tokens:
             session.tokens = list(found.tokens)
             if "tokenizer_hash" in facts.changed:

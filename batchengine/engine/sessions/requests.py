@@ -146,10 +146,6 @@ class Requests:
 
     # -------------------------------------------------------------------------------- the end
 
-    def drain(self) -> None:
-        """Refuse all further requests."""
-        self._closing.draining = self.admission.draining = True
-
     async def over(self, timeout_s: float) -> None:
         """Wait until every request has ended, for `timeout_s` at most."""
         with contextlib.suppress(TimeoutError):
@@ -171,8 +167,7 @@ class Requests:
             self._closing.close(turn, TurnEnd("shutdown"))
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail every request, and refuse new ones, after a defect that stopped the engine."""
-        self.admission.fatal = self.admission.fatal or error
+        """Fail every request, after a defect that stopped the engine."""
         for generation in self._state.requests:
             generation.fail(errors.ENGINE_FAILED(defect=type(error).__name__))
         self._state.turns.clear()
