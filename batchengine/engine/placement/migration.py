@@ -11,8 +11,7 @@ reference; rows of open pages are imported, and each is verified.
     P4  the destination has verified them
     P5  the ledger has the new owner (of an anonymous session: the memory)
     P6  the session runs on the destination
-    P7  the source's slots are quarantined
-    P8  the source's slots are free, with a new generation
+    P7  the source's slots are given back: its next frame poisons them, and they are free
 """
 
 from __future__ import annotations
@@ -319,7 +318,7 @@ class Migrator:
     async def _finish(
         self, move: Migration, row_import: RowImport, frozen: Frozen, report: MoveReport
     ) -> MoveReport:
-        """P6 to P8: install the session on the destination, and free the source's slots."""
+        """P6 and P7: install the session on the destination, and free the source's slots."""
         session, source, to = move.session, move.source, move.to
         if session.state is not State.FROZEN:  # the session was dropped meanwhile
             move.undo()
@@ -351,7 +350,6 @@ class Migrator:
         source.kv.slots.release(left)
         source.wake()
         await self._at("P7")
-        await self._at("P8")
         return report
 
     async def _gap_ms(self, move: Migration) -> float:
