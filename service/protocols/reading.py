@@ -79,9 +79,9 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     BatchEngineError 400."""
     asked = _decode_question(question)
     _check_size(data, asked.limits.context_tokens)
-    protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
     if asked.task:
-        return TASKS[asked.task](text, protocol, asked.limits, data)
+        return TASKS[asked.task](text, asked.limits, data)
+    protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
     body, ignored = protocol.parse(data)
     protocol.check(body)
     common, limits = protocol.common(body), asked.limits
