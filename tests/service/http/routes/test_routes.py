@@ -53,7 +53,7 @@ async def test_texts_are_tokenised_and_counted_in_a_text_process() -> None:
         long = chat("x" * 5000)  # more than the context, which is no error here
         counted = (await post(served, "/chat/completions/input_tokens", long))[1]
         assert counted["input_tokens"] == 5000 + len("user: \n")
-        assert served.service.preparing == 0
+        assert not served.service.preparing.total()
 
 
 @pytest.mark.parametrize(
