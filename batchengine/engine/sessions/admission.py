@@ -53,9 +53,9 @@ class RequestAdmission:
         if name in state.dropping:
             raise errors.SESSION_DROPPED(session_id=request.session_id)
         session = state.sessions.get(name)
-        queue = None if session is None else state.queues.get(session.key)
-        if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
-            raise errors.SESSION_BUSY(queued=len(queue))
+        line = None if session is None else state.lines.get(session.key)
+        if line is not None and len(line.waiting) >= SESSION_QUEUE_MAX:
+            raise errors.SESSION_BUSY(queued=len(line.waiting))
 
 
 def with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:
