@@ -1,6 +1,6 @@
 """The metric objects of one daemon and the text of `/metrics`.
 
-Owns names, labels and buckets (API §4); refuses unbounded label values: a label is an enum of
+Owns names, labels and buckets; refuses unbounded label values: a label is an enum of
 this program or a name from a capped table. Times are recorded in seconds, as Prometheus expects.
 """
 

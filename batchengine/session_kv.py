@@ -396,16 +396,15 @@ class SessionKv:
         self.sealed[:0] = refs
         return self._cut_held(first)
 
-    def replace_held(self, segments: Sequence[HeldSegment]) -> list[HeldSegment]:
+    def replace_held(self, segments: Sequence[HeldSegment]) -> None:
         """Set the segments anew, of as many pages: by another route, under other epochs or links.
 
-        Returns the former ones. Raises ValueError if they have another number of pages.
+        Raises ValueError if they have another number of pages.
         """
         if segment_pages(segments) != self.n_held:
             raise ValueError(f"{self!r}: segments of {segment_pages(segments)} pages")
-        before, self.held, self.n_held = self.held, [], 0
+        self.held, self.n_held = [], 0
         self._append_held(segments)
-        return before
 
     def _append_held(self, segments: Sequence[HeldSegment]) -> None:
         """Append segments whose pages are in the table; neighbours in one hold become one."""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from batchengine.policy import pipeline, ring, router
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost
 from batchengine.policy.layouts import LayoutFacts, PeerState
-from batchengine.policy.pipeline import LayerCost, LayerKind, PipelineModel, PromptWork, StageHost
+from batchengine.policy.pipeline import PipelineModel, PromptWork, StageHost
 from bench import report
 
 LANES = (1, 2, 4, 8)
@@ -72,13 +72,13 @@ def random_call(rng: random.Random, n_lanes: int) -> Call:
 def layout_facts(n_peers: int) -> LayoutFacts:
     """A model of 28 layers, and a pipeline over this daemon and the peers."""
     names = ["here", *(f"peer{index}" for index in range(n_peers))]
-    cost = LayerCost(5.0 / LAYERS, 1.4 / LAYERS, 1e-4 / LAYERS)
+    cost = (5.0 / LAYERS, 1.4 / LAYERS, 1e-4 / LAYERS)
     plan = pipeline.plan(
-        [StageHost(name, (cost,)) for name in names],
+        [StageHost(name, *cost) for name in names],
         {(a, b): LINK for a in names for b in names if a != b},
         names[0],
-        PipelineModel((LayerKind(0, KV_LAYER_BYTES),), (0,) * LAYERS, 4096, 0, 0),
-        [PromptWork(0, 16_000)],
+        PipelineModel(LAYERS, KV_LAYER_BYTES, 4096),
+        PromptWork(0, 16_000),
     )
     return LayoutFacts(ring.shape_of(LAYERS, 16, 8, 128), LAYERS * KV_LAYER_BYTES, plan)
 

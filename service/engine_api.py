@@ -67,8 +67,6 @@ class TextApi(Protocol):
         constrained to it. Its digest is given."""
         ...
 
-    def piece(self, token: int) -> bytes: ...
-
 
 class EngineApi(Protocol):
     """The engine as `service` calls it. Sessions are named by (tenant, id) throughout."""

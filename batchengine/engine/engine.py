@@ -1,7 +1,7 @@
 """The engine's API, which the service calls. Sessions are named by (tenant, id).
 
 Owns start and stop. Never blocks the event loop: lane workers compute, the store's threads do the
-I/O of files and SQLite, and one thread does text.
+I/O of files and SQLite, and text processes read bodies, tokenise and check grammars.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Engine:
         self._on_point = on_point
         self._phase = "loading"
         self.progress = 0.0  # share of loading that is done, 0 to 1
-        self.fatal: BaseException | None = None  # for which the daemon must restart
         self._running: Running | None = None
         self._watcher: asyncio.Task[None] | None = None
         # of operations, by tenant
@@ -97,6 +96,11 @@ class Engine:
         if self._phase == "ready" and report.troubles(self.state):
             return "degraded"
         return self._phase
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """The defect for which the daemon must restart."""
+        return self.state.fatal
 
     @property
     def running(self) -> Running:
@@ -145,7 +149,7 @@ class Engine:
     async def _watch(self, running: Running) -> None:
         """Wait until a vital task ends; then fail every request, and set `fatal`."""
         error = await running.tasks.failure
-        self.fatal, self._phase = error, "degraded"
+        self.state.fatal, self._phase = error, "degraded"
         running.requests.fail_all(error)
 
     async def stop(self, drain_s: float) -> None:
@@ -155,10 +159,9 @@ class Engine:
         """
         if self._phase == "stopped":
             return
-        self._phase = "draining"
+        self._phase, self.state.stopping = "draining", True
         if (running := self._running) is not None:
             self.leave()
-            running.requests.drain()
             await asyncio.gather(running.requests.over(drain_s), self._given_back(drain_s))
             await running.migrator.settle(SETTLE_S)
             if self.fatal is None:
@@ -194,8 +197,6 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> Generation:
         """Admit one generation, or raise BatchEngineError."""
-        if self._phase in ("draining", "stopped"):
-            raise errors.DRAINING()
         return self.running.requests.submit(request)
 
     async def begin(self, request: GenerationRequest) -> Generation:

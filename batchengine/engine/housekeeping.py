@@ -60,14 +60,12 @@ class Housekeeping:
     async def run(self) -> None:
         """Run until cancelled."""
         sent_ms = 0.0
-        self._set_counters()  # peers learn of the load from the first moment on
+        self._measure()
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             now_ms = self._state.now_ms()
             self._end_slow_readers(now_ms)
-            self._set_gauges()
-            self._set_counters()
-            self._set_peers()
+            self._measure()
             if now_ms - sent_ms > QUEUED_EVENT_S * 1000:
                 sent_ms = now_ms
                 self._send_positions()
@@ -105,10 +103,22 @@ class Housekeeping:
                 if turn.generation.started_ms is None:
                     turn.generation.push(QueuedEvent(places[turn.session.tenant], wait_ms))
 
+    def _measure(self) -> None:
+        """Set all metrics of this module, and the load that peers learn of."""
+        self._set_gauges()
+        self._set_counters()
+        self._set_store()
+        self._set_peers()
+        self._set_peer_load()
+
     def _set_gauges(self) -> None:
+        """Set the gauges of lanes and requests."""
         lanes, metrics = self._state.lanes, self._state.metrics
+        metrics.serving.set(self._state.is_serving and not self._state.leaving)
         for loop in lanes:
             loop.meter.sample(self._state.now_ms() / 1000)
+            metrics.lane_up.labels(loop.lane.name).set(loop.up)
+            metrics.lane_confined.labels(loop.lane.name).set(not loop.lane.unconfined)
         waiting = collections.Counter(
             turn.generation.request.sla.sla_class
             for loop in lanes
@@ -129,8 +139,6 @@ class Housekeeping:
         """Add to the metrics what the step loops have counted since the last call."""
         metrics = self._state.metrics
         for loop in self._state.lanes:
-            metrics.lane_up.labels(loop.lane.name).set(loop.up)
-            metrics.lane_confined.labels(loop.lane.name).set(not loop.lane.unconfined)
             name = loop.lane.name
             for counter, labels, value in (
                 (metrics.steps_total, (name,), loop.meter.steps),
@@ -145,25 +153,15 @@ class Housekeeping:
                 key = (name, counter, labels)
                 counter.labels(*labels).inc(value - self._counted.get(key, 0))
                 self._counted[key] = value
-        stat = self._store.stat()
+
+    def _set_store(self) -> None:
+        """Set the gauges of pages, store and ledger."""
+        metrics, stat = self._state.metrics, self._store.stat()
         used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
-        linked, load = self._state.lanes[0], self._state.load
-        self._state.peer_load = PeerLoad(
-            requests_running=load.requests_running,
-            requests_waiting=load.requests_waiting,
-            kv_bytes=int(budget),
-            kv_free_bytes=max(0, int(budget - used)),
-            prefill_tokens_per_s=round(1000 / linked.cost.cost.prefill_token_ms)
-            if linked.meter.steps
-            else 0,
-            read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
-            leaves=self._state.leaving,
-        )
-        metrics.kv_usage_ratio.labels("cpu").set(load.kv_usage_ratio)
+        metrics.kv_usage_ratio.labels("cpu").set(self._state.load.kv_usage_ratio)
         metrics.kv_usage_ratio.labels("disk").set(used / max(budget, 1.0))
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
         metrics.ledger_ok.set(not stat["ledger_failed"])
-        metrics.serving.set(self._state.is_serving and not self._state.leaving)
         for page_state in PageState:
             places = float(stat[f"pages_{page_state.value}"])
             metrics.kv_page_places.labels(page_state.value).set(places)
@@ -186,6 +184,21 @@ class Housekeeping:
             metrics.peer_pages_taken.labels(name).set(row["pages_taken"])
             metrics.peer_pages_given.labels(name).set(row["pages_given"])
             metrics.peer_rtt_seconds.labels(name).set((link.rtt_us or 0.0) / 1e6)
+
+    def _set_peer_load(self) -> None:
+        """Set the load that peers learn of."""
+        state, linked, stat = self._state, self._state.lanes[0], self._store.stat()
+        used, budget = int(float(stat["used_bytes"])), int(float(stat["budget_bytes"]))
+        token_ms = linked.cost.cost.prefill_token_ms
+        state.peer_load = PeerLoad(
+            requests_running=state.load.requests_running,
+            requests_waiting=state.load.requests_waiting,
+            kv_bytes=budget,
+            kv_free_bytes=max(0, budget - used),
+            prefill_tokens_per_s=round(1000 / token_ms) if linked.meter.steps else 0,
+            read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
+            leaves=state.leaving,
+        )
 
     async def _audit(self) -> None:
         """Check the invariants of every session at rest, then run `Store.maintain`."""

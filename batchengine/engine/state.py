@@ -1,4 +1,4 @@
-"""The shared state of a running engine: lanes, turns, sessions, queues and migrations.
+"""The shared state of a running engine: lanes, turns, sessions, lines of requests and migrations.
 
 Owns the tables and the few changes that keep them consistent. Decides nothing: admission and the
 order of a session's requests are in `sessions.requests`, the order of turns in the scheduler.
@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchengine.config import Config
 from batchengine.core import DaemonLoad
@@ -30,6 +30,13 @@ NAMED_TOKENS_MAX = 8 << 20  # the same for the tokens of all of them; about 40 b
 HeldFacts = Callable[[Session], dict[str, Any]]
 
 
+class Line(NamedTuple):
+    """The requests of a busy named session: those that wait, and the task that serves them."""
+
+    waiting: deque[Generation]
+    task: asyncio.Task[None]
+
+
 class EngineState:
     """Tables shared by the parts of the engine, which all run on its event loop.
 
@@ -46,8 +53,7 @@ class EngineState:
         self.home: dict[int, LaneLoop] = {}  # session key -> its lane
         self.sessions: dict[tuple[str, str], Session] = {}  # named ones, oldest use first
         self.dropping: dict[tuple[str, str], asyncio.Event] = {}  # names being erased -> its end
-        self.queues: dict[int, deque[Generation]] = {}  # busy session's key -> waiting requests
-        self.lines: dict[int, asyncio.Task[None]] = {}  # busy session's key -> task serving it
+        self.lines: dict[int, Line] = {}  # busy session's key -> its requests
         self.moves: dict[int, asyncio.Future[None]] = {}  # session key -> end of its migration
         self.facts: dict[int, SessionFacts] = {}  # session key -> facts of a named one
         self.started = time.monotonic()
@@ -57,6 +63,8 @@ class EngineState:
         self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
         self.erase_at_peers: ErasePages | None = None  # set once there may be peers
         self.held_facts: HeldFacts = lambda session: {}  # set to `LinkedRows.of_session`
+        self.fatal: BaseException | None = None  # defect for which the daemon must restart
+        self.stopping = False  # no request is admitted; cancelled turns end with "shutdown"
         self.leaving = False  # takes no new sessions, and no pages of peers: see `Engine.leave`
         self.troubles: dict[str, str] = {}  # what is wrong, by subject: see `report.troubles`
         self.trouble_of: list[Callable[[], str]] = []  # of parts, each of which says it, or ""
@@ -86,13 +94,13 @@ class EngineState:
 
     def is_busy(self, session: Session) -> bool:
         """Whether a request of the named session is being served or waits."""
-        return session.key in self.queues
+        return session.key in self.lines
 
     def is_at_rest(self, session: Session) -> bool:
         """Whether the session is idle, has no request, and is not in a migration."""
         return (
             session.state is State.IDLE
-            and session.key not in self.queues
+            and session.key not in self.lines
             and session.key not in self.moves
         )
 
@@ -106,7 +114,7 @@ class EngineState:
         while (session := self.sessions.get((tenant, session_id))) is not None:
             if (line := self.lines.get(session.key)) is None:
                 return
-            await asyncio.wait([line])
+            await asyncio.wait([line.task])
 
     def find(self, tenant: str, session_id: str) -> Session | None:
         """Return the named session in memory, or the anonymous one that computes now; or None."""
@@ -121,6 +129,10 @@ class EngineState:
         """Named sessions in memory, then anonymous ones that compute now; oldest use first."""
         sessions = (*self.sessions.values(), *(turn.session for turn in self.turns.values()))
         return list({session.key: session for session in sessions}.values())
+
+    def turn_of(self, session: Session) -> Turn | None:
+        """The turn of a session, on its way to a lane or there; a session has one at a time."""
+        return next((turn for turn in self.turns.values() if turn.session is session), None)
 
     def names(self) -> list[tuple[str, str]]:
         """(tenant, id) of every session that `find` returns."""

@@ -33,9 +33,9 @@ class Tasks:
         """Run one request as a task; an exception resolves `failure`."""
         return self._run(work, "request", is_vital=True, may_end=True)
 
-    def spawn_vital(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+    def spawn_vital(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` as a task; if it ends before `cancel`, however it ends, `failure` resolves."""
-        return self._run(work, name, is_vital=True, may_end=False)
+        self._run(work, name, is_vital=True, may_end=False)
 
     async def cancel(self) -> None:
         """Cancel every task and wait for its end."""

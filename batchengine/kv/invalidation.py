@@ -79,8 +79,8 @@ class Invalidation:
         return changed
 
     def invalidate_turn(self, session: Session, tokens: int) -> None:
-        """Invalidate the session's pages after its first `tokens` tokens and their descendants
-        (F45). The session keeps the pages before them."""
+        """Invalidate the session's pages after its first `tokens` tokens and their descendants.
+        The session keeps the pages before them."""
         first = full_pages(min(tokens, session.frontier))
         chain = keys.chain_keys(session.tokens, self._store.pages.repr_id, session.salt)
         wrong = chain[first:]

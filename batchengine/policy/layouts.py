@@ -198,7 +198,7 @@ def through_pipeline(
             kv_ms = max(kv_ms, work.frontier * of_stage / peer.bytes_per_ms)
         slowdown.append(SHARED if load.seated or load.waiting else 1.0)
         queue_ms = max(queue_ms, wait_ms(load, work.rank))
-    blocks = pipeline.blocks_of([PromptWork(work.frontier, work.n_tokens)], plan.chunk_tokens, 1)
+    blocks = pipeline.blocks_of(PromptWork(work.frontier, work.n_tokens), plan.chunk_tokens, 1)
     found = pipeline.times(plan.stages, blocks, slowdown)
     alone = pipeline.times(plan.stages, blocks)  # whether it is filled does not depend on loads
     ttft_ms = queue_ms + kv_ms + found.total_ms
@@ -317,7 +317,7 @@ def _token_ms(
         holders.append(RingHolder(peer.name, tokens, slow * kv_ms, link, wait))
     assert before is not None
     own = max(0, context - sum([tokens for _, tokens in route]))
-    return ring.times(facts.shape, holders, before, own, here.cost.decode_kv_ms).token_ms
+    return ring.token_ms(facts.shape, holders, before, own, here.cost.decode_kv_ms)
 
 
 def _routes(

@@ -5,16 +5,16 @@ Owns the choice of stages, their order, their layers and the chunk, as one pure 
 measured speeds, and the closed form of the times. A chunk of n tokens after p others takes on a
 stage
 
-    fixed + sum over its layers of (chunk + token * n + pair * n * (p + n / 2))   milliseconds,
+    layers * (chunk + token * n + pair * n * (p + n / 2))   milliseconds,
 
-so all chunks of many prompts take a sum that depends on their counts alone (`PrefillWork`).
+so all chunks of a prompt take a sum that depends on their counts alone (`PrefillWork`).
 Chunks pass the stages in one order, and each stage and each link between two stages has one of
 them at a time. The last chunk leaves the last stage at the end of the longest path through all
 (stage or link, chunk). `times` takes the longest of the paths that go on to the next stage at the
 first or last chunk of a block only, where a block is one of BLOCKS equal parts of the chunks: it is
 exact where one stage is the slowest for all chunks, never too late, and too early by less than
-EARLY_MAX where the slowest stage changes along a prompt, since prompts have different lengths and
-daemons different costs of attention. tests/policy/test_pipeline.py compares it with a simulation.
+EARLY_MAX where the slowest stage changes along a prompt, since daemons have different costs of
+attention. tests/policy/test_pipeline.py compares it with a simulation.
 
 The KV of each stage goes to the session's daemon while later chunks are computed; what remains to
 be sent when the last chunk is computed is the exposed time.
@@ -22,7 +22,6 @@ be sent when the last chunk is computed is the exposed time.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -37,70 +36,41 @@ CHUNKS = (32, 64, 128, 256, 512, 1024)  # tokens; a CPU computes at full speed f
 BLOCKS = 8
 EARLY_MAX = 0.05  # of a predicted time
 Matrix = npt.NDArray[np.float64]
-Layers = tuple[tuple[int, int], ...]  # of each stage: [first layer, end)
-
-
-class LayerKind(NamedTuple):
-    """Bytes of one kind of layer: weights, KV of a token, and recurrent state of a session."""
-
-    weight_bytes: int
-    kv_bytes: int
-    state_bytes: int = 0
 
 
 class PipelineModel(NamedTuple):
-    """What the planner knows of a model. `layers`: the index in `kinds` of each layer."""
+    """What the planner knows of a model, whose layers are all alike."""
 
-    kinds: tuple[LayerKind, ...]
-    layers: tuple[int, ...]
+    n_layers: int
+    kv_bytes: int  # of one token in one layer
     hidden_bytes: int  # of one token, between two layers
-    embedding_bytes: int  # weights that the first stage maps
-    head_bytes: int  # weights that the last stage maps
-
-
-class LayerCost(NamedTuple):
-    """Measured times of one kind of layer on one daemon, milliseconds."""
-
-    chunk_ms: float  # of any chunk: mostly reading the weights
-    token_ms: float
-    pair_ms: float  # of a token and a position that it attends to; 0 for recurrent layers
 
 
 class StageHost(NamedTuple):
-    """One daemon that could be a stage. `layers`: its cost of each kind of the model.
-
-    The limits are bytes; `weight_bytes_max` is infinite where the whole model is mapped anyway.
-    """
+    """One daemon that could be a stage, and its measured times of one layer in milliseconds."""
 
     name: str
-    layers: tuple[LayerCost, ...]
-    fixed_ms: float = 0.0  # of any chunk
-    embed_token_ms: float = 0.0
-    head_ms: float = 0.0  # of the last token of a prompt
-    weight_bytes_max: float = math.inf
-    kv_bytes_max: float = math.inf
+    chunk_ms: float  # of any chunk: mostly reading the weights
+    token_ms: float
+    pair_ms: float  # of a token and a position that it attends to
 
 
 Links = Mapping[tuple[str, str], LinkSpeed]  # by (from, to)
 
 
 class PromptWork(NamedTuple):
-    """Tokens of one session to compute: `n_tokens` from `frontier` on."""
+    """Tokens of a prompt to compute: `n_tokens` from `frontier` on."""
 
     frontier: int
     n_tokens: int
 
 
 class PrefillWork(NamedTuple):
-    """Work of some chunks, as counts; `ends` = chunks that are the last of their prompt."""
+    """Work of some chunks, as counts."""
 
     chunks: int
     tokens: int
     pairs: float
-    ends: int
-
-
-NO_WORK = PrefillWork(0, 0, 0.0, 0)
 
 
 class StageTimes(NamedTuple):
@@ -110,18 +80,12 @@ class StageTimes(NamedTuple):
     chunk_ms: float
     token_ms: float
     pair_ms: float
-    end_ms: float
     delay_ms: float = 0.0
 
     def of(self, work: PrefillWork) -> float:
         """Milliseconds for which `work` keeps the stage or link, without the delay."""
-        chunks, tokens, pairs, ends = work
-        return (
-            self.chunk_ms * chunks
-            + self.token_ms * tokens
-            + self.pair_ms * pairs
-            + self.end_ms * ends
-        )
+        chunks, tokens, pairs = work
+        return self.chunk_ms * chunks + self.token_ms * tokens + self.pair_ms * pairs
 
 
 class PipelineStage(NamedTuple):
@@ -141,12 +105,11 @@ class PipelineStage(NamedTuple):
 
 class PipelineTimes(NamedTuple):
     """Predicted times of a prefill. `makespan_ms`: until the last chunk is computed; `exposed_ms`:
-    from then until the session's daemon has all KV; `bubble`: idle share of the stages' time."""
+    from then until the session's daemon has all KV."""
 
     makespan_ms: float
     exposed_ms: float
-    bubble: float
-    longest_ms: float  # all chunks on the slowest stage
+    longest_ms: float  # all chunks on the slowest stage or link
 
     @property
     def total_ms(self) -> float:
@@ -154,38 +117,12 @@ class PipelineTimes(NamedTuple):
         return self.makespan_ms + self.exposed_ms
 
 
-class LeftOut(enum.StrEnum):
-    """Why a daemon is no stage of the plan."""
-
-    NO_LINK = "no link to the session's daemon"
-    NO_MEMORY = "not one layer fits its memory"
-    NO_ORDER = "no order of stages that includes it has all links and enough memory"
-    SLOWER = "the prefill takes longer with it"
-
-
-class Omission(NamedTuple):
-    """One daemon that is no stage, and how long the best plan with it takes (infinite: none)."""
-
-    name: str
-    why: LeftOut
-    total_ms: float
-
-
 class PipelinePlan(msgspec.Struct, frozen=True):
-    """Stages in order, and how prompts go through them.
-
-    The first `n_prompts` of the given prompts go together: more do not fit the stages' memory.
-    They make `micro_batches` chunks of at most `chunk_tokens`, of which `in_flight` at a time
-    keep every stage at work.
-    """
+    """Stages in order, and how a prompt goes through them: in chunks of at most `chunk_tokens`."""
 
     stages: tuple[PipelineStage, ...]
     chunk_tokens: int
-    n_prompts: int
-    micro_batches: int
-    in_flight: int
     times: PipelineTimes
-    left_out: tuple[Omission, ...] = ()
 
 
 def plan(
@@ -193,9 +130,9 @@ def plan(
     links: Links,
     owner: str,
     model: PipelineModel,
-    prompts: Sequence[PromptWork],
+    prompt: PromptWork,
 ) -> PipelinePlan | None:
-    """Plan the prefill of leading `prompts` for the daemon `owner`; None = no stages can hold one.
+    """Plan the prefill of a prompt for the daemon `owner`; None = no stages have all links.
 
     Any subset of `hosts` in any order may be the stages, if there are links between neighbours
     and from each to the owner; a plan of one stage is legal. For each subset and last stage the
@@ -203,26 +140,14 @@ def plan(
     time decides. Any other pipeline of N stages whose chunks have 1/C of the tokens each takes at
     least C / (C + 2N - 2) times as long. Takes 5 to 50 ms for two to four hosts, and about three
     times as long with each further one.
-    Raises ValueError for prompts without tokens.
     """
-    if not prompts or min(prompt.n_tokens for prompt in prompts) < 1:
-        raise ValueError("a prompt without tokens")
-    for count in range(len(prompts), 0, -1):
-        taken = prompts[:count]
-        kv_tokens = sum(prompt.frontier + prompt.n_tokens for prompt in taken)
-        found: list[PipelinePlan] = []
-        longest = max(prompt.n_tokens for prompt in taken)
-        sizes = [size for size in CHUNKS if size < 2 * longest] or [CHUNKS[0]]
-        for size in sizes:
-            blocks = blocks_of(taken, size)
-            search = _Search(hosts, links, owner, model, total_of(blocks), kv_tokens)
-            found += [_planned(stages, blocks, size, count) for stages in search.candidates()]
-        if found:
-            best = min(found, key=_order)
-            return msgspec.structs.replace(
-                best, left_out=tuple(_omissions(best, found, hosts, links, owner, model, kv_tokens))
-            )
-    return None
+    found: list[PipelinePlan] = []
+    sizes = [size for size in CHUNKS if size < 2 * prompt.n_tokens] or [CHUNKS[0]]
+    for size in sizes:
+        blocks = blocks_of(prompt, size)
+        for stages in _Search(hosts, links, owner, model, total_of(blocks)).candidates():
+            found.append(PipelinePlan(stages, size, times(stages, blocks)))
+    return min(found, key=_order, default=None)
 
 
 class Block(NamedTuple):
@@ -233,39 +158,26 @@ class Block(NamedTuple):
     last: PrefillWork
 
 
-def blocks_of(prompts: Sequence[PromptWork], chunk_tokens: int, count: int = BLOCKS) -> list[Block]:
-    """Count the work of prompts that are computed one after another, each in chunks, as at most
-    `count` blocks of about equally many chunks."""
-    chunks = sum(-(-n // chunk_tokens) for _, n in prompts)
-    size = -(-chunks // count)
-    found: list[Block] = []
-    total, first, room = NO_WORK, NO_WORK, size
-    for frontier, n_tokens in prompts:
-        at = 0
-        while at < n_tokens:
-            begin, n = at, min(n_tokens - at, room * chunk_tokens)
-            at += n
-            taken = -(-n // chunk_tokens)
-            is_end = at == n_tokens
-            rest = n - (taken - 1) * chunk_tokens
-            if room == size:
-                head = min(n, chunk_tokens)
-                first = PrefillWork(
-                    1, head, head * (frontier + begin + head / 2), int(is_end and taken == 1)
-                )
-            total = PrefillWork(
-                total.chunks + taken,
-                total.tokens + n,
-                total.pairs + n * (frontier + begin + n / 2),
-                total.ends + is_end,
-            )
-            last = PrefillWork(1, rest, rest * (frontier + at - rest / 2), int(is_end))
-            room -= taken
-            chunks -= taken
-            if not room or not chunks:
-                found.append(Block(total, first, last))
-                total, room = NO_WORK, size
-    return found
+def blocks_of(prompt: PromptWork, chunk_tokens: int, count: int = BLOCKS) -> list[Block]:
+    """Count the work of a prompt that is computed in chunks, as at most `count` blocks of about
+    equally many chunks."""
+    n_chunks = -(-prompt.n_tokens // chunk_tokens)
+    size = -(-n_chunks // count)
+    return [
+        Block(
+            _work(prompt, chunk_tokens, at, min(at + size, n_chunks)),
+            _work(prompt, chunk_tokens, at, at + 1),
+            _work(prompt, chunk_tokens, min(at + size, n_chunks) - 1, min(at + size, n_chunks)),
+        )
+        for at in range(0, n_chunks, size)
+    ]
+
+
+def _work(prompt: PromptWork, chunk_tokens: int, first: int, end: int) -> PrefillWork:
+    """The work of the prompt's chunks [first, end)."""
+    start = first * chunk_tokens
+    n = min(end * chunk_tokens, prompt.n_tokens) - start
+    return PrefillWork(end - first, n, n * (prompt.frontier + start + n / 2))
 
 
 def total_of(blocks: Iterable[Block]) -> PrefillWork:
@@ -282,7 +194,7 @@ def times(
         parts.append((stage.compute, slowdown[index] if slowdown else 1.0, stage.push))
         if stage.onward is not None:
             parts.append((stage.onward, 1.0, None))
-    runs = [0.0] * len(parts)
+    runs = [0.0] * len(parts)  # time for which each part is kept
     ends = [0.0] * len(parts)  # of the latest chunk
     sent = [0.0] * len(parts)  # when its KV has left
     for total, first, last in blocks:
@@ -302,8 +214,7 @@ def times(
     for ms, (_, _, push) in zip(sent, parts, strict=True):
         if push is not None:
             arrived = max(arrived, ms + push.delay_ms)
-    bubble = max(0.0, 1.0 - sum(runs[::2]) / (len(stages) * makespan)) if makespan else 0.0
-    return PipelineTimes(makespan, arrived - makespan, bubble, max(runs))
+    return PipelineTimes(makespan, arrived - makespan, max(runs))
 
 
 # ---- search ----
@@ -324,15 +235,14 @@ class _Search:
         owner: str,
         model: PipelineModel,
         total: PrefillWork,
-        kv_tokens: int,
     ) -> None:
         self._hosts, self._links, self._owner, self._model = hosts, links, owner, model
         self._total = total
-        self._runs = [self._run(host, kv_tokens) for host in hosts]
+        self._runs = [self._run(host) for host in hosts]
 
     def candidates(self) -> Iterator[tuple[PipelineStage, ...]]:
         """The best stages of each set and last host that can compute all layers."""
-        n_layers, hosts = len(self._model.layers), self._hosts
+        n_layers, hosts = self._model.n_layers, self._hosts
         best: dict[tuple[int, int], Matrix] = {}
         came: dict[tuple[int, int], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         begin = np.full(n_layers + 1, np.inf)
@@ -372,34 +282,19 @@ class _Search:
             return math.inf
         return self._total.tokens * self._model.hidden_bytes / link.bytes_per_ms
 
-    def _run(self, host: StageHost, kv_tokens: int) -> Matrix:
-        """Return the run (ms) of `host` for layers [a, b), at [a, b]; infinite where it has no
-        memory for them."""
-        model, total = self._model, self._total
-        n = len(model.layers)
-        columns = np.zeros((4, n + 1))  # ms, bytes to send, KV bytes to hold, bytes of weights
-        for index, kind in enumerate(model.layers):
-            cost, size = host.layers[kind], model.kinds[kind]
-            state = size.state_bytes * total.ends
-            columns[:, index + 1] = columns[:, index] + (
-                StageTimes(*cost, 0.0).of(total),
-                size.kv_bytes * total.tokens + state,
-                size.kv_bytes * kv_tokens + state,
-                size.weight_bytes,
-            )
-        run, sent, held, mapped = columns[:, None, :] - columns[:, :, None]
-        run += host.fixed_ms * total.chunks
-        run[0] += host.embed_token_ms * total.tokens
-        run[:, n] += host.head_ms * total.ends
-        mapped[0] += model.embedding_bytes
-        mapped[:, n] += model.head_bytes
+    def _run(self, host: StageHost) -> Matrix:
+        """Return the run (ms) of `host` for layers [a, b), at [a, b]; infinite for none, and
+        without a link to the owner."""
+        ends = np.arange(self._model.n_layers + 1)
+        n_layers = ends[None, :] - ends[:, None]
+        layer_ms = StageTimes(*host[1:]).of(self._total)
         if host.name != self._owner:
             link = self._links.get((host.name, self._owner))
-            speed = 0.0 if link is None else link.bytes_per_ms
-            run = np.maximum(run, sent / speed) if speed else np.full_like(run, np.inf)
-        fits = (held <= host.kv_bytes_max) & (mapped <= host.weight_bytes_max)
-        run[~(fits & np.triu(np.ones_like(run, dtype=bool), 1))] = np.inf
-        return run
+            if link is None:
+                return np.full(n_layers.shape, np.inf)
+            kv_bytes = self._model.kv_bytes * self._total.tokens
+            layer_ms = max(layer_ms, kv_bytes / link.bytes_per_ms)
+        return np.where(n_layers > 0, n_layers * layer_ms, np.inf)
 
     def _stages(self, order: Sequence[tuple[int, int, int]]) -> tuple[PipelineStage, ...]:
         return tuple(
@@ -408,79 +303,22 @@ class _Search:
         )
 
     def _stage(self, k: int, first: int, end: int, after: int | None) -> PipelineStage:
-        host, model = self._hosts[k], self._model
-        kinds = model.layers[first:end]
-        costs = [host.layers[kind] for kind in kinds]
-        compute = StageTimes(
-            host.fixed_ms + sum(cost.chunk_ms for cost in costs),
-            sum(cost.token_ms for cost in costs) + (0.0 if first else host.embed_token_ms),
-            sum(cost.pair_ms for cost in costs),
-            0.0 if after is not None else host.head_ms,
-        )
+        host, model, n_layers = self._hosts[k], self._model, end - first
+        compute = StageTimes(*(n_layers * ms for ms in host[1:]))
         onward = push = None
-        next_name = "" if after is None else self._hosts[after].name
-        if next_name:
+        sent_bytes = n_layers * model.kv_bytes
+        if after is not None:
+            next_name = self._hosts[after].name
             link = self._links[host.name, next_name]
-            hidden_ms = model.hidden_bytes / link.bytes_per_ms
-            onward = StageTimes(0.0, hidden_ms, 0.0, 0.0, link.latency_ms)
+            onward = StageTimes(0.0, model.hidden_bytes / link.bytes_per_ms, 0.0, link.latency_ms)
+            if next_name == self._owner:  # one link for both
+                sent_bytes += model.hidden_bytes
         if host.name != self._owner:
             link = self._links[host.name, self._owner]
-            hidden = model.hidden_bytes if next_name == self._owner else 0
-            kv = sum(model.kinds[kind].kv_bytes for kind in kinds)
-            state = sum(model.kinds[kind].state_bytes for kind in kinds)
-            speed, delay_ms = link.bytes_per_ms, link.latency_ms
-            push = StageTimes(0.0, (kv + hidden) / speed, 0.0, state / speed, delay_ms)
+            push = StageTimes(0.0, sent_bytes / link.bytes_per_ms, 0.0, link.latency_ms)
         return PipelineStage(host.name, first, end, compute, onward, push)
-
-
-def _planned(
-    stages: tuple[PipelineStage, ...], blocks: Sequence[Block], chunk_tokens: int, n_prompts: int
-) -> PipelinePlan:
-    found, total = times(stages, blocks), total_of(blocks)
-    # A chunk of mean size is under way for this long; meanwhile the slowest part takes so many.
-    chunks = total.chunks
-    parts = [stage.compute for stage in stages]
-    parts += [stage.onward for stage in stages if stage.onward is not None]
-    runs = [part.of(total) for part in parts]
-    under_way = sum(runs) / chunks + sum(part.delay_ms for part in parts)
-    in_flight = min(chunks, 1 + math.ceil(under_way * chunks / max(runs)))
-    return PipelinePlan(stages, chunk_tokens, n_prompts, chunks, in_flight, found)
 
 
 def _order(found: PipelinePlan) -> tuple[float, int, int, tuple[str, ...]]:
     names = tuple(stage.name for stage in found.stages)
     return found.times.total_ms, len(names), -found.chunk_tokens, names
-
-
-def _omissions(
-    best: PipelinePlan,
-    found: Sequence[PipelinePlan],
-    hosts: Sequence[StageHost],
-    links: Links,
-    owner: str,
-    model: PipelineModel,
-    kv_tokens: int,
-) -> Iterator[Omission]:
-    names = {stage.name for stage in best.stages}
-    for host in hosts:
-        if host.name in names:
-            continue
-        with_it = [
-            one.times.total_ms for one in found if host.name in (stage.name for stage in one.stages)
-        ]
-        if with_it:
-            why = LeftOut.SLOWER
-        elif host.name != owner and (host.name, owner) not in links:
-            why = LeftOut.NO_LINK
-        elif not any(_holds(host, kind, kv_tokens) for kind in model.kinds):
-            why = LeftOut.NO_MEMORY
-        else:
-            why = LeftOut.NO_ORDER
-        yield Omission(host.name, why, min(with_it, default=math.inf))
-
-
-def _holds(host: StageHost, kind: LayerKind, kv_tokens: int) -> bool:
-    return (
-        kind.weight_bytes <= host.weight_bytes_max
-        and kind.kv_bytes * kv_tokens <= host.kv_bytes_max
-    )

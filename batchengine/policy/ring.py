@@ -4,9 +4,9 @@ Owns the closed form of one lap.
 
 In each layer the owner sends its queries along the route. A holder passes them on at once, attends
 to its own KV meanwhile, folds its partial results into the accumulators that come from the holder
-before it, and sends these on; the last holder sends them to the owner. Each head group is a unit
-of its own, and so is each session of the batch, so that n = sessions * head groups units follow one
-another. With links 0 .. r, the last one leading back to the owner, a lap takes the longest of
+before it, and sends these on; the last holder sends them to the owner. Each of the n head groups is
+a unit of its own, and they follow one another. With links 0 .. r, the last one leading back to the
+owner, a lap takes the longest of
 
     own     n units on the owner
     holder  query over the links before it + wait + n units there + accumulator over those after it
@@ -52,16 +52,6 @@ class RingHolder(NamedTuple):
     wait_ms: float = 0.0
 
 
-class RingTimes(NamedTuple):
-    """Predicted milliseconds of a token of each session of the batch, for attention alone.
-
-    `exposed_ms` is the part in which the owner waits for others.
-    """
-
-    token_ms: float
-    exposed_ms: float
-
-
 def shape_of(n_layers: int, n_head: int, n_kv_head: int, head_dim: int) -> RingShape:
     """Return the shape for KV and queries of 8 bits with a scale per 32, and fp32 accumulators.
 
@@ -73,23 +63,20 @@ def shape_of(n_layers: int, n_head: int, n_kv_head: int, head_dim: int) -> RingS
     return RingShape(n_layers, n_kv_head, query, group * (4 * head_dim + 8))
 
 
-def times(
+def token_ms(
     shape: RingShape,
     holders: Sequence[RingHolder],
     home: LinkSpeed,
     own_tokens: int,
     own_kv_token_ms: float,
-    sessions: int = 1,
-) -> RingTimes:
-    """Predict the attention of one token of `sessions` sessions with equal routes.
+) -> float:
+    """Predict the milliseconds of one token of a session, for attention alone.
 
     `home` leads from the last holder to the owner, which has the last `own_tokens` of the context.
     """
-    units = sessions * shape.kv_heads
+    units = shape.kv_heads
     per_unit = 1.0 / (shape.layers * shape.kv_heads)
     own_ms = units * own_tokens * own_kv_token_ms * per_unit
-    if not holders:
-        return RingTimes(shape.layers * own_ms, 0.0)
     links = [*(holder.link for holder in holders), home]
     query_ms = [shape.query_bytes / link.bytes_per_ms for link in links]
     fold_ms = [shape.accumulator_bytes / link.bytes_per_ms for link in links]
@@ -121,4 +108,4 @@ def times(
             come_ms + units * link_ms + onward.latency_ms + then_ms,
         )
         ready_ms += sent_ms + onward.latency_ms
-    return RingTimes(shape.layers * lap_ms, shape.layers * (lap_ms - own_ms))
+    return shape.layers * lap_ms

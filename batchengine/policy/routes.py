@@ -50,7 +50,7 @@ class PeerRoom(msgspec.Struct, frozen=True, gc=False):
     hops: float = 1.0  # to it, or ms: only compared with those of other peers
     usable: bool = True  # up and not suspect: may get pages
     leaves: bool = False  # gives back all that it holds
-    slow: bool = False  # so does this one, as far as others have room
+    slow: bool = False  # gives back what it holds as far as others have room
 
 
 class RouteView(msgspec.Struct, frozen=True, gc=False):

@@ -108,7 +108,7 @@ class Arms:
         """Compute on each daemon alone until its speed is known, and wait for the plan."""
         async with asyncio.timeout(60):
             while True:
-                if self.plans is not None and self.plans.facts().pipeline is not None:
+                if self.plans is not None and self.plans.facts.pipeline is not None:
                     return
                 await asyncio.sleep(0.05)
 
@@ -185,7 +185,7 @@ async def measure(
             identical &= answers[0] == answers[1] == answers[2]
         for record in engines[0].running.dispatcher.log:
             notes += record.notes
-        facts = arms.plans.facts() if arms.plans is not None else None
+        facts = arms.plans.facts if arms.plans is not None else None
     stages = [] if facts is None or facts.pipeline is None else facts.pipeline.stages
     return {
         "times_s": {name: [round(t, 3) for t in found] for name, found in times.items()},

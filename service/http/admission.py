@@ -63,10 +63,9 @@ class Service:
     live: dict[int, Live] = field(default_factory=dict[int, Live])
     background: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     accepting: bool = True
-    preparing: int = 0  # requests on their way to `live`
-    bodies_bytes: int = 0  # of their bodies
-    preparing_of: Counter[str] = field(default_factory=Counter[str])  # by tenant
-    bytes_of: Counter[str] = field(default_factory=Counter[str])
+    # by tenant: requests on their way to `live`, and the bytes of their bodies
+    preparing: Counter[str] = field(default_factory=Counter[str])
+    body_bytes: Counter[str] = field(default_factory=Counter[str])
 
     @classmethod
     def create(cls, engine: EngineApi, config: Config) -> Service:
@@ -106,24 +105,21 @@ class Service:
         `streams_max` bounds requests that are prepared and streams together; one key may take a
         share of it.
         """
-        busy, limit = len(self.live) + self.preparing, self.config.limits.streams_max
+        busy, limit = len(self.live) + self.preparing.total(), self.config.limits.streams_max
         if busy >= limit:
             raise errors.TOO_MANY_REQUESTS(running=busy, limit=limit)
         if not keys.is_alone(self.config, tenant):
-            own = self.preparing_of[tenant] + self.requests_of(tenant)
+            own = self.preparing[tenant] + self.requests_of(tenant)
             own_max = keys.key_of(self.config, tenant).streams_max
             if not keys.may_take(self.config, tenant, own, limit, busy, own_max):
                 raise errors.TOO_MANY_OF_KEY(running=own, limit=limit)
         admission = Admission(self, tenant)
-        self.preparing += 1
-        self.preparing_of[tenant] += 1
+        self.preparing[tenant] += 1
         try:
             yield admission
         finally:
-            self.preparing -= 1
-            self.preparing_of[tenant] -= 1
-            self.bodies_bytes -= admission.body_bytes
-            self.bytes_of[tenant] -= admission.body_bytes
+            self.preparing[tenant] -= 1
+            self.body_bytes[tenant] -= admission.body_bytes
 
     def enter(self, live: Live) -> Live:
         """Registers a request that runs; streams of one turn count one by one."""
@@ -179,12 +175,11 @@ class Admission:
         its key's other requests are more than that key's share."""
         service, config = self.service, self.service.config
         self.body_bytes += byte_count
-        service.bodies_bytes += byte_count
-        service.bytes_of[self.tenant] += byte_count
+        service.body_bytes[self.tenant] += byte_count
         bytes_max = max(BODIES_BYTES_MAX, config.server.body_bytes_max)
-        others = service.bytes_of[self.tenant] - self.body_bytes
+        others = service.body_bytes[self.tenant] - self.body_bytes
         fits = others == 0 or keys.is_alone(config, self.tenant)
-        taken = service.bodies_bytes
+        taken = service.body_bytes.total()
         if taken > bytes_max or not (
             fits or keys.may_take(config, self.tenant, others, bytes_max, taken, 0)
         ):

@@ -33,7 +33,7 @@ from service.http.admission import (
     read_json_body,
 )
 from service.http.answers import STATUS, error_headers, json_answer, load_header
-from service.http.dashboard import live, page
+from service.http.dashboard import page, snapshots
 from service.http.routes import models, openapi, queue, responses, route, texts, unbuilt
 from service.http.routes.route import Route
 from service.protocols import carriers, reading, requests
@@ -67,7 +67,7 @@ def build(service: Service) -> web.Application:
     app.on_response_prepare.append(_name_server)
     for row in ROUTES:
         route.add(app, row, _expect)
-    app[live.LIVE] = live.Snapshots()
+    app[snapshots.SNAPSHOTS] = snapshots.Snapshots()
     app[openapi.DOCUMENT] = openapi.document(ROUTES, has_keys=bool(service.config.auth))
     # aiohttp's own 404 and 405 would answer Expect in front of `_guard`
     app.router.add_route("*", "/{rest:.*}", _nowhere, expect_handler=_expect)
@@ -249,14 +249,15 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
 async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> list[str]:
     """The keywords of schemas that the answer may break, as fields; raises 400 for a constraint
     that answers cannot follow."""
-    if found.constraint is None:
+    constraint, param = found.bare.constraint, found.bare.constraint_param
+    if constraint is None:
         return []
     try:
-        lost = await engine.text.check(found.constraint, found.constraint_digest, tenant=tenant)
-        return [f"{found.constraint_param}.{name}" for name in lost]
+        lost = await engine.text.check(constraint, found.constraint_digest, tenant=tenant)
+        return [f"{param}.{name}" for name in lost]
     except BatchEngineError as error:
         if error.kind is Kind.INVALID:
-            error.param = found.constraint_param
+            error.param = param
         raise
 
 
@@ -366,7 +367,7 @@ ROUTES = (
     *queue.ROUTES,
     *openapi.ROUTES,
     *page.ROUTES,
-    *live.ROUTES,
+    *snapshots.ROUTES,
 )  # fmt: skip
 KEYLESS = frozenset(row.handler for row in ROUTES if not row.needs_key)
 PATHS = tuple(dict.fromkeys(row.path for row in ROUTES))

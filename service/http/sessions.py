@@ -130,19 +130,8 @@ async def _stream(request: web.Request) -> web.StreamResponse:
                 raise errors.UNKNOWN_SESSION(given=printable(given)) from None
             raise
         asked = generation.request  # the turn's own, with its request id, class and seed
-        job = requests.HttpJob(
-            asked=asked,
-            model=service.engine.info.model_id,
-            stream=True,
-            include_usage=request.query.get("include_usage", "1") != "0",
-            route=requests.route_name(service.engine),
-            seed=asked.sampling.seed,
-            reasoning_fields=requests.reasoning_fields(service.config),
-            fingerprint=service.engine.info.fingerprint,
-            predict=lambda: service.engine.predicted(asked.request_id),
-            requests=[asked],
-            echo=asked.echo.encode() or requests.NOTHING,
-        )
+        include_usage = request.query.get("include_usage", "1") != "0"
+        job = requests.job_again(asked, service.engine, service.config, include_usage=include_usage)
         formatter = BY_NAME[asked.form].formatter(job)
         headers = request[HEADERS]
         headers["x-batchengine-route"] = job.route

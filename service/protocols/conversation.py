@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -105,37 +105,13 @@ def omitted(kind: object) -> str | None:
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The prompt of `conversation`; raises 400."""
     context, param = limits.context_tokens, conversation.param
-    messages = conversation.messages
-    if not messages:
-        what, fix = "the conversation has no message", "send a message of the user"
-        raise errors.INVALID_MESSAGES(what=what, fix=fix, param=param)
-    if conversation.continues and conversation.response is not None:
-        raise errors.INVALID_FIELD(
-            param=conversation.response_param,
-            what="an answer of a given form cannot go on with a message of the assistant",
-            why="the form is of the whole answer, and the last message begins it",
-            fix="send a last message of another role, or leave out the form of the answer",
-        )
-    requests.check_text_size(sum(map(_text_bytes, messages)), context, param)
+    _check(conversation, context)
     is_callable = conversation.tool_choice.mode != "none"
     # in the prompt of every turn, called or not
     tools = [_shown(tool) for tool in conversation.tools] or None
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
-    first, begun = _split(conversation)
-    head, rest = first[: conversation.heading], first[conversation.heading :]
-    prepared, template = history.prepare(first, tools, text), conversation.template
-    added: list[int] = []
-    bare: list[int] = []
-    if conversation.append or limits.append:
-        later = history.prepare_later(rest, head, tools, text)
-        added = bare = _begun(append.appended(text, later, prepared[1], template), begun, text)
-        if rest and (head or tools):
-            later = history.prepare_later(rest, [], None, text)
-            bare = _begun(append.appended(text, later, prepared[1], template), begun, text)
-    if conversation.append_to:  # without that turn the request is refused
-        tokens = added
-    else:
-        tokens = _begun(text.encode_chat(*prepared, template), begun, text)
+    found = _rendered(conversation, tools, text, appends=conversation.append or limits.append)
+    tokens = found.tokens
     requests.check_prompt(tokens, context, param)
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
@@ -147,7 +123,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         calls=bool(called),
         text_parameters=text_parameters(called) if text.markup.has_bare_values else {},
         checked=is_checked,
-        heading=(_digest(head), _digest(tools)),
+        heading=(_digest(found.head), _digest(tools)),
     )
     return Prompt(
         [tokens],
@@ -160,11 +136,62 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         echo=conversation.echo,
         unread=conversation.unread,
         constraint_param="tools" if conversation.response is None else conversation.response_param,
-        append=added,
-        append_bare=bare,
+        append=found.append,
+        append_bare=found.append_bare,
         append_to=conversation.append_to,
         stored=conversation.stored,
     )
+
+
+def _check(conversation: Conversation, context_tokens: int) -> None:
+    """Raises 400 for a conversation that has no prompt, or none of this size."""
+    messages, param = conversation.messages, conversation.param
+    if not messages:
+        what, fix = "the conversation has no message", "send a message of the user"
+        raise errors.INVALID_MESSAGES(what=what, fix=fix, param=param)
+    if conversation.continues and conversation.response is not None:
+        raise errors.INVALID_FIELD(
+            param=conversation.response_param,
+            what="an answer of a given form cannot go on with a message of the assistant",
+            why="the form is of the whole answer, and the last message begins it",
+            fix="send a last message of another role, or leave out the form of the answer",
+        )
+    requests.check_text_size(sum(map(_text_bytes, messages)), context_tokens, param)
+
+
+class _Rendered(NamedTuple):
+    """A conversation as tokens: all of it, and the others as in `Prompt`. `head`: the messages of
+    its heading."""
+
+    tokens: list[int]
+    append: list[int]
+    append_bare: list[int]
+    head: list[dict[str, Any]]
+
+
+def _rendered(
+    conversation: Conversation,
+    tools: list[dict[str, Any]] | None,
+    text: PromptEncoder,
+    *,
+    appends: bool,
+) -> _Rendered:
+    first, begun = _split(conversation)
+    head, rest = first[: conversation.heading], first[conversation.heading :]
+    (messages, shown), template = history.prepare(first, tools, text), conversation.template
+    added: list[int] = []
+    bare: list[int] = []
+    if appends:
+        later = history.prepare_later(rest, head, tools, text)
+        added = bare = _begun(append.appended(text, later, shown, template), begun, text)
+        if rest and (head or tools):
+            later = history.prepare_later(rest, [], None, text)
+            bare = _begun(append.appended(text, later, shown, template), begun, text)
+    if conversation.append_to:  # without that turn the request is refused
+        tokens = added
+    else:
+        tokens = _begun(text.encode_chat(messages, shown, template), begun, text)
+    return _Rendered(tokens, added, bare, head)
 
 
 def _digest(part: list[dict[str, Any]] | None) -> str:

@@ -7,19 +7,20 @@ as they came, and gets a `Reading`, which is small but for the token ids.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from typing import Any, cast
 
 import msgspec
 
 from batchengine import errors
-from batchengine.core import CONSTRAINT_CHARS_MAX, PLAIN_OUTPUT, Constraint, OutputForm
+from batchengine.core import CONSTRAINT_CHARS_MAX, Constraint
 from batchengine.wire.text import token_bytes, token_ids
 from service.protocols import carriers, requests, strict_json
 from service.protocols.conversation import MEDIA_PARTS
 from service.protocols.llama import texts
 from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
-from service.protocols.requests import NOTHING, Prompt
+from service.protocols.requests import Prompt
 from service.protocols.responses import past_items
 from service.protocols.schema import Common
 from service.protocols.table import BY_NAME
@@ -27,6 +28,7 @@ from service.protocols.table import BY_NAME
 TASKS = {**texts.TASKS, "input-items": past_items.page}
 IGNORED_MAX = 64  # names of ignored fields that the daemon takes of one body
 READER = "service.protocols.reading:read"  # as the engine passes it to its text processes
+NO_PROMPT = Prompt([], 0, -1, "")
 
 
 class Question(msgspec.Struct, array_like=True, frozen=True):
@@ -42,49 +44,28 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 class Reading(msgspec.Struct, array_like=True, frozen=True):
     """A body that was read: its fields, the first names of ignored ones, and its prompts.
 
-    Of `fields.metadata` it has what names a session: the rest may be as large as a body.
-    `tokens` holds the `token_bytes` of each prompt; the rest is as in `Prompt`. `turns`: the body
-    refers to these turns and was not read; it is asked again with their answers.
+    Of `fields.metadata` it has what names a session: the rest may be as large as a body. `bare` is
+    the prompt without token ids, of which `tokens`, `append` and `append_bare` hold the
+    `token_bytes`. `turns`: the body refers to these turns and was not read; it is asked again with
+    their answers.
     """
 
     fields: Common
-    ignored: list[str]
-    tokens: list[bytes]
-    tokens_max: int
-    logprobs: int
-    param: str
-    tool_call_ids: tuple[str, ...]
-    output: OutputForm
-    constraint: Constraint | None
-    echo: bytes
+    ignored: list[str] = []
+    bare: Prompt = NO_PROMPT
+    tokens: list[bytes] = []
     append: bytes = b""
     append_bare: bytes = b""
-    append_to: str = ""
-    stored: bool = False
-    digest: str = ""
-    constraint_param: str = ""
     constraint_digest: bytes = b""
     turns: list[str] = []
-    prompt_logprobs: int = -1
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
-        tokens = list(map(token_ids, self.tokens))
-        return Prompt(
-            tokens,
-            self.tokens_max,
-            self.logprobs,
-            self.param,
-            self.tool_call_ids,
-            self.output,
-            self.constraint,
-            self.echo,
+        return dataclasses.replace(
+            self.bare,
+            tokens=list(map(token_ids, self.tokens)),
             append=token_ids(self.append),
             append_bare=token_ids(self.append_bare),
-            append_to=self.append_to,
-            stored=self.stored,
-            digest=self.digest,
-            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -98,17 +79,16 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     BatchEngineError 400."""
     asked = _decode_question(question)
     _check_size(data, asked.limits.context_tokens)
-    protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
     if asked.task:
-        return TASKS[asked.task](text, protocol, asked.limits, data)
+        return TASKS[asked.task](text, asked.limits, data)
+    protocol: Protocol[Any] = BY_NAME[asked.protocol]  # Any: each row has its own body
     body, ignored = protocol.parse(data)
     protocol.check(body)
     common, limits = protocol.common(body), asked.limits
     common = msgspec.structs.replace(common, metadata=carriers.naming(common.metadata))
     if turns := protocol.turns(body):
         if asked.answers is None:
-            empty = Reading(common, [], [], 0, -1, "", (), PLAIN_OUTPUT, None, NOTHING)
-            return encode(msgspec.structs.replace(empty, turns=turns))
+            return encode(Reading(common, turns=turns))
         body = protocol.resolved(body, asked.answers)
     if common.batchengine is not None and common.batchengine.append is not None:
         limits = msgspec.structs.replace(limits, append=common.batchengine.append)
@@ -122,26 +102,18 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     if constraint is not None and len(constraint.text) > CONSTRAINT_CHARS_MAX:
         why = f"it has {len(constraint.text)} characters, and {CONSTRAINT_CHARS_MAX} are allowed"
         raise errors.GRAMMAR_REFUSED(why=why, param=prompt.constraint_param)
+    bare = dataclasses.replace(
+        prompt, tokens=[], append=[], append_bare=[], unread=(), digest=_digest(body)
+    )
     return encode(
         Reading(
             common,
             ignored[:IGNORED_MAX],
+            bare,
             list(map(token_bytes, prompt.tokens)),
-            prompt.tokens_max,
-            prompt.logprobs,
-            prompt.param,
-            prompt.tool_call_ids,
-            prompt.output,
-            prompt.constraint,
-            prompt.echo,
             token_bytes(prompt.append),
             token_bytes(prompt.append_bare),
-            prompt.append_to,
-            prompt.stored,
-            _digest(body),
-            prompt.constraint_param,
             b"" if constraint is None else _digest_of(constraint),
-            prompt_logprobs=prompt.prompt_logprobs,
         )
     )
 

@@ -189,6 +189,25 @@ def open_job(
     )
 
 
+def job_again(
+    asked: GenerationRequest, engine: EngineApi, config: Config, *, include_usage: bool = True
+) -> HttpJob:
+    """The job of a turn of the ledger, whose answer is sent again; `asked` is its request."""
+    return HttpJob(
+        asked=asked,
+        model=engine.info.model_id,
+        stream=True,
+        include_usage=include_usage,
+        route=route_name(engine),
+        seed=asked.sampling.seed,
+        fingerprint=engine.info.fingerprint,
+        reasoning_fields=reasoning_fields(config),
+        predict=lambda: engine.predicted(asked.request_id),
+        echo=asked.echo.encode() or NOTHING,
+        requests=[asked],
+    )
+
+
 def _idempotency_key(headers: CIMultiDictProxy[str]) -> str:
     key = headers.get(carriers.HEADER_KEY, "").strip()
     if len(key) > KEY_CHARS_MAX or not key.isprintable():
@@ -274,13 +293,7 @@ def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
 
 def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
     """Writes `job.requests`: prompts x choices; raises 400."""
-    if len(prompt.tokens) * job.choices_per_prompt > GENERATIONS_MAX:
-        raise errors.INVALID_FIELD(
-            param="n",
-            what=f"{len(prompt.tokens)} prompts x n {job.choices_per_prompt} is more than"
-            f" {GENERATIONS_MAX}",
-            fix="send fewer at once",
-        )
+    _check_counts(job, prompt)
     job.echo = prompt.echo
     named = job.asked.session_id or ""
     if prompt.stored and (prompt.append_to or job.asked.session_id is None):
@@ -288,58 +301,80 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
         job.asked = dataclasses.replace(job.asked, session_id=name)
     elif prompt.append_to:
         job.asked = dataclasses.replace(job.asked, session_id=None)
+    sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
+    _check_lengths(prompt, sampling.tokens_min, info.context_tokens)
+    for tokens in prompt.tokens:
+        first = _request_of(job, prompt, tokens)
+        for choice in range(job.choices_per_prompt):
+            seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
+            attempt = _attempt(job, prompt, named)
+            request = dataclasses.replace(first, sampling=seeded, attempt=attempt)
+            job.requests.append(_of_choice(request, len(job.requests)))
+
+
+def _check_counts(job: HttpJob, prompt: Prompt) -> None:
+    """Raises 400 for too many generations, or log-probabilities of prompts, of one request."""
+    n_generations = len(prompt.tokens) * job.choices_per_prompt
+    if n_generations > GENERATIONS_MAX:
+        raise errors.INVALID_FIELD(
+            param="n",
+            what=f"{len(prompt.tokens)} prompts x n {job.choices_per_prompt} is more than"
+            f" {GENERATIONS_MAX}",
+            fix="send fewer at once",
+        )
     best = prompt.prompt_logprobs
     numbers = (1 + best) * sum(map(len, prompt.tokens)) * job.choices_per_prompt
-    if numbers > SCORES_MAX and len(prompt.tokens) * job.choices_per_prompt > 1:
+    if numbers > SCORES_MAX and n_generations > 1:
         raise errors.INVALID_FIELD(
             param="logprobs",
             what=f"the prompts have {numbers:,} log-probabilities",
             why=f"of several prompts or choices, at most {SCORES_MAX:,} are computed at once",
             fix="send fewer prompts at once",
         )
-    context = info.context_tokens
-    sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
-    if sampling.tokens_min > max(1, prompt.tokens_max):
+
+
+def _check_lengths(prompt: Prompt, tokens_min: int, context_tokens: int) -> None:
+    """Raises 400 for answers that can have no such length."""
+    if tokens_min > max(1, prompt.tokens_max):
         raise errors.INVALID_FIELD(
             param="min_tokens",
-            what=f"min_tokens is {sampling.tokens_min}, and the answer has at most"
+            what=f"min_tokens is {tokens_min}, and the answer has at most"
             f" {prompt.tokens_max} tokens",
             fix="lower min_tokens, or raise max_tokens",
         )
-    for tokens in prompt.tokens:
-        if len(tokens) + prompt.tokens_max > context:
-            n, asked = len(tokens), f"{len(tokens):,} tokens + max {prompt.tokens_max:,}"
+    for n in map(len, prompt.tokens):
+        if n + prompt.tokens_max > context_tokens:
+            asked = f"{n:,} tokens + max {prompt.tokens_max:,}"
             raise errors.PROMPT_TOO_LONG(
-                asked=asked, n_prompt_tokens=n, n_ctx=context, param=prompt.param
+                asked=asked, n_prompt_tokens=n, n_ctx=context_tokens, param=prompt.param
             )
-        first = dataclasses.replace(
-            job.asked,
-            prompt=tuple(tokens),
-            tokens_max=prompt.tokens_max,
-            tool_call_ids=(*prompt.tool_call_ids, *turns_of(prompt.tool_call_ids)),
-            output=prompt.output,
-            constraint=prompt.constraint,
-            append=tuple(prompt.append),
-            append_to=prompt.append_to,
-            echo="" if prompt.echo == NOTHING else prompt.echo.decode(),
-            streams=job.stream,
-            prompt_logprobs=prompt.prompt_logprobs,
-        )
-        # Without an answer one token is computed, which no timeline shall hold.
-        if not prompt.tokens_max or prompt.prompt_logprobs >= 0:
-            first = dataclasses.replace(
-                first,
-                tokens_max=max(1, prompt.tokens_max),
-                session_id=None,
-                tool_call_ids=(),
-                idempotency_key="",
-                is_retry=False,
-            )
-        for choice in range(job.choices_per_prompt):
-            seeded = msgspec.structs.replace(sampling, seed=derived_seed(job.seed, choice))
-            attempt = _attempt(job, prompt, named)
-            request = dataclasses.replace(first, sampling=seeded, attempt=attempt)
-            job.requests.append(_of_choice(request, len(job.requests)))
+
+
+def _request_of(job: HttpJob, prompt: Prompt, tokens: list[int]) -> GenerationRequest:
+    """The request of one prompt, without what its choices differ in."""
+    request = dataclasses.replace(
+        job.asked,
+        prompt=tuple(tokens),
+        tokens_max=prompt.tokens_max,
+        tool_call_ids=(*prompt.tool_call_ids, *turns_of(prompt.tool_call_ids)),
+        output=prompt.output,
+        constraint=prompt.constraint,
+        append=tuple(prompt.append),
+        append_to=prompt.append_to,
+        echo="" if prompt.echo == NOTHING else prompt.echo.decode(),
+        streams=job.stream,
+        prompt_logprobs=prompt.prompt_logprobs,
+    )
+    if prompt.tokens_max and prompt.prompt_logprobs < 0:
+        return request
+    return dataclasses.replace(  # without an answer one token is computed, which no timeline holds
+        request,
+        tokens_max=max(1, prompt.tokens_max),
+        session_id=None,
+        tool_call_ids=(),
+        idempotency_key="",
+        is_retry=False,
+    )
 
 
 def _attempt(job: HttpJob, prompt: Prompt, session_id: str) -> str:

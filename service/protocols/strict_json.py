@@ -1,35 +1,22 @@
 """Strict JSON of request bodies: bytes to plain values, or one error that names the fault.
 
 Promises that every string is encodable UTF-8 text, every number finite, no key occurs twice and
-nothing nests deeper than DEPTH_MAX. `off_loop` keeps large bodies off the event loop.
+nothing nests deeper than DEPTH_MAX.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar, cast
+from typing import cast
 
 from batchengine import errors
 from service.session_ids import printable
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 DEPTH_MAX = 64  # tool schemas of real agents stay below 20
 TOO_DEEP = f"it nests deeper than {DEPTH_MAX} levels"
-INLINE_BYTES_MAX = 16 * 1024  # parses in well under a millisecond
 BYTE_ORDER_MARK = "\ufeff"  # with which some programs begin a text
 DIGITS_MAX = 40  # no field of any request holds a longer integer
-
-
-async def off_loop(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`work(...)`, called directly for a body of few bytes (`size`), else on a thread."""
-    if size <= INLINE_BYTES_MAX:
-        return work(*args, **kwargs)
-    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def parse_object(body: bytes | bytearray) -> dict[str, object]:

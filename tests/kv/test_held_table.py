@@ -235,7 +235,8 @@ def test_a_table_with_held_pages_agrees_with_a_list(data: st.DataObject) -> None
 
     def link() -> None:
         number = data.draw(st.integers(0, 5))
-        before = kv.replace_held([s._replace(link=number) for s in kv.held])
+        before = list(kv.held)
+        kv.replace_held([s._replace(link=number) for s in kv.held])
         assert [s._replace(link=number) for s in before] == kv.held or len(before) > len(kv.held)
         with pytest.raises(ValueError, match="pages"):
             kv.replace_held([segment("a", 1, 0, kv.n_held + 4)])

@@ -2,14 +2,12 @@
 
 Every daemon and every link has a queue and serves one item at a time. In the pipeline a link sends
 hidden states before KV, which goes in pieces, so that a hidden state never waits long. In the ring
-every message of one layer is an item: the query and the accumulators of each head group of each
-session.
+every message of one layer is an item: the query and the accumulators of each head group.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,7 +42,6 @@ class Server:
 
     clock: Clock
     is_busy: bool = False
-    busy_ms: float = 0.0
     queue: list[tuple[int, int, float, Callable[[], None]]] = field(default_factory=list)
 
     def put(self, ms: float, done: Callable[[], None], priority: int = 0) -> None:
@@ -57,7 +54,6 @@ class Server:
             return
         _, _, ms, done = heapq.heappop(self.queue)
         self.is_busy = True
-        self.busy_ms += ms
 
         def end() -> None:
             self.is_busy = False
@@ -73,29 +69,21 @@ class Simulated:
 
     makespan_ms: float
     arrived_ms: float
-    bubble: float
 
 
-def chunks_of(prompts: Sequence[PromptWork], chunk_tokens: int) -> list[PrefillWork]:
-    """Every chunk of the prompts, in order."""
+def chunks_of(prompt: PromptWork, chunk_tokens: int) -> list[PrefillWork]:
+    """Every chunk of the prompt, in order."""
     found: list[PrefillWork] = []
-    for frontier, n_tokens in prompts:
-        for start in range(0, n_tokens, chunk_tokens):
-            n = min(chunk_tokens, n_tokens - start)
-            is_end = start + n == n_tokens
-            found.append(PrefillWork(1, n, n * (frontier + start + n / 2), int(is_end)))
+    for start in range(0, prompt.n_tokens, chunk_tokens):
+        n = min(chunk_tokens, prompt.n_tokens - start)
+        found.append(PrefillWork(1, n, n * (prompt.frontier + start + n / 2)))
     return found
 
 
-def pipeline(
-    stages: Sequence[PipelineStage],
-    prompts: Sequence[PromptWork],
-    chunk_tokens: int,
-    in_flight: int | None = None,
-) -> Simulated:
-    """Run the chunks of `prompts` through `stages`; at most `in_flight` at a time if given."""
+def pipeline(stages: Sequence[PipelineStage], prompt: PromptWork, chunk_tokens: int) -> Simulated:
+    """Run the chunks of `prompt` through `stages`."""
     clock = Clock()
-    work = chunks_of(prompts, chunk_tokens)
+    work = chunks_of(prompt, chunk_tokens)
     computing = [Server(clock) for _ in stages]
     links = [Server(clock) for _ in stages]  # to the next stage
     pushes: list[Server] = []  # to the owner; the same link if the next stage is the owner
@@ -106,11 +94,6 @@ def pipeline(
         pushes.append(links[index] if to_owner else Server(clock))
         shared.append(to_owner)
     done_ms = arrived_ms = 0.0
-    waiting = list(range(len(work)))
-
-    def enter() -> None:
-        if waiting:
-            arrive(0, waiting.pop(0))
 
     def arrive(k: int, chunk: int) -> None:
         computing[k].put(stages[k].compute.of(work[chunk]), lambda: computed(k, chunk))
@@ -127,8 +110,6 @@ def pipeline(
             links[k].put(link.of(work[chunk]), send)
         else:
             done_ms = clock.now_ms
-            if in_flight is not None:
-                enter()
         if (push := stage.push) is not None:
             kv = push
             if shared[k] and stage.onward is not None:
@@ -141,13 +122,10 @@ def pipeline(
         nonlocal arrived_ms
         arrived_ms = max(arrived_ms, clock.now_ms + delay_ms)
 
-    for _ in range(len(work) if in_flight is None else in_flight):
-        enter()
+    for chunk in range(len(work)):
+        arrive(0, chunk)
     clock.run()
-    assert not waiting
-    assert math.isfinite(done_ms)
-    busy = sum(server.busy_ms for server in computing)
-    return Simulated(done_ms, max(done_ms, arrived_ms), 1.0 - busy / (len(stages) * done_ms))
+    return Simulated(done_ms, max(done_ms, arrived_ms))
 
 
 def ring(
@@ -156,11 +134,10 @@ def ring(
     home: LinkSpeed,
     own_tokens: int,
     own_kv_token_ms: float,
-    sessions: int,
 ) -> float:
-    """Milliseconds of attention of one token of `sessions` sessions, over all layers."""
+    """Milliseconds of attention of one token of a session, over all layers."""
     clock = Clock()
-    units = sessions * shape.kv_heads
+    units = shape.kv_heads
     per_unit = 1.0 / (shape.layers * shape.kv_heads)
     speeds = [*(holder.link for holder in holders), home]
     links = [Server(clock) for _ in speeds]

@@ -14,7 +14,7 @@ from batchengine.policy.ring import (
     RingHolder,
     RingShape,
     shape_of,
-    times,
+    token_ms,
 )
 from tests.policy import layouts_simulation
 
@@ -43,29 +43,18 @@ def test_one_holder_by_hand() -> None:
     """One layer and head group: query, attention, accumulators; the owner attends meanwhile."""
     shape = RingShape(1, 1, 1000, 4000)
     link = LinkSpeed(1000.0, 0.5)
-    found = times(shape, [holder("b", 1000, 0.01, link)], link, 1200, 0.01)
-    assert found.token_ms == pytest.approx(1 + 0.5 + 10 + 4 + 0.5)
-    assert found.exposed_ms == pytest.approx(found.token_ms - 12)
-    alone = times(shape, [], link, 2200, 0.01)
-    assert alone == pytest.approx((22.0, 0.0))
+    found = token_ms(shape, [holder("b", 1000, 0.01, link)], link, 1200, 0.01)
+    assert found == pytest.approx(1 + 0.5 + 10 + 4 + 0.5)
 
 
 def test_a_query_is_passed_on_before_it_is_answered() -> None:
     """Three equal holders compute at the same time: the lap is one share and the hops."""
     holders = [holder(name, 8192) for name in "bcd"]
-    lap = times(SMALL, holders, LAN, 8192, 1e-3).token_ms
+    lap = token_ms(SMALL, holders, LAN, 8192, 1e-3)
     share = 8192 * 1e-3
     hops = SMALL.layers * 4 * (LAN.latency_ms + SMALL.accumulator_bytes / LAN.bytes_per_ms)
     assert lap <= share + hops
     assert lap < 0.5 * (4 * share)
-
-
-def test_sessions_together_hide_the_hops() -> None:
-    holders = [holder("b", 4096)]
-    found = [times(SMALL, holders, LAN, 4096, 1e-3, sessions) for sessions in (1, 4, 16)]
-    shares = [one.exposed_ms / one.token_ms for one in found]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[-1] < 0.1
 
 
 links = st.builds(
@@ -87,26 +76,18 @@ shapes = st.sampled_from((SMALL, shape_of(80, 64, 8, 128), shape_of(16, 24, 4, 2
 
 
 @settings(deadline=None)
-@given(
-    shapes,
-    holders_of_a_route,
-    links,
-    st.integers(0, 30_000),
-    st.floats(1e-4, 2e-3),
-    st.sampled_from((1, 1, 4, 8)),
-)
+@given(shapes, holders_of_a_route, links, st.integers(0, 30_000), st.floats(1e-4, 2e-3))
 def test_times_agree_with_a_simulation_of_every_message(
     shape: RingShape,
     holders: list[RingHolder],
     home: LinkSpeed,
     own_tokens: int,
     own_kv_ms: float,
-    sessions: int,
 ) -> None:
-    found = times(shape, holders, home, own_tokens, own_kv_ms, sessions)
-    seen = layouts_simulation.ring(shape, holders, home, own_tokens, own_kv_ms, sessions)
-    assert found.token_ms <= seen * (1 + 1e-9)
-    assert seen <= (1 + EARLY_MAX) * found.token_ms
+    found = token_ms(shape, holders, home, own_tokens, own_kv_ms)
+    seen = layouts_simulation.ring(shape, holders, home, own_tokens, own_kv_ms)
+    assert found <= seen * (1 + 1e-9)
+    assert seen <= (1 + EARLY_MAX) * found
 
 
 def test_a_daemon_twice_on_a_route_is_predicted_roughly() -> None:
@@ -118,9 +99,9 @@ def test_a_daemon_twice_on_a_route_is_predicted_roughly() -> None:
             for name in ("b", "c", "b")[rng.randrange(2) :]
         ]
         holders[0] = holders[0]._replace(name="b")
-        own, sessions = rng.randrange(30_000), rng.choice((1, 4))
-        found = times(SMALL, holders, LAN, own, 1e-3, sessions).token_ms
-        seen = layouts_simulation.ring(SMALL, holders, LAN, own, 1e-3, sessions)
+        own = rng.randrange(30_000)
+        found = token_ms(SMALL, holders, LAN, own, 1e-3)
+        seen = layouts_simulation.ring(SMALL, holders, LAN, own, 1e-3)
         assert 0.6 < seen / found < 1.6
 
 
@@ -129,7 +110,7 @@ def test_a_daemon_twice_on_a_route_is_predicted_roughly() -> None:
 def test_more_work_is_never_predicted_to_be_faster(
     shape: RingShape, holders: list[RingHolder], home: LinkSpeed, own_tokens: int, at: int
 ) -> None:
-    base = times(shape, holders, home, own_tokens, 1e-3).token_ms
+    base = token_ms(shape, holders, home, own_tokens, 1e-3)
     at %= len(holders)
     one = holders[at]
     slow = LinkSpeed(one.link.bytes_per_ms / 2, one.link.latency_ms)
@@ -142,6 +123,5 @@ def test_more_work_is_never_predicted_to_be_faster(
         one._replace(link=far),
     ):
         route = [*holders[:at], changed, *holders[at + 1 :]]
-        assert times(shape, route, home, own_tokens, 1e-3).token_ms >= base
-    assert times(shape, holders, home, own_tokens + 1024, 1e-3).token_ms >= base
-    assert times(shape, holders, home, own_tokens, 1e-3, 2).token_ms >= base
+        assert token_ms(shape, route, home, own_tokens, 1e-3) >= base
+    assert token_ms(shape, holders, home, own_tokens + 1024, 1e-3) >= base

@@ -601,13 +601,15 @@ class World:
         if engine_run is None or engine_run.dead:
             return "no engine is up"
         state = engine_run.engine.state
-        return f"{list(state.turns.values())} {state.queues} {[repr(p) for p in engine_run.loops]}"
+        waiting = [line.waiting for line in state.lines.values()]
+        return f"{list(state.turns.values())} {waiting} {[repr(p) for p in engine_run.loops]}"
 
     def _busy(self, engine_run: EngineRun) -> str:
         """Names of work that has not ended."""
         engine = engine_run.engine
-        if engine.state.requests or engine.state.queues:
-            return f"turns {list(engine.state.turns.values())}, queues {engine.state.queues}"
+        if engine.state.requests or engine.state.lines:
+            waiting = [line.waiting for line in engine.state.lines.values()]
+            return f"turns {list(engine.state.turns.values())}, queues {waiting}"
         if engine.state.moves:
             return "moves"
         for loop in engine_run.loops:

@@ -1,4 +1,4 @@
-"""Audit of a page that two computations made differently (F46): which lane is wrong.
+"""Audit of a page that two computations made differently: which lane is wrong.
 
 Owns the decision and its consequences. All lanes are paused between two steps and every open row
 is dropped; then every lane that is up computes the page again, and a fresh worker does too if

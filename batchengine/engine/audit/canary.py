@@ -93,7 +93,7 @@ class Canary:
             await self._differs(loop, got)
 
     async def _differs(self, loop: LaneLoop, got: bytes) -> None:
-        """Audit a lane with another digest (F46). /health names it until it is right or drained."""
+        """Audit a lane with another digest. /health names it until it is right or drained."""
         name = loop.lane.name
         self._count(loop, "different")
         self._state.metrics.numeric_faults_total.inc()

@@ -1,4 +1,4 @@
-"""Compares the model's files on disk with what was loaded (F11).
+"""Compares the model's files on disk with what was loaded.
 
 Owns the identities of the files when they were read. `look` compares them, once a minute and before
 a session is read from the ledger; `decide` reads the model file again if only its times differ.

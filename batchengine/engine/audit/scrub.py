@@ -215,7 +215,7 @@ class Maintenance:
             self._state.troubles["store"] = f"{why}: no worker can start again"
 
     async def check_model(self) -> None:
-        """Raise BatchEngineError (503) if the model file is not what was loaded any more (F11)."""
+        """Raise BatchEngineError (503) if the model file is not what was loaded any more."""
         await self._files.look()
         if self._state.model_changed:
             raise errors.MODEL_CHANGED(why=self._state.model_changed)

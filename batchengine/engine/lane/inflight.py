@@ -24,7 +24,7 @@ from batchengine.lanes.worker_process import Lane, LaneRequest
 from batchengine.policy import scheduler
 from batchengine.policy.rows import TurnRow
 from batchengine.session import Session, State
-from batchengine.session_kv import pages_for
+from batchengine.session_kv import full_pages, pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
@@ -98,11 +98,82 @@ def reaches_of(steps: Iterable[InFlightStep]) -> dict[int, Reach]:
     return {key: reach for key, reach in found.items() if key not in void}
 
 
+class StepDraft:
+    """A step as it is built, entry by entry."""
+
+    def __init__(self) -> None:
+        self.entries: list[wire.Entry] = []
+        self._parts: list[StepEntry] = []
+        self._fills: list[tuple[Turn, int, ArenaSlot]] = []
+        self._codes, self._tokens = array("Q"), array("i")
+        self._history, self._scored = array("i"), array("i")
+        self._recomputed = 0
+
+    def add(
+        self, turn: Turn, start: int, end: int, samples: int = 0, *, takes_sample: bool = False
+    ) -> None:
+        """Add the tokens [start, end) of a turn. The steps in flight sample `samples` more tokens
+        than its session has; with `takes_sample` the entry's only token is the last of these."""
+        session, n, n_pages = turn.session, end - start, pages_for(end)
+        known, table = session.tokens, session.kv.codes
+        wants = end == len(known) + samples
+        self._recomputed += max(0, min(end, session.computed) - start)
+        session.computed = max(session.computed, end)
+        self._codes.extend(table if n_pages == len(table) else table[:n_pages])
+        if n == 1:
+            self._tokens.append(0 if takes_sample else known[start])
+        else:
+            self._tokens.extend(known[start:end])
+        n_history = min(turn.history_tokens, end) if wants else 0
+        if n_history:
+            self._history.extend([*known[end - n_history :], *[0] * takes_sample])
+        n_scored = best = 0
+        if (scores := turn.scores) is not None and not scores.is_complete:
+            followers, best = scores.wanted(start, end), scores.best
+            n_scored = len(followers)
+            self._scored.extend(followers)
+        self.entries.append(
+            wire.Entry(
+                session.key, session.epoch, start, n, n_pages, turn.sampling if wants else None,
+                n_history, tuple([segment.message() for segment in session.kv.held]),
+                takes_sample, wants and turn.matcher is not None,
+                turn.banned(end) if wants else (), n_scored, best,
+            )
+        )  # fmt: skip
+        self._parts.append(StepEntry(turn, n, wants))
+        if full_pages(start) != full_pages(end):
+            self._fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
+
+    def finish(
+        self, kv: LaneKv, predicted_ms: float, *, lap_ms: int = 0, is_ahead: bool = False
+    ) -> InFlightStep:
+        """Return the step with its frame, in which the lane's chores are done too."""
+        chores, verify = kv.chores()
+        digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in self._fills])
+        step = wire.Step(
+            tuple(self.entries),
+            chores.labels.poison,
+            chores.labels.reserve,
+            digest + chores.digest,
+            tuple([kv.sealing.verify_message(seal) for seal in verify]),
+            chores.labels.relabel,
+            chores.import_rows,
+            chores.touch,
+            lap_ms,
+            chores.freed,
+        )
+        numbers = self._codes, self._tokens, self._history, chores.import_tokens, self._scored
+        return InFlightStep(
+            step, b"".join(numbers), self._parts, self._fills, verify, chores, predicted_ms,
+            self._recomputed, is_ahead,
+        )  # fmt: skip
+
+
 def prepare_ahead(
     plan: scheduler.StepPlan, steps: Sequence[InFlightStep], kv: LaneKv
 ) -> InFlightStep | None:
-    """Build the frame of the step after `steps`, which are in flight, for some sessions of the last
-    one. None if the plan is for anything else, or if slots are lacking."""
+    """Build the step after `steps`, which are in flight, for some sessions of the last one. None if
+    the plan is for anything else, or if slots are lacking."""
     last, reaches = steps[-1], reaches_of(steps)
     parts = {
         entry.session: part
@@ -115,62 +186,12 @@ def prepare_ahead(
     is_short = n_decodes == len(planned) or plan.predicted_ms <= CHUNK_AHEAD_MS_MAX
     if not (planned and is_plain and is_short and all(_is_plain(*one) for one in planned)):
         return None
-    ends = {part.turn.session: reach.end + n for part, reach, n in planned}
-    if not all(kv.slots.ensure(session, end) for session, end in ends.items()):
+    if not all(kv.slots.ensure(part.turn.session, at.end + n) for part, at, n in planned):
         return None
-    codes, tokens, history = array("Q"), array("i"), array("i")
-    entries: list[wire.Entry] = []
-    rows: list[StepEntry] = []
-    fills: list[tuple[Turn, int, ArenaSlot]] = []
-    recomputed = 0
-    for (part, reach, n), (session, end) in zip(planned, ends.items(), strict=True):
-        turn, start, n_pages, sample = part.turn, end - n, pages_for(end), [0] * part.wants
-        wants = end == len(session.tokens) + reach.samples
-        n_history = min(turn.history_tokens, end) if wants else 0
-        codes.extend(session.kv.codes[:n_pages])
-        tokens.extend([*session.tokens[start:end], *sample])
-        if n_history:
-            history.extend([*session.tokens[end - n_history :], *sample])
-        entries.append(
-            wire.Entry(
-                session.key, session.epoch, start, n, n_pages, turn.sampling if wants else None,
-                n_history, takes_sample=part.wants, masked=wants and turn.matcher is not None,
-                banned=turn.banned(end) if wants else (),
-            )
-        )  # fmt: skip
-        rows.append(StepEntry(turn, n, wants))
-        fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
-        recomputed += max(0, min(end, session.computed) - start)
-        session.computed = max(session.computed, end)
-    chores, verify = kv.chores()
-    step = frame(entries, fills, chores, [kv.sealing.verify_message(seal) for seal in verify])
-    payload = codes.tobytes() + tokens.tobytes() + history.tobytes() + chores.import_tokens
-    return InFlightStep(
-        step, payload, rows, fills, verify, chores, plan.predicted_ms, recomputed, is_ahead=True
-    )
-
-
-def frame(
-    entries: list[wire.Entry],
-    fills: list[tuple[Turn, int, ArenaSlot]],
-    chores: Chores,
-    verify: list[wire.Verify],
-    lap_ms: int = 0,
-) -> wire.Step:
-    """The frame of a step. `fills`: open pages that it fills."""
-    digest = tuple([wire.Digest(slot.slot, PAGE_TOKENS) for _, _, slot in fills])
-    return wire.Step(
-        tuple(entries),
-        chores.labels.poison,
-        chores.labels.reserve,
-        digest + chores.digest,
-        tuple(verify),
-        chores.labels.relabel,
-        chores.import_rows,
-        chores.touch,
-        lap_ms,
-        chores.freed,
-    )
+    draft = StepDraft()
+    for part, at, n in planned:
+        draft.add(part.turn, at.end, at.end + n, at.samples, takes_sample=part.wants)
+    return draft.finish(kv, plan.predicted_ms, is_ahead=True)
 
 
 def _is_plain(part: StepEntry, reach: Reach, n_tokens: int) -> bool:
@@ -317,10 +338,8 @@ class InFlightSteps:
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
     """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
-    without_rows, asked = (
-        {*done.nonfinite, *done.unreachable, *done.unmasked},
-        in_flight.step.import_rows,
-    )
+    without_rows = {*done.nonfinite, *done.unreachable, *done.unmasked}
+    asked = in_flight.step.import_rows
     wanted = [
         part.turn.session.key
         for index, part in enumerate(in_flight.parts)

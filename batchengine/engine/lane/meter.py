@@ -38,14 +38,15 @@ class StepMeter:
         self._samples: deque[tuple[float, int, int]] = deque(maxlen=SAMPLES)
         self._seconds = seconds
         self._waits: dict[str, tuple[int, float]] = {}
-        self._last: tuple[InFlightStep, wire.StepDone, list[tuple[int, int]]] | None = None
+        self._last: tuple[InFlightStep, wire.StepDone] | None = None
 
-    def committed(
-        self, in_flight: InFlightStep, done: wire.StepDone, computed: list[tuple[int, int]]
-    ) -> None:
-        """Record a committed step; `computed` has (first position, tokens) of each entry."""
+    def committed(self, in_flight: InFlightStep, done: wire.StepDone, n_void: int) -> None:
+        """Record a committed step, of which `n_void` entries were void."""
         self.steps += 1
-        self._last = (in_flight, done, computed)
+        self.ahead += in_flight.is_ahead
+        self.void += n_void
+        self.recomputed += in_flight.recomputed
+        self._last = in_flight, done
         held = [segment for turn, _, _ in in_flight.parts for segment in turn.session.kv.held]
         for peer in {segment.peer for segment in held}:
             n_steps, waited_ms = self._waits.get(peer, (0, 0.0))
@@ -63,13 +64,14 @@ class StepMeter:
         """Evaluate the last committed step; called while the worker computes the next one."""
         if self._last is None:
             return
-        (in_flight, done, computed), self._last = self._last, None
-        if not computed:
+        (in_flight, done), self._last = self._last, None
+        entries = in_flight.step.entries
+        if not entries:
             return
         self.step_ms = done.elapsed_us / 1000.0
-        self.tokens += sum([n for _, n in computed])
-        work = work_of(computed)
-        if n_scored := sum([entry.scored for entry in in_flight.step.entries]):
+        self.tokens += sum([entry.n_tokens for entry in entries])
+        work = work_of([(entry.start, entry.n_tokens) for entry in entries])
+        if n_scored := sum([entry.scored for entry in entries]):
             self.cost.observe_scored(work, n_scored, self.step_ms)
         elif work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
             self.cost.observe(work, self.step_ms)

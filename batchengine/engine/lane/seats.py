@@ -241,24 +241,9 @@ class Seats:
         has all slots makes no way, as the next one would get no further: it fails, after STALL_S
         if others wait. So does one for which others make way, but newer ones take their slots.
         """
-        able = [
-            turn
-            for turn in self.running.values()
-            if not (
-                turn.paused
-                or turn.awaits_mask
-                or turn.session.kv.pending
-                or turn.session.kv.cut_off
-            )
-        ]
-        if able:
+        able = self._able()
+        if able and able[0].session.key in self.running:
             self.pages_short.set()
-        elif all(turn.paused for turn in self.running.values()):
-            able = [
-                turn
-                for turn in self.queue()
-                if not (turn.paused or turn.session.is_expecting or turn.session.kv.cut_off)
-            ]
         if not able or self._kv.is_sealing:
             self._stalled_ms = None
             return
@@ -280,6 +265,29 @@ class Seats:
         elif stalled_s > STALL_ALONE_S or is_futile:
             self._stalled_ms = None
             self._refuse(able[0])
+
+    def _able(self) -> list[Turn]:
+        """The turns that could compute, but found no slot or page; if all that have a seat are
+        paused, those that found no seat."""
+        able = [
+            turn
+            for turn in self.running.values()
+            if not (
+                turn.paused
+                or turn.awaits_mask
+                or turn.session.kv.pending
+                or turn.session.kv.cut_off
+            )
+        ]
+        if able:
+            return able
+        if not all(turn.paused for turn in self.running.values()):
+            return []
+        return [
+            turn
+            for turn in self.queue()
+            if not (turn.paused or turn.session.is_expecting or turn.session.kv.cut_off)
+        ]
 
     def _refuse(self, turn: Turn) -> None:
         pages, request_id = len(turn.session.kv.codes), turn.generation.request_id

@@ -6,12 +6,11 @@ the frame.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Sequence
 
 from batchengine import errors
 from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightStep, StepEntry, frame
+from batchengine.engine.lane.inflight import InFlightStep, StepDraft
 from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.suspects import Suspects
@@ -22,9 +21,8 @@ from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import entry_ms
-from batchengine.session_kv import full_pages, pages_for
+from batchengine.session_kv import full_pages
 from batchengine.wire import lane as wire
-from kv_store.arenas.arena import ArenaSlot
 
 LAP_FACTOR = 4.0  # a visit to all holders in one layer may take this many times the whole step,
 LAP_MS_MIN, LAP_MS_MAX = 1000, 10_000  # within these bounds: a peer that is busy is not lost
@@ -61,7 +59,7 @@ class StepWriter:
     # --------------------------------------------------------------------------- plan -> frame
 
     def prepare(self, plan: scheduler.StepPlan) -> InFlightStep | None:
-        """Carry out the plan and build its frame; None when there is nothing to send."""
+        """Carry out the plan and build its step; None when there is nothing to send."""
         seats = self._seats
         for key in plan.preempt:
             seats.preempt(key)
@@ -71,64 +69,16 @@ class StepWriter:
             self._admit(key)
         for key in plan.aged:
             seats.tenants.aged(seats.running[key].session.tenant, seats.now_ms())
-        codes, tokens, history = array("Q"), array("i"), array("i")
-        scored = array("i")
-        entries: list[wire.Entry] = []
-        parts: list[StepEntry] = []
-        fills: list[tuple[Turn, int, ArenaSlot]] = []
-        recomputed = 0
+        draft = StepDraft()
         for key, planned in plan.batch:
             turn = seats.running[key]
-            n = self._room(turn, planned)
-            if n < 1:
-                continue
-            session = turn.session
-            start = session.frontier
-            end = start + n
-            wants = end == len(session.tokens)
-            recomputed += max(0, min(end, session.computed) - start)
-            session.computed = max(session.computed, end)
-            n_pages, table = pages_for(end), session.kv.codes
-            codes.extend(table if n_pages == len(table) else table[:n_pages])
-            if n == 1:
-                tokens.append(session.tokens[start])
-            else:
-                tokens.extend(session.tokens[start:end])
-            history_len = turn.history_len() if wants else 0
-            if history_len:
-                history.extend(session.tokens[-history_len:])
-            sampling = turn.sampling if wants else None
-            segments = tuple([segment.message() for segment in session.kv.held])
-            masked = wants and turn.matcher is not None
-            n_scored = best = 0
-            if (scores := turn.scores) is not None and not scores.is_complete:
-                followers, best = scores.wanted(start, end), scores.best
-                n_scored = len(followers)
-                scored.extend(followers)
-            entries.append(
-                wire.Entry(
-                    key, session.epoch, start, n, n_pages, sampling, history_len, segments,
-                    masked=masked, banned=turn.banned(end) if wants else (),
-                    scored=n_scored, scored_best=best,
-                )
-            )  # fmt: skip
-            parts.append(StepEntry(turn, n, wants))
-            if full_pages(start) != full_pages(end):
-                fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
-        if not entries and not self._kv.has_chores:
+            if (n := self._room(turn, planned)) > 0:
+                start = turn.session.frontier
+                draft.add(turn, start, start + n)
+        if not draft.entries and not self._kv.has_chores:
             return None
-        chores, verify = self._kv.chores()
-        messages = [self._kv.sealing.verify_message(seal) for seal in verify]
         lap_ms = int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms)))
-        step = frame(entries, fills, chores, messages, lap_ms)
-        payload = b"".join(
-            (
-                *(codes.tobytes(), tokens.tobytes(), history.tobytes(), chores.import_tokens),
-                scored.tobytes(),
-            )
-        )
-        predicted_ms = plan.predicted_ms
-        return InFlightStep(step, payload, parts, fills, verify, chores, predicted_ms, recomputed)
+        return draft.finish(self._kv, plan.predicted_ms, lap_ms=lap_ms)
 
     def _admit(self, key: int) -> None:
         turn = self._seats.seat(key)
@@ -198,32 +148,51 @@ class StepWriter:
         whose mask was late.
         Returns whether pages became invalid, which other sessions of the lane may hold.
         """
-        seats = self._seats
-        now_ms = seats.now_ms()
-        entries = in_flight.step.entries
         turns = [part.turn for part in in_flight.parts]
+        void = self._void(in_flight, done)
+        nonfinite = {turns[i] for i in done.nonfinite} - void
+        unreachable = {turns[i] for i in done.unreachable} - void - nonfinite
+        without_rows = nonfinite | unreachable | void
+        self._commit_entries(in_flight, done, without_rows)
+        self._commit_pages(in_flight, done, without_rows)
+        for turn in nonfinite:
+            self._nonfinite(turn)
+        for turn in unreachable:
+            if turn.session.kv.held:  # else they were lost, or came back, meanwhile
+                self._seats.cut_off(turn)
+        for turn in void:
+            if self._kv.slots.owns(turn.session):
+                self._kv.slots.trim(turn.session)
+        self._meter.committed(in_flight, done, len(void))
+        if in_flight.parts:
+            self._journal.note()
+        return bool(nonfinite)
+
+    def _void(self, in_flight: InFlightStep, done: wire.StepDone) -> set[Turn]:
+        """The turns of which nothing is committed."""
+        parts, entries = in_flight.parts, in_flight.step.entries
         void = {
-            turn
-            for turn, entry in zip(turns, entries, strict=True)
-            if in_flight.is_ahead and not self._is_current(turn, entry)
+            part.turn
+            for part, entry in zip(parts, entries, strict=True)
+            if in_flight.is_ahead and not self._is_current(part.turn, entry)
         }
         for index in done.unmasked:
-            turns[index].is_late = True
-            void.add(turns[index])
-        nonfinite = {turns[i] for i in done.nonfinite} - void
-        self._meter.ahead += in_flight.is_ahead
-        self._meter.recomputed += in_flight.recomputed
-        self._meter.void += len(void)
-        without_rows = nonfinite | {turns[i] for i in done.unreachable} | void
+            parts[index].turn.is_late = True
+            void.add(parts[index].turn)
+        return void
+
+    def _commit_entries(
+        self, in_flight: InFlightStep, done: wire.StepDone, without_rows: set[Turn]
+    ) -> None:
+        """Advance the sessions that have rows, and give them their tokens."""
+        seats, now_ms = self._seats, self._seats.now_ms()
         rows = {row.session: row for row in done.rows}
         scores = {scored.session: scored for scored in done.scores}
-        computed: list[tuple[int, int]] = []
         following: dict[int, int] = {}
         cost, scored = self._meter.cost.cost, self._meter.cost.scored_cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
-        for (turn, n, wants), entry in zip(in_flight.parts, entries, strict=True):
+        for (turn, n, wants), entry in zip(in_flight.parts, in_flight.step.entries, strict=True):
             session = turn.session
-            computed.append((entry.start, n))
             if seats.tenants.several:
                 ms = fixed_ms + entry_ms(scored if entry.scored else cost, entry.start, n)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
@@ -246,6 +215,12 @@ class StepWriter:
                 following[session.key] = rows[session.key].token
             else:
                 following[session.key] = session.tokens[session.frontier]
+        self._next = following
+
+    def _commit_pages(
+        self, in_flight: InFlightStep, done: wire.StepDone, without_rows: set[Turn]
+    ) -> None:
+        """Apply the answer to pages: those that are full now, chores, and seals that were read."""
         n_fills = len(in_flight.fills)
         for (turn, index, slot), digest in zip(
             in_flight.fills, done.digests[:n_fills], strict=True
@@ -256,21 +231,9 @@ class StepWriter:
         for seal, good in zip(in_flight.verify, done.verified, strict=True):
             session = seal.session
             self._kv.sealing.verified(seal, good)
-            if session is not None and session.key in seats.waiting:
-                seats.forget_row(seats.waiting[session.key])  # one slot fewer is reclaimable
-        for turn in nonfinite:
-            self._nonfinite(turn)
-        for turn in without_rows - nonfinite - void:
-            if turn.session.kv.held:  # else they were lost, or came back, meanwhile
-                seats.cut_off(turn)
-        for turn in void:
-            if self._kv.slots.owns(turn.session):
-                self._kv.slots.trim(turn.session)
-        self._next = following
-        self._meter.committed(in_flight, done, computed)
-        if computed:
-            self._journal.note()
-        return bool(nonfinite)
+            if session is not None and session.key in self._seats.waiting:
+                # one slot fewer is reclaimable
+                self._seats.forget_row(self._seats.waiting[session.key])
 
     def forget_samples(self) -> None:
         """Have a step ahead, if one is in flight, change nothing: it is computed again."""
@@ -359,7 +322,7 @@ class StepWriter:
             generation.paused_since_ms = now_ms
 
     def _nonfinite(self, turn: Turn) -> None:
-        """Fail a turn with NaN or Inf in a row; every page that it computed is invalid (F45)."""
+        """Fail a turn with NaN or Inf in a row; every page that it computed is invalid."""
         self._metrics.numeric_faults_total.inc()
         session = turn.session
         self._kv.invalidation.invalidate_turn(session, turn.generation.cached_tokens)

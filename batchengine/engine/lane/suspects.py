@@ -35,7 +35,7 @@ class Suspects:
         self._journal = journal
         self._strikes: dict[str, int] = {}
         self._marked: set[str] = set()  # in the ledger, by this run
-        self._cut_off: set[str] = set()  # had a turn when an earlier engine exited
+        self._interrupted: set[str] = set()  # had a turn when an earlier engine exited
 
     def __repr__(self) -> str:
         return f"<Suspects strikes={self._strikes} marked={len(self._marked)}>"
@@ -66,15 +66,15 @@ class Suspects:
         """Return how many crashes happened with this session alone in the step."""
         return self._strikes.get(session.name.decode(), 0)
 
-    def cut_off(self, session: Session) -> None:
+    def note_interrupted(self, session: Session) -> None:
         """Have the next turn of a session begin alone: an earlier engine exited during its turn."""
-        self._cut_off.add(session.name.decode())
+        self._interrupted.add(session.name.decode())
 
     def begin(self, turn: Turn) -> None:
         """Have the first step of the turn compute alone if its session is a suspect."""
         session = turn.session
         strikes = self.strikes(session)
-        if strikes or session.name.decode() in self._cut_off:
+        if strikes or session.name.decode() in self._interrupted:
             session.suspect, session.alone_deaths = True, strikes
             turn.suspect_until = len(session.tokens)
 
@@ -100,7 +100,7 @@ class Suspects:
         """Delete mark and strikes of a session that got past the position of the crash."""
         name = session.name.decode()
         session.suspect, session.alone_deaths = False, 0
-        self._cut_off.discard(name)
+        self._interrupted.discard(name)
         if self._strikes.pop(name, 0) or name in self._marked:
             self._marked.discard(name)
             self._journal.clear_suspect(session)
@@ -109,7 +109,7 @@ class Suspects:
         """Delete strikes and marks of a dropped session, by its durable name."""
         self._strikes.pop(name, None)
         self._marked.discard(name)
-        self._cut_off.discard(name)
+        self._interrupted.discard(name)
 
     def blame(self, entries: Sequence[StepEntry], *, alone: bool) -> list[Turn]:
         """Make suspects of the sessions of a step in which the worker died; `alone`: it had one.

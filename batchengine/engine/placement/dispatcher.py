@@ -248,7 +248,7 @@ class Dispatcher:
             return
         note = self._times.of(session)
         note.urgent_ms = self._state.now_ms()
-        turn = home.running.get(session.key) or home.waiting.get(session.key)
+        turn = home.seats.turn_of(session)
         if turn is not None:
             home.seats.raise_priority(turn, asked.rank, asked.ttft_ms, asked.tpot_ms)
         known = self._known(session, home, tuple(session.tokens)) if session.tokens else None
@@ -341,7 +341,7 @@ class Dispatcher:
 
     def peer_for(self, session: Session) -> tuple[str, str]:
         """Return the peer for a promote of the turn that runs, and why; ("", "") = a lane here."""
-        turn = next((one for one in self._state.turns.values() if one.session is session), None)
+        turn = self._state.turn_of(session)
         home = self._state.home.get(session.key)
         if turn is None or home is None or not turn.reported or turn.shared_with:
             return ("" if turn is None else turn.shared_with), ""  # it stays there

@@ -11,8 +11,7 @@ reference; rows of open pages are imported, and each is verified.
     P4  the destination has verified them
     P5  the ledger has the new owner (of an anonymous session: the memory)
     P6  the session runs on the destination
-    P7  the source's slots are quarantined
-    P8  the source's slots are free, with a new generation
+    P7  the source's slots are given back: its next frame poisons them, and they are free
 """
 
 from __future__ import annotations
@@ -173,9 +172,8 @@ class Migrator:
             raise Abort("it was in a step that killed a worker, and proves itself where it is")
         if session.state is State.CLOSED:
             raise Abort(CLOSED)
-        shared = [turn for turn in self._state.turns.values() if turn.shared_with]
-        if peer := next((turn.shared_with for turn in shared if turn.session is session), ""):
-            raise Abort(f"peer {peer} computes its turn too")
+        if (turn := self._state.turn_of(session)) is not None and turn.shared_with:
+            raise Abort(f"peer {turn.shared_with} computes its turn too")
         named = self._state.sessions.get((session.tenant, session.session_id)) is session
         if named and session.logged == NOT_LOGGED:  # its epoch is not known yet
             raise Abort("it is being read from the ledger")
@@ -320,7 +318,7 @@ class Migrator:
     async def _finish(
         self, move: Migration, row_import: RowImport, frozen: Frozen, report: MoveReport
     ) -> MoveReport:
-        """P6 to P8: install the session on the destination, and free the source's slots."""
+        """P6 and P7: install the session on the destination, and free the source's slots."""
         session, source, to = move.session, move.source, move.to
         if session.state is not State.FROZEN:  # the session was dropped meanwhile
             move.undo()
@@ -333,8 +331,7 @@ class Migrator:
         to.kv.importing.bring(session, tails)
         self._state.home[session.key] = to
         # Its turn may not be in a lane's loop while its pages load.
-        has_turn = any(turn.session is session for turn in self._state.turns.values())
-        if frozen.turn is not None or has_turn:
+        if frozen.turn is not None or self._state.turn_of(session) is not None:
             source.assigned -= 1
             to.assigned += 1
         move.release_seats()
@@ -353,7 +350,6 @@ class Migrator:
         source.kv.slots.release(left)
         source.wake()
         await self._at("P7")
-        await self._at("P8")
         return report
 
     async def _gap_ms(self, move: Migration) -> float:

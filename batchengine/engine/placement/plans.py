@@ -28,7 +28,7 @@ from batchengine.peers.transitions import LinkState
 from batchengine.policy import layouts, pipeline
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost, work_of
 from batchengine.policy.layouts import Held, LayoutFacts, PeerState
-from batchengine.policy.pipeline import LayerCost, LayerKind, PipelineModel, PromptWork, StageHost
+from batchengine.policy.pipeline import PipelineModel, PromptWork, StageHost
 from batchengine.policy.ring import shape_of
 from batchengine.policy.router import ON_PEER, RINGED, Decision, Reason, RouteState
 from batchengine.session import Session
@@ -68,17 +68,13 @@ class PeerPlans:
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
         self._kv_token_bytes = payload // 256
         self._model = PipelineModel(
-            (LayerKind(info.file_bytes // n_layer, self._kv_token_bytes // n_layer),),
-            (0,) * n_layer,
-            4 * int(details["n_embd"]),
-            0,
-            0,
+            n_layer, self._kv_token_bytes // n_layer, 4 * int(details["n_embd"])
         )
         self._shape = shape_of(
             n_layer, int(details["n_head"]), int(details["n_kv_head"]), int(details["head_dim"])
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
-        self._facts = LayoutFacts(self._shape, self._kv_token_bytes)
+        self.facts = LayoutFacts(self._shape, self._kv_token_bytes)  # with the pipeline in use
         self._again_at = 0.0
 
     def with_peers(
@@ -96,7 +92,7 @@ class PeerPlans:
         return msgspec.structs.replace(
             state,
             peers=tuple([self._peer(link) for _, link in sorted(self._peers.links.items())]),
-            facts=self._facts,
+            facts=self.facts,
             strategies=strategies,
         )
 
@@ -177,10 +173,6 @@ class PeerPlans:
         ended, took_s = f": {why}" if why else "", time.monotonic() - began
         record.note(f"the pipeline computed {pages} pages in {took_s:.2f} s{ended}")
 
-    def facts(self) -> LayoutFacts:
-        """What predictions need, with the pipeline in use."""
-        return self._facts
-
     async def run(self) -> None:
         """Measure links and keep the plan up to date, until cancelled."""
         while True:
@@ -260,15 +252,16 @@ class PeerPlans:
                         min(speed.bytes_per_ms, second.bytes_per_ms),
                         max(speed.latency_ms, second.latency_ms),
                     )
-        prompts = (PromptWork(0, PLANNED_TOKENS),)
-        found = await asyncio.to_thread(pipeline.plan, hosts, links, "", self._model, prompts)
+        prompt = PromptWork(0, PLANNED_TOKENS)
+        found = await asyncio.to_thread(pipeline.plan, hosts, links, "", self._model, prompt)
         is_alone = found is None or len(found.stages) < 2
-        self._facts = LayoutFacts(self._shape, self._kv_token_bytes, None if is_alone else found)
+        self.facts = LayoutFacts(self._shape, self._kv_token_bytes, None if is_alone else found)
         if found is not None:
             stages = ", ".join(f"{s.name or 'here'} {s.first}-{s.end}" for s in found.stages)
             log.info("pipeline of prompts: %s", stages)
 
     def _host(self, name: str, link: PeerLink | None) -> StageHost:
-        cost, n = self._cost(link), len(self._model.layers)
-        layer = LayerCost(cost.fixed_ms / n, cost.prefill_token_ms / n, cost.prefill_pair_ms / n)
-        return StageHost(name, (layer,))
+        cost, n = self._cost(link), self._model.n_layers
+        return StageHost(
+            name, cost.fixed_ms / n, cost.prefill_token_ms / n, cost.prefill_pair_ms / n
+        )

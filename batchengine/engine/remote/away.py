@@ -238,7 +238,7 @@ class AwayTurns:
         return link.load.requests_running + link.load.requests_waiting + own
 
     async def _send(self, session: Session, link: PeerLink) -> MoveReport:
-        turn = next((one for one in self._state.turns.values() if one.session is session), None)
+        turn = self._state.turn_of(session)
         lane = self._state.home.get(session.key)
         why = self._why_not(session, turn, link)
         if why or turn is None or lane is None:

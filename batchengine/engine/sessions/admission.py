@@ -23,8 +23,6 @@ class RequestAdmission:
     """Checks the requests of one engine."""
 
     def __init__(self, state: EngineState, info: ModelInfo, dispatcher: Dispatcher) -> None:
-        self.draining = False
-        self.fatal: BaseException | None = None  # the defect that stopped the engine
         self._state = state
         self._info = info
         self._dispatcher = dispatcher
@@ -32,10 +30,10 @@ class RequestAdmission:
     def check(self, request: GenerationRequest) -> None:
         """Raise BatchEngineError for any reason to refuse the request."""
         state = self._state
-        if self.draining:
+        if state.stopping:
             raise errors.DRAINING()
-        if self.fatal is not None:
-            raise errors.ENGINE_FAILED(defect=type(self.fatal).__name__)
+        if state.fatal is not None:
+            raise errors.ENGINE_FAILED(defect=type(state.fatal).__name__)
         if state.leaving and (request.tenant, request.session_id) not in state.sessions:
             raise errors.LEAVING()
         if state.model_changed:
@@ -55,9 +53,9 @@ class RequestAdmission:
         if name in state.dropping:
             raise errors.SESSION_DROPPED(session_id=request.session_id)
         session = state.sessions.get(name)
-        queue = None if session is None else state.queues.get(session.key)
-        if queue is not None and len(queue) >= SESSION_QUEUE_MAX:
-            raise errors.SESSION_BUSY(queued=len(queue))
+        line = None if session is None else state.lines.get(session.key)
+        if line is not None and len(line.waiting) >= SESSION_QUEUE_MAX:
+            raise errors.SESSION_BUSY(queued=len(line.waiting))
 
 
 def with_session(request: GenerationRequest, recovery: SessionRecovery) -> GenerationRequest:

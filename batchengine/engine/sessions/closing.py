@@ -24,7 +24,6 @@ class TurnClosing:
         recovery: SessionRecovery,
         dispatcher: Dispatcher,
     ) -> None:
-        self.draining = False  # True: turns that the engine cancels end with "shutdown"
         self._state = state
         self._journal = journal
         self._recovery = recovery
@@ -37,7 +36,7 @@ class TurnClosing:
             turn.matcher.close()
         if self._state.turns.pop(generation, None) is None:
             return  # `fail_all` has sent the last event
-        if self.draining and reason == "cancelled" and not generation.cancelled:
+        if self._state.stopping and reason == "cancelled" and not generation.cancelled:
             reason = "shutdown"
         self._count(turn, reason)
         self._dispatcher.ended(turn, reason)

@@ -414,7 +414,7 @@ class SessionRecovery:
             elif session.epoch == epoch:
                 return found
 
-    def _take_over(self, session: Session, found: SessionRecord) -> SessionFacts:
+    def _take_over(self, session: Session, found: SessionRecord) -> None:
         """Fill a new session from the record; of a known one, update what the ledger has of it."""
         info, facts = found.info, self._state.facts.get(session.key)
         if facts is None:
@@ -422,7 +422,7 @@ class SessionRecovery:
             facts.changed = self._changes(found)
             facts.restored = True
             if any(turn.status == RUNNING for turn in found.turns):
-                self._suspects.cut_off(session)
+                self._suspects.note_interrupted(session)
         if not session.tokens:
             session.tokens = list(found.tokens)
             if "tokenizer_hash" in facts.changed:
@@ -435,7 +435,6 @@ class SessionRecovery:
         session.logged = known
         if known < len(found.tokens):
             self._journal.cut(session, known)
-        return facts
 
     def has_same_tokens(self, found: SessionRecord) -> bool:
         """Whether the session's token ids are those of the model that runs now."""

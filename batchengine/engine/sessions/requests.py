@@ -33,7 +33,7 @@ from batchengine.engine.sessions.grammar import TurnGrammars
 from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.past.attempts import LeftAttempts
 from batchengine.engine.sessions.recovery import SessionRecovery
-from batchengine.engine.state import EngineState
+from batchengine.engine.state import EngineState, Line
 from batchengine.engine.tasks import Tasks
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.stream import Continuation, Generation
@@ -97,12 +97,12 @@ class Requests:
             return generation
         session = self._session(request.tenant, request.session_id)
         generation = self._generation(request, session)
-        queue = self._state.queues.get(session.key)
-        if queue is None:
-            self._serve_queue(session, generation)
+        line = self._state.lines.get(session.key)
+        if line is None:
+            self._serve_line(session, generation)
         else:
-            queue.append(generation)
-            generation.push(QueuedEvent(len(queue), None))
+            line.waiting.append(generation)
+            generation.push(QueuedEvent(len(line.waiting), None))
             self._dispatcher.waits_behind(session, generation)
         return generation
 
@@ -120,17 +120,17 @@ class Requests:
         session = self._session(tenant, session_id)
         generation = self._generation(request, session)
         generation.resumes = from_token
-        queue = self._state.queues.get(session.key)
-        if queue is None:
-            self._serve_queue(session, generation)
+        line = self._state.lines.get(session.key)
+        if line is None:
+            self._serve_line(session, generation)
             return generation
-        for older in queue:
+        for older in line.waiting:
             if older.resumes is not None:
                 older.fail(errors.RESUMED_ELSEWHERE())
-        queue.appendleft(generation)
-        for running, turn in list(self._state.turns.items()):
-            if turn.session is session and turn.turn_id == request.request_id:
-                running.abort(errors.RESUMED_ELSEWHERE())
+        line.waiting.appendleft(generation)
+        turn = self._state.turn_of(session)
+        if turn is not None and turn.turn_id == request.request_id:
+            turn.generation.abort(errors.RESUMED_ELSEWHERE())
         return generation
 
     async def end(self, session: Session, error: BatchEngineError) -> None:
@@ -142,13 +142,9 @@ class Requests:
             if of is session and not generation.finished:
                 generation.abort(error)
         while (line := self._state.lines.get(session.key)) is not None:
-            await asyncio.wait([line])
+            await asyncio.wait([line.task])
 
     # -------------------------------------------------------------------------------- the end
-
-    def drain(self) -> None:
-        """Refuse all further requests."""
-        self._closing.draining = self.admission.draining = True
 
     async def over(self, timeout_s: float) -> None:
         """Wait until every request has ended, for `timeout_s` at most."""
@@ -171,8 +167,7 @@ class Requests:
             self._closing.close(turn, TurnEnd("shutdown"))
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail every request, and refuse new ones, after a defect that stopped the engine."""
-        self.admission.fatal = self.admission.fatal or error
+        """Fail every request, after a defect that stopped the engine."""
         for generation in self._state.requests:
             generation.fail(errors.ENGINE_FAILED(defect=type(error).__name__))
         self._state.turns.clear()
@@ -208,21 +203,22 @@ class Requests:
 
     # ------------------------------------------------------------------------- one request
 
-    def _serve_queue(self, session: Session, first: Generation) -> None:
-        queue = self._state.queues[session.key] = deque[Generation]()
-        self._state.lines[session.key] = self._spawn(self._serve_all(session, first, queue))
+    def _serve_line(self, session: Session, first: Generation) -> None:
+        waiting = deque[Generation]()
+        task = self._spawn(self._serve_all(session, first, waiting))
+        self._state.lines[session.key] = Line(waiting, task)
 
     async def _serve_all(
-        self, session: Session, first: Generation, queue: deque[Generation]
+        self, session: Session, first: Generation, waiting: deque[Generation]
     ) -> None:
         """Serve the requests of a named session, one after the other, until none waits."""
         try:
             await self._serve(session, first)
-            while queue:
-                await self._serve(session, queue.popleft())
+            while waiting:
+                await self._serve(session, waiting.popleft())
         finally:
-            del self._state.queues[session.key], self._state.lines[session.key]
-            for generation in queue:  # not empty only if this task was cancelled
+            del self._state.lines[session.key]
+            for generation in waiting:  # not empty only if this task was cancelled
                 del self._state.requests[generation]
                 generation.fail(errors.DRAINING())
             if not session.tokens and not session.kv.codes and self._state.is_at_rest(session):
@@ -292,7 +288,8 @@ class Requests:
         return more is None or not await self._replay(session, generation, more)
 
     def _is_over(self, session: Session, generation: Generation) -> bool:
-        if generation.is_superseded(self._state.queues.get(session.key)):
+        line = self._state.lines.get(session.key)
+        if line is not None and generation.is_superseded(line.waiting):
             generation.fail(errors.RESUMED_ELSEWHERE())
         return generation.cancelled or generation.finished
 
@@ -304,7 +301,8 @@ class Requests:
         except Exception:
             if session.logged == NOT_LOGGED:
                 session.logged = LOG_UNKNOWN
-            is_waited_for = self._state.queues[session.key] or session.key in self._state.moves
+            waiting = self._state.lines[session.key].waiting
+            is_waited_for = waiting or session.key in self._state.moves
             if not (is_waited_for or session.kv.codes):
                 self._state.forget(session)  # the next request loads it again
             raise
@@ -434,9 +432,9 @@ class Requests:
                 loop.cancel(turn)
             return
         session = self._state.requests.get(generation)
-        queue = None if session is None else self._state.queues.get(session.key)
-        if queue is not None and generation in queue:
-            queue.remove(generation)
+        line = None if session is None else self._state.lines.get(session.key)
+        if line is not None and generation in line.waiting:
+            line.waiting.remove(generation)
             del self._state.requests[generation]
 
     def _has_room(self, generation: Generation) -> None:

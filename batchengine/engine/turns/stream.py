@@ -225,9 +225,9 @@ class Generation:
             return None
         return (self.last_token_ms - self.first_token_ms) / (n - 1)
 
-    def is_superseded(self, queue: Sequence[Generation] | None) -> bool:
-        """Whether a newer resume of the same session waits in its queue."""
-        other = queue[0] if queue else None
+    def is_superseded(self, waiting: Sequence[Generation]) -> bool:
+        """Whether a newer resume is the first of those that wait for the same session."""
+        other = waiting[0] if waiting else None
         if self.resumes is None or other is None or other.resumes is None or other.cancelled:
             return False
         return other.arrived_ms > self.arrived_ms

@@ -217,7 +217,3 @@ class Turn:
     def banned(self, position: int) -> tuple[int, ...]:
         """Tokens that are not chosen at a position of the timeline."""
         return self._end_tokens if position < self._ends_from else ()
-
-    def history_len(self) -> int:
-        """Number of tokens at the end of the timeline that the penalties of the next token use."""
-        return min(self.history_tokens, len(self.session.tokens))

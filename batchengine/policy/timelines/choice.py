@@ -47,15 +47,13 @@ class Timeline(NamedTuple):
 class TimelineChoice(NamedTuple):
     """The decision. `id`: the member that takes the request; "" = a new one, or none if `use` is
     UNNAMED. `of`: the member whose first `shared` tokens it has; of the one that takes it `cut`
-    tokens go. `replaces`: the member's timeline was another
-    conversation, which nothing has room for."""
+    tokens go. A member that takes a fork was another conversation, which nothing has room for."""
 
     use: TimelineUse
     id: str = ""
     of: str = ""
     shared: int = 0
     cut: int = 0
-    replaces: bool = False
     is_history_missing: bool = False
 
 
@@ -80,7 +78,7 @@ def choose(
     if not free:
         return fork._replace(use=TimelineUse.UNNAMED)
     out = min(free, key=lambda one: (one.common // PAGE_TOKENS, one.length, one.used))
-    return fork._replace(id=out.id, cut=out.length - out.common, replaces=True)
+    return fork._replace(id=out.id, cut=out.length - out.common)
 
 
 def goes_on(asked: Asked, one: Timeline) -> bool:

@@ -298,19 +298,7 @@ async def _unbuilt(request: web.Request) -> web.Response:
 
 
 def _job(service: Service, past: PastTurn) -> HttpJob:
-    """The job of a turn of the ledger."""
-    asked = past.request
-    return HttpJob(
-        asked=asked,
-        model=service.engine.info.model_id,
-        stream=True,
-        include_usage=True,
-        route=requests.route_name(service.engine),
-        seed=asked.sampling.seed,
-        predict=lambda: service.engine.predicted(asked.request_id),
-        requests=[asked],
-        echo=asked.echo.encode() or requests.NOTHING,
-    )
+    return requests.job_again(past.request, service.engine, service.config)
 
 
 async def _answer(service: Service, past: PastTurn) -> web.Response:

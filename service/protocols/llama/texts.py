@@ -7,7 +7,7 @@ neither. The forms are llama-server's. An answer is bounded by ANSWER_BYTES_MAX.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 from batchengine import errors
 from service.protocols import schema, strict_json
 from service.protocols.openai.chat import CHAT
-from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
+from service.protocols.protocol import PromptEncoder, PromptLimits
 
 ANSWER_BYTES_MAX = 16 << 20
 TOKENS_MAX = 1 << 20  # of one text
@@ -39,12 +39,10 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 Body = TypeVar("Body", bound=Struct)
-Task = Callable[[PromptEncoder, Protocol[Any], PromptLimits, bytes], bytes]
+Task = Callable[[PromptEncoder, PromptLimits, bytes], bytes]
 
 
-def apply_template(
-    text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes
-) -> bytes:
+def apply_template(text: PromptEncoder, limits: PromptLimits, data: bytes) -> bytes:
     """The text of a chat's prompt: the bytes of the tokens that would be computed."""
     body, _ = CHAT.parse(data)
     CHAT.check(body)
@@ -55,9 +53,7 @@ def apply_template(
     return _encode({"prompt": _joined(text, tokens), "tokens": len(tokens)})
 
 
-def tokenize(
-    text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes
-) -> bytes:
+def tokenize(text: PromptEncoder, limits: PromptLimits, data: bytes) -> bytes:
     """The tokens of a text."""
     body = _read(TokenizeRequest, data)
     tokens = text.encode(body.content, special=body.parse_special)
@@ -72,9 +68,7 @@ def tokenize(
     return _encode({"tokens": [{"id": one, "piece": _piece(text.piece(one))} for one in tokens]})
 
 
-def detokenize(
-    text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes
-) -> bytes:
+def detokenize(text: PromptEncoder, limits: PromptLimits, data: bytes) -> bytes:
     """The text of tokens, with the names of control tokens."""
     tokens = _read(DetokenizeRequest, data).tokens
     wrong = next((one for one in tokens if not 0 <= one < limits.vocab_size), None)

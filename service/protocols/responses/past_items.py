@@ -17,7 +17,7 @@ import msgspec
 
 from batchengine import errors
 from service.protocols.markup.parser import parser_of
-from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
+from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits
 from service.protocols.responses.formatter import STATUS, echo_of
 from service.protocols.responses.output import OutputItems
 
@@ -141,7 +141,7 @@ def _with_id(item: Fields, name: str) -> Fields:
     return found
 
 
-def page(text: PromptEncoder, protocol: Protocol[Any], limits: PromptLimits, data: bytes) -> bytes:
+def page(text: PromptEncoder, limits: PromptLimits, data: bytes) -> bytes:
     """A page of input items as JSON; a task of a text process."""
     asked = msgspec.json.decode(data, type=InputPage)
     items = input_items(asked.input, asked.turn)

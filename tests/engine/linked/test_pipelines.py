@@ -162,7 +162,7 @@ async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
     async with linked_engines(site, "ab") as engines:
         a = engines["a"]
         plans = a.running.plans
-        await until(lambda: plans.facts().pipeline is not None)
+        await until(lambda: plans.facts.pipeline is not None)
         prompt = words(11, 12 * PAGE_TOKENS + 7)
 
         def rejected(found: dict[str, Any]) -> str:

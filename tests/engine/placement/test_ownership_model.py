@@ -1,7 +1,7 @@
 """The owner of a session during a migration: every crash at every point, in a model and in real
 code.
 
-The model is a plain state machine of the protocol P0-P8, searched breadth first with up to three
+The model is a plain state machine of the protocol P0-P7, searched breadth first with up to three
 faults; its rules of states and epochs are the product's own table and the ledger's own records. The
 real code then runs every (point, fault, kind of session) in the simulation.
 """
@@ -23,7 +23,7 @@ from batchengine.session import TRANSITIONS, Event, State
 from kv_store.ledger import writes
 from tests.simulation.stage import Stage, play, words
 
-POINTS = [f"P{i}" for i in range(9)]
+POINTS = [f"P{i}" for i in range(8)]
 FAULTS = ["none", "kill source", "kill target", "kill both", "crash", "cancel"]
 SOURCE, TARGET = "source", "target"
 NAME = "\x1fs"
@@ -67,7 +67,7 @@ class Protocol:
         if point == 6:
             state = after(after(now.state, Event.THAW), Event.START)
             return now._replace(point=6, state=state, runs=TARGET if now.target_up else "")
-        return now._replace(point=point, moving=point < 8)
+        return now._replace(point=point, moving=point < 7)
 
     def abort(self, now: Model) -> Model:
         """End a migration before its commit, as if it had not been requested."""
@@ -118,7 +118,7 @@ def recoveries(now: Model) -> Iterator[Model]:
     if not now.engine_up:
         epoch = ledger_epoch(now.epoch, now.epoch + 1)
         yield now._replace(
-            engine_up=True, source_up=True, target_up=True, state=State.IDLE, epoch=epoch, point=8
+            engine_up=True, source_up=True, target_up=True, state=State.IDLE, epoch=epoch, point=7
         )
         return
     if not now.source_up:

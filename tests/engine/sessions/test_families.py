@@ -147,7 +147,7 @@ async def test_a_retry_of_a_turn_that_was_cut_goes_on_with_its_seed(
         generation = await engine.begin(of_family(first, 40, sampling=warm))
         await until(lambda: generation.completion_tokens > 5)
         generation.cancel()
-        await until(lambda: not engine.state.queues)
+        await until(lambda: not engine.state.lines)
         other = Sampling(temperature=0.8, seed=12)
         _, answer = await asks(engine, first, tokens_max=40, sampling=other, is_retry=True)
         assert answer.tokens == reference.tokens(first, 40, warm)

@@ -53,7 +53,7 @@ async def test_a_session_whose_first_turn_was_refused_cannot_be_parked(
             answer = await read(engine.submit(request(words(3, 20), 5, session="n")))
         assert answer.error is not None
         assert answer.error.name == "durability_unavailable"
-        await until(lambda: not engine.state.queues)
+        await until(lambda: not engine.state.lines)
         assert await refused(engine.park("", "n", "c1")) == (
             Kind.NOT_FOUND,
             "session_not_found",
@@ -77,7 +77,7 @@ async def test_a_session_whose_last_turn_was_refused_can_be_parked(
             patch.setattr(ledger_of(engine), "_transact_once", full_disk)
             answer = await read(engine.submit(request(longer, 5, session="s")))
             assert answer.error is not None
-            await until(lambda: not engine.state.queues)
+            await until(lambda: not engine.state.lines)
             kind, name = await refused(engine.park("", "s", "c1"))
             assert (kind, name) == (Kind.UNAVAILABLE, "durability_unavailable")
             assert waiting(engine) == []
@@ -213,9 +213,9 @@ async def test_a_session_for_which_nothing_was_computed_is_in_no_list(site: Site
     async with running_engine(site) as engine:
         for number in range(3):
             engine.submit(request(words(number, 40), 5, session=f"s{number}")).cancel()
-        await until(lambda: not engine.state.queues)
+        await until(lambda: not engine.state.lines)
         assert engine.sessions() == []
         await read(engine.submit(request(words(0, 40), 5, session="s0")))
         engine.submit(request([*words(0, 40), 7], 5, session="s0")).cancel()
-        await until(lambda: not engine.state.queues)
+        await until(lambda: not engine.state.lines)
         assert [row["session_id"] for row in engine.sessions()] == ["s0"]

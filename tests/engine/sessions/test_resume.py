@@ -51,7 +51,7 @@ async def some(engine: Engine, asked: GenerationRequest, tokens: int) -> list[in
         if len(seen) == tokens:
             break
     generation.cancel()
-    await until(lambda: not engine.state.queues)
+    await until(lambda: not engine.state.lines)
     return seen
 
 

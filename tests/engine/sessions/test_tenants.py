@@ -29,7 +29,7 @@ async def test_a_flood_of_one_tenant_forgets_its_own_sessions_only(
         for i in range(14):
             asked = request(words(i, 20), 2, session=f"flood-{i}", tenant="flood")
             assert (await read(engine.submit(asked))).error is None
-        await until(lambda: not engine.state.queues)
+        await until(lambda: not engine.state.lines)
         for session in list(engine.state.sessions.values()):
             engine.state.forget(session)
         await until(lambda: int(engine.stats()["store"]["sessions"]) == 17)
@@ -67,7 +67,7 @@ async def test_a_session_is_found_behind_those_of_other_tenants(
     async with running_engine(site, store__budget_bytes=BUDGET) as engine:
         for tenant, name in (("a", "mine"), ("b", "x1"), ("b", "x2"), ("b", "x3")):
             await read(engine.submit(request(words(79, 9), 2, session=name, tenant=tenant)))
-        await until(lambda: not engine.state.queues)
+        await until(lambda: not engine.state.lines)
         for session in list(engine.state.sessions.values()):
             engine.state.forget(session)
         assert await engine.find_sessions("mine", (), "a") == [("a", "mine")]

@@ -21,8 +21,6 @@ from batchengine.policy.layouts import (
     Rejected,
 )
 from batchengine.policy.pipeline import (
-    LayerCost,
-    LayerKind,
     PipelineModel,
     PromptWork,
     StageHost,
@@ -46,16 +44,15 @@ from tests.policy.router.test_router import CPU, GPU, calls, heavier, load, load
 
 LAYERS = 28
 KV_BYTES = LAYERS * 2176
-MODEL = PipelineModel((LayerKind(10_000_000, 2176),), (0,) * LAYERS, 4096, 0, 0)
+MODEL = PipelineModel(LAYERS, 2176, 4096)
 SHAPE = shape_of(LAYERS, 16, 8, 128)
 LAN = 1.25e6  # bytes per ms: 10 Gb/s
 
 
 def stage(name: str, cost: StepCost = CPU) -> StageHost:
-    layer = LayerCost(
-        cost.fixed_ms / LAYERS, cost.prefill_token_ms / LAYERS, cost.prefill_pair_ms / LAYERS
+    return StageHost(
+        name, cost.fixed_ms / LAYERS, cost.prefill_token_ms / LAYERS, cost.prefill_pair_ms / LAYERS
     )
-    return StageHost(name, (layer,))
 
 
 PLAN = plan(
@@ -63,7 +60,7 @@ PLAN = plan(
     {(x, y): LinkSpeed(LAN, 0.05) for x, y in (("here", "b"), ("b", "here"))},
     "here",
     MODEL,
-    (PromptWork(0, 8192),),
+    PromptWork(0, 8192),
 )
 FACTS = LayoutFacts(SHAPE, KV_BYTES, PLAN)
 

@@ -36,7 +36,7 @@ def with_streams(count: int) -> Config:
 
 def is_idle(served: Served) -> bool:
     service = served.service
-    return (service.live, service.preparing, service.bodies_bytes) == ({}, 0, 0)
+    return not (service.live or service.preparing.total() or service.body_bytes.total())
 
 
 async def test_one_key_does_not_take_every_stream() -> None:
@@ -177,7 +177,7 @@ async def test_bodies_being_received_are_bounded_together(monkeypatch: pytest.Mo
         head = f"{HEAD}Content-Length: {len(body)}\r\n\r\n".encode()
         first, slow = await asyncio.open_connection("127.0.0.1", served.port)
         slow.write(head + body[:-1])
-        await until(lambda: served.service.bodies_bytes == len(body) - 1)
+        await until(lambda: served.service.body_bytes.total() == len(body) - 1)
         answer = await served.raw(head + body)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"too_many_bodies" in answer
@@ -204,7 +204,7 @@ async def test_requests_being_prepared_count_as_streams() -> None:
         tokenising = asyncio.create_task(post(served, CHAT, chat(session_id="s")))
         _, sending = await asyncio.open_connection("127.0.0.1", served.port)
         sending.write(f"{HEAD}Content-Length: 100\r\n\r\n{{".encode())
-        await until(lambda: served.service.preparing == 2)
+        await until(lambda: served.service.preparing.total() == 2)
         status, reply, headers = await post(served, CHAT, chat())
         assert (status, reply["error"]["code"]) == (503, "too_many_requests")
         assert "Retry-After" in headers
@@ -214,7 +214,7 @@ async def test_requests_being_prepared_count_as_streams() -> None:
         ):
             assert resumed.status == 503  # not admitted
         sending.close()  # and is no longer counted
-        await until(lambda: served.service.preparing == 1)
+        await until(lambda: served.service.preparing.total() == 1)
         gate.set()
         assert (await tokenising)[0] == 200
         for body in ({"messages": []}, chat("x" * 5000), chat(model="none"), chat()):

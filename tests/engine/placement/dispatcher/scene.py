@@ -61,7 +61,8 @@ class FakeLoop:
         )
         self.cost = CostModel(self.step_cost)
         self.seats = SimpleNamespace(
-            raise_priority=lambda turn, *given: self.raised.append((turn, *given))
+            raise_priority=lambda turn, *given: self.raised.append((turn, *given)),
+            turn_of=lambda session: self.running.get(session.key) or self.waiting.get(session.key),
         )
 
     def __hash__(self) -> int:

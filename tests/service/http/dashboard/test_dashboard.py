@@ -14,7 +14,7 @@ import pytest
 
 from batchengine.config import ApiKey, Config
 from batchengine.core import SlaClass
-from service.http.dashboard import live, page
+from service.http.dashboard import page, snapshots
 from tests.support.fake_engine import FakeEngine, chat, fake_config, post, serving
 
 OWN = ("index.html", "app.js", "style.css")
@@ -27,7 +27,7 @@ def with_keys(*names: str) -> tuple[Config, list[dict[str, str]]]:
     return config, [{"Authorization": f"Bearer {one.key}"} for one in auth]
 
 
-async def snapshots(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def shown(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     async for line in reply.content:
         if line.startswith(b"data: "):
             yield json.loads(line[6:])
@@ -80,7 +80,7 @@ async def test_a_snapshot_has_the_numbers_and_the_keys_own_sessions() -> None:
         for headers, count in ((first, 1), (second, 0)):
             async with client.get("/api/live", headers=headers) as reply:
                 assert reply.content_type == "text/event-stream"
-                found = await anext(snapshots(reply))
+                found = await anext(shown(reply))
             assert len(found["sessions"]) == count
             assert found["state"] == "ready"
             assert found["lanes"][0]["name"] == "cpu"
@@ -89,7 +89,7 @@ async def test_a_snapshot_has_the_numbers_and_the_keys_own_sessions() -> None:
 
 
 async def test_a_daemon_that_loads_is_shown_loading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "PERIOD_S", 0.05)
+    monkeypatch.setattr(snapshots, "PERIOD_S", 0.05)
     engine = FakeEngine()
     engine.phase, engine.progress = "loading", 0.43
     async with (
@@ -97,7 +97,7 @@ async def test_a_daemon_that_loads_is_shown_loading(monkeypatch: pytest.MonkeyPa
         aiohttp.ClientSession(served.base) as client,
         client.get("/api/live") as reply,
     ):
-        stream = snapshots(reply)
+        stream = shown(reply)
         assert (await anext(stream))["progress"] == 0.43
         engine.phase = "ready"
         while "lanes" not in await anext(stream):
@@ -109,7 +109,7 @@ async def test_a_daemon_that_loads_is_shown_loading(monkeypatch: pytest.MonkeyPa
 
 
 async def test_watchers_are_few_and_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "WATCHERS_OF_KEY_MAX", 2)
+    monkeypatch.setattr(snapshots, "WATCHERS_OF_KEY_MAX", 2)
     config, (first, second) = with_keys("a", "b")
     async with serving(config=config) as served, aiohttp.ClientSession(served.base) as client:
         open_ = [await client.get("/api/live", headers=first) for _ in range(2)]
@@ -140,7 +140,7 @@ async def test_watchers_of_a_key_share_a_snapshot() -> None:
 
         async def watch() -> None:
             async with client.get("/api/live") as reply:
-                await anext(snapshots(reply))
+                await anext(shown(reply))
 
         await watch()
         await asyncio.gather(*(watch() for _ in range(12)))

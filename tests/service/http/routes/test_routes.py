@@ -53,7 +53,7 @@ async def test_texts_are_tokenised_and_counted_in_a_text_process() -> None:
         long = chat("x" * 5000)  # more than the context, which is no error here
         counted = (await post(served, "/chat/completions/input_tokens", long))[1]
         assert counted["input_tokens"] == 5000 + len("user: \n")
-        assert served.service.preparing == 0
+        assert not served.service.preparing.total()
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,14 @@ async def test_wrong_bodies_of_text_routes_are_refused(
 def test_answers_about_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(texts, "ANSWER_BYTES_MAX", 1 << 20)
     limits = PromptLimits(100, 300, 16)
-    row: Any = None
     body = json.dumps({"tokens": [65] * ((1 << 20) + 1)}).encode()
     with pytest.raises(BatchEngineError, match="at most 1048576"):
-        texts.detokenize(FakeText(), row, limits, body)
+        texts.detokenize(FakeText(), limits, body)
     monkeypatch.setattr(texts, "ANSWER_BYTES_MAX", 1000)
     with pytest.raises(BatchEngineError, match="BE1750"):
-        texts.detokenize(FakeText(), row, limits, json.dumps({"tokens": [65] * 1001}).encode())
+        texts.detokenize(FakeText(), limits, json.dumps({"tokens": [65] * 1001}).encode())
     with pytest.raises(BatchEngineError, match="BE1750"):
-        texts.tokenize(FakeText(), row, limits, json.dumps({"content": "x" * 1001}).encode())
+        texts.tokenize(FakeText(), limits, json.dumps({"content": "x" * 1001}).encode())
 
 
 async def test_generation_routes_have_aliases_without_the_prefix() -> None:

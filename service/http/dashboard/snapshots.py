@@ -62,7 +62,7 @@ class Snapshots:
             self._made.pop(tenant, None)
 
 
-LIVE = web.AppKey("live", Snapshots)
+SNAPSHOTS = web.AppKey("snapshots", Snapshots)
 
 
 async def _facts(service: Service, tenant: str) -> dict[str, Any]:
@@ -107,13 +107,14 @@ async def _peers(service: Service) -> list[dict[str, Any]]:
 
 
 async def _live(request: web.Request) -> web.StreamResponse:
-    service, live, tenant = request.app[SERVICE], request.app[LIVE], request[CALLER].tenant
-    live.enter(tenant)
+    service, tenant = request.app[SERVICE], request[CALLER].tenant
+    snapshots = request.app[SNAPSHOTS]
+    snapshots.enter(tenant)
     stream = sse.EventStream(request, request[HEADERS], service.config.server.reader_stall_s)
     try:
         await stream.open()
         while service.engine.phase != "stopped":
-            await stream.send(await live.snapshot(service, tenant))
+            await stream.send(await snapshots.snapshot(service, tenant))
             await asyncio.sleep(PERIOD_S)
         await stream.close()
     except sse.SlowReader:
@@ -121,7 +122,7 @@ async def _live(request: web.Request) -> web.StreamResponse:
     except ConnectionResetError:
         pass  # the page was closed
     finally:
-        live.leave(tenant)
+        snapshots.leave(tenant)
     return stream.response
 
 
