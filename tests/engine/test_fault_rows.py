@@ -105,7 +105,7 @@ def test_f28_the_daemon_is_stopped_during_migrations_and_seals() -> None:
             assert len(answers[i].tokens) + len(again.tokens) == 60
             await stage.answer([*prompt, 78], 4, f"s{i}")
 
-    for point in (f"P{i}" for i in range(9)):
+    for point in (f"P{i}" for i in range(8)):
         play(lambda stage, at=point: scene(stage, at))
 
 
