@@ -147,12 +147,14 @@ class Housekeeping:
                 self._counted[key] = value
         stat = self._store.stat()
         used, budget = float(stat["used_bytes"]), float(stat["budget_bytes"])
+        allocator = self._store.pages.allocator
+        barred = (allocator.slots_max - allocator.slots_now) * allocator.layout.page_bytes
         linked = self._state.lanes[0]
         self._state.peer_load = PeerLoad(
             requests_running=sum(len(loop.running) for loop in self._state.lanes),
             requests_waiting=self._state.waiting,
             kv_bytes=int(budget),
-            kv_free_bytes=max(0, int(budget - used)),
+            kv_free_bytes=max(0, int(budget - used) - barred),
             prefill_tokens_per_s=round(1000 / linked.cost.cost.prefill_token_ms)
             if linked.meter.steps
             else 0,
