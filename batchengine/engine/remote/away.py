@@ -393,10 +393,11 @@ class AwayTurns:
     async def _copy_pages(self, run: AwayTurn) -> None:
         """Give the peer's store the session's sealed pages, as a hold until the peer's first token.
 
-        What does not get there is computed again by the peer.
+        What does not get there, or has no room there, is computed again by the peer.
         """
         session, link, facts = run.turn.session, run.link, run.link.facts
-        refs = list(session.kv.sealed)
+        room = link.load.hold_bytes_free // self._store.pages.layout.page_bytes
+        refs = list(session.kv.sealed[: max(0, room)])
         if not refs or facts is None or HOLDS not in facts.features:
             return
         run.lane.kv.slots.know_keys(session, len(refs))
@@ -442,6 +443,8 @@ class AwayTurns:
         return run.exchange
 
     def _peer_is_level(self, run: AwayTurn, exchange: Exchange) -> bool:
+        if run.messages:
+            self._give(run, exchange)
         if run.untried is not None:
             if not run.untried or run.untried[0][0] >= len(run.turn.session.tokens):
                 return False
@@ -503,7 +506,7 @@ class AwayTurns:
             while (first := exchange.known) < len(tokens):
                 part = tokens[first : first + TURN_TOKENS_MAX]
                 exchange.send(run.link, part, first)
-            allowed = exchange.came + CREDIT_TOKENS
+            allowed = exchange.known + CREDIT_TOKENS  # it sends none before `known`
             if not turn.generation.full and allowed - run.allowed >= CREDIT_TOKENS // 2:
                 run.allowed, run.heard = allowed, time.monotonic()
                 run.link.send(TurnGo(run.number, allowed))

@@ -12,12 +12,12 @@ import pytest
 
 from batchengine.core import BatchEngineError, Sampling, TokenEvent
 from batchengine.engine.linked import holds_taken
-from batchengine.engine.remote import served
+from batchengine.engine.remote import away, served
 from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.turns.stream import Generation
 from batchengine.peers.link import PeerLink
-from batchengine.wire.peer import TokenChoice
-from tests.engine.linked.daemons import Daemon, daemons, slow_down
+from batchengine.wire.peer import TokenChoice, TurnTokens
+from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, suspend, until, words
 
 LONG = 6000  # tokens: more than are computed in any of these tests
@@ -115,6 +115,34 @@ async def test_a_slow_reader_stops_the_peer(site: Site, reference: Reference) ->
         await read_on(len(shown) + 5)
         generation.cancel()
         assert shown == reference.tokens(PROMPT, len(shown))
+
+
+async def test_a_peer_that_is_far_behind_catches_up(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has room for some of the pages, computes the others again, and the owner computes many
+    times its credit meanwhile."""
+    for module in (away, served):
+        monkeypatch.setattr(module, "CREDIT_TOKENS", 8)
+    async with daemons(site, "ab", 60, peers__hold_bytes=4 * PAGE_BYTES) as (a, b):
+        prompt, turns = words(9, 256 * 6 + 20), b.engine.running.remote.served
+        generation, reading = await started(a.engine, request(prompt, LONG, session="s"), 3)
+        session, take = a.state.sessions["", "s"], turns.take
+        await until(lambda: len(session.kv.sealed) >= 6)
+
+        def take_late(link: PeerLink, message: TurnTokens, payload: bytes) -> None:
+            asyncio.get_running_loop().call_later(0.5, take, link, message, payload)
+
+        monkeypatch.setattr(turns, "take", take_late)
+        async with asyncio.timeout(60):
+            moved = await a.engine.promote("", "s", "b")
+        assert moved["result"] == "moved"
+        (at_peer,) = b.engine.requests()
+        assert at_peer["cached_tokens"] == 256 * 4
+        await more(generation, 20)
+        generation.cancel()
+        answer = await reading
+        assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
 
 
 async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None:
