@@ -28,6 +28,7 @@ from batchengine.peers.identity import Identity
 from batchengine.peers.link import OnMessage, OnState, PeerLink
 from batchengine.peers.listener import PeerListener
 from batchengine.peers.transitions import TICK_S, LinkState
+from batchengine.wire import data
 from batchengine.wire.peer import (
     PEER_LINK,
     TEXT_CHARS_MAX,
@@ -41,7 +42,7 @@ log = logging.getLogger("batchengine.peers")
 
 HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
 WATCH_S = 1.0  # from one look at the folder to the next
-DATA_LINKS = "data"  # a feature: it opens data links between workers
+DATA_LINKS = f"data {data.VERSION}"  # a feature: it opens data links, which have no greeting
 HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
 STAGES = "stages"  # a feature: its workers can be stages of a pipeline
 TURNS = "turns"  # a feature: it computes turns of peers
