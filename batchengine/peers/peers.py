@@ -61,7 +61,7 @@ class LocalFacts:
 
 
 class Peers:
-    """Links to all peers. Use: `bind`, `run` as a task; `links`, `subscribe`; `close`."""
+    """Links to all peers. Use: `bind`, `look`, `run` as a task; `links`, `subscribe`; `close`."""
 
     def __init__(
         self,
@@ -129,7 +129,6 @@ class Peers:
         """Keep the links until cancelled. Returns at once if links are off."""
         if not self.is_on:
             return
-        await self._look()
         accepting = asyncio.create_task(self._listener.run(), name="peer listener")
         watching = asyncio.create_task(self._watch(), name="peers folder")
         try:
@@ -228,10 +227,11 @@ class Peers:
         """Look at the folder every WATCH_S until cancelled."""
         while True:
             await asyncio.sleep(WATCH_S)
-            await self._look()
+            await self.look()
 
-    async def _look(self) -> None:
-        """Look at the folder in a thread, since its disk may be slow."""
+    async def look(self) -> None:
+        """Look at the folder, in a thread since its disk may be slow. Called before `run`: then it
+        is known from the start which peers there are."""
         try:
             content = await asyncio.to_thread(self._folder.changed)
             if content is not None:

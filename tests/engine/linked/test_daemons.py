@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
 from batchengine.core import BatchEngineError
+from batchengine.peers import certificates
+from batchengine.peers.folder import FolderContent, PeersFolder
 from kv_store.errors import StoreFull
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, unread, until, words
@@ -60,6 +63,26 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
         await a.engine.drop("", "s")
         await nothing_is_held(a, b)
         assert not b.engine.running.store.pages.match_prefix(more, b""), "the peer has erased it"
+
+
+async def test_a_peer_that_is_away_is_known_from_the_start(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that needs it may be sent again, however soon it comes after the start."""
+    changed = PeersFolder.changed
+
+    def look_slowly(folder: PeersFolder) -> FolderContent | None:
+        time.sleep(0.5)
+        return changed(folder)
+
+    monkeypatch.setattr(PeersFolder, "changed", look_slowly)
+    (site.folder / "a").mkdir()
+    certificates.write_peer(site.folder / "a", "b", "127.0.0.1:1")
+    async with daemon(site, "a", 16) as a:
+        answer = await read(a.engine.submit(request(words(1, 256 * 20), 10, session="s")))
+        assert answer.error is not None
+        assert answer.error.name == "kv_full"
+        assert answer.error.what.endswith("now")
 
 
 async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) -> None:
