@@ -220,9 +220,9 @@ class HoldServer:
             self._run(link, frame, self._store_page(link, incoming))
 
     async def _store_page(self, link: PeerLink, incoming: Incoming) -> PeerMessage:
-        offer = incoming.offer
+        offer, name = incoming.offer, _name(link, incoming.offer.hold)
         try:
-            ref = await self._import(_name(link, offer.hold), incoming)
+            ref = await self._import(name, incoming)
         except (StoreError, OSError, ValueError) as error:
             log.warning("a page of peer %s is not kept: %s", link.name, error)
             return peer.PageStored(_short(str(error)))
@@ -230,21 +230,21 @@ class HoldServer:
             place, pages = (offer.hold, offer.index), self._incoming[link.name]
             if pages.get(place) is incoming:
                 del pages[place]
+        if ref is None:
+            return peer.PageStored("its place is gone")
         if not self._store.pages.is_resident(ref):  # it became invalid since it was stored
             self._store.pages.unpin(ref)
             return peer.PageStored("the page is not valid any more")
         page = self._kept(ref, offer, incoming.tokens)
-        if not self.holds.add(_name(link, offer.hold), offer.epoch, offer.index, page):
+        if not self.holds.add(name, offer.epoch, offer.index, page):
             return peer.PageStored("its place is gone")
         return peer.PageStored()
 
-    async def _import(self, name: HoldName, incoming: Incoming) -> PageRef:
-        """Put the page into the store, whose sessions at rest make room, while the hold awaits it.
+    async def _import(self, name: HoldName, incoming: Incoming) -> PageRef | None:
+        """Put the page into the store, whose sessions at rest make room; None: its place is gone.
         Raises StoreError."""
         offer, until = incoming.offer, time.monotonic() + ROOM_S
-        while True:
-            if not self.holds.awaits(name, offer.epoch, offer.index):
-                raise StoreError("its place is gone")
+        while self.holds.awaits(name, offer.epoch, offer.index):
             found = self._store.pages.import_page(
                 offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
                 origin=name.peer,
@@ -258,6 +258,7 @@ class HoldServer:
             if time.monotonic() > until:
                 raise StoreError("the store does not grow")
             await asyncio.sleep(POLL_S)
+        return None
 
     async def _serve(self, name: HoldName, epoch: int) -> PeerMessage:
         try:
