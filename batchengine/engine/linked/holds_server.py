@@ -351,8 +351,11 @@ class HoldServer:
                     continue
                 if keys.token_bytes(session.tokens[:PAGE_TOKENS]) == ids[:TOKEN_BYTES]:
                     kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
-        erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
-        return peer.PagesErased(await asyncio.wrap_future(erasing))
+        try:
+            erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
+            return peer.PagesErased(await asyncio.wrap_future(erasing))
+        except (StoreError, OSError) as error:
+            return peer.PagesErased(0, _short(str(error)))
 
     # ------------------------------------------------------------------------ what else happens
 

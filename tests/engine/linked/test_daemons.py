@@ -10,9 +10,10 @@ import time
 import pytest
 
 from batchengine.core import BatchEngineError
+from batchengine.engine.linked import pages
 from batchengine.peers import certificates
 from batchengine.peers.folder import FolderContent, PeersFolder
-from kv_store.errors import StoreFull
+from kv_store.errors import StoreError, StoreFull
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, unread, until, words
 
@@ -217,6 +218,28 @@ async def test_an_owner_with_a_full_disk_gives_pages_to_peers(
         assert answer.error is None
         assert answer.tokens == reference.tokens(ids, 10)
         assert {peer for peer, _ in holders(a, "s")} == {"b"}
+
+
+async def test_a_peer_that_has_not_erased_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that cannot write says so at once; one that is away is named, too."""
+
+    def fail(*given: object) -> object:
+        raise StoreError("its disk cannot be written")
+
+    async with daemons(site, "ab", 16) as (a, b):
+        for name in ("s", "t"):
+            await read(a.engine.submit(request(words(70, 300), 5, session=name)))
+        monkeypatch.setattr(b.engine.running.store.pages, "erase", fail)
+        async with asyncio.timeout(pages.ERASE_S / 2):
+            await a.engine.drop("", "s")
+        assert "may be with peer b: its disk cannot be written" in caplog.text
+        await b.engine.stop(0.0)
+        await until(lambda: not a.engine.running.peers.links["b"].state.is_open)
+        caplog.clear()
+        await a.engine.drop("", "t")
+        assert "may be with peer b" in caplog.text
 
 
 async def test_sessions_that_end_or_change_while_their_pages_move(
