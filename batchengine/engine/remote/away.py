@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -70,8 +69,9 @@ class CameBack(Exception):
 class AwayTurn:
     """One turn that a peer computes too, or alone."""
 
-    def __init__(self, number: int, link: PeerLink, turn: Turn, lane: LaneLoop) -> None:
-        self.number = number
+    def __init__(self, link: PeerLink, turn: Turn, lane: LaneLoop) -> None:
+        self.number = 0  # of the request to the peer; 0 until it was asked
+        self.incarnation = 0  # of the peer that was asked
         self.link = link
         self.turn = turn
         self.lane = lane
@@ -154,12 +154,11 @@ class AwayTurns:
         self._decisions = decisions
         self._info = info
         self._spawn = spawn
-        self._runs: dict[int, AwayTurn] = {}
-        self._numbers = itertools.count(1)
-        self._last = 0  # highest number that was given
+        self._runs: list[AwayTurn] = []
+        self._last = 0  # highest number that was given: a peer takes them in their order
 
     def __repr__(self) -> str:
-        return f"<AwayTurns {list(self._runs.values())}>"
+        return f"<AwayTurns {self._runs}>"
 
     def facts(self, session: Session) -> dict[str, Any]:
         """For operators: the peer that computes the session's turn; {} if none does."""
@@ -234,7 +233,7 @@ class AwayTurns:
 
     def _turns_of(self, link: PeerLink) -> int:
         """Turns that a peer computes, as far as it has said, and those that are on their way."""
-        own = sum(run.link is link for run in self._runs.values())
+        own = sum(run.link is link for run in self._runs)
         return link.load.requests_running + link.load.requests_waiting + own
 
     async def _send(self, session: Session, link: PeerLink) -> MoveReport:
@@ -251,8 +250,8 @@ class AwayTurns:
 
     def _begin(self, turn: Turn, lane: LaneLoop, link: PeerLink) -> AwayTurn:
         """Have a peer compute a turn, for which `_why_not` has no reason against it."""
-        self._last = next(self._numbers)
-        run = self._runs[self._last] = AwayTurn(self._last, link, turn, lane)
+        run = AwayTurn(link, turn, lane)
+        self._runs.append(run)
         turn.shared_with, turn.on_difference = link.name, lambda: self._differs(run)
         self._spawn(self._follow(run), "turn at a peer")
         return run
@@ -309,7 +308,11 @@ class AwayTurns:
         return report
 
     def _run_of(self, session: Session) -> AwayTurn | None:
-        return next((run for run in self._runs.values() if run.turn.session is session), None)
+        return next((run for run in self._runs if run.turn.session is session), None)
+
+    def _asked(self, number: int) -> AwayTurn | None:
+        """The turn that a peer was asked for under this number, if it is not over."""
+        return next((run for run in self._runs if run.number == number > 0), None)
 
     # ------------------------------------------------------------------------------- of the peer
 
@@ -318,7 +321,7 @@ class AwayTurns:
 
         They wait in `untried` until the first of them was computed here too, and is the same.
         """
-        run = self._runs.get(message.run)
+        run = self._asked(message.run)
         if run is None or run.link is not link:
             self._check_late(message.run)
             return
@@ -343,7 +346,7 @@ class AwayTurns:
 
     def end(self, link: PeerLink, number: int, why: str) -> None:
         """A peer computes a turn no more. Raises Misfit."""
-        run = self._runs.get(number)
+        run = self._asked(number)
         if run is None or run.link is not link:
             self._check_late(number)
         else:
@@ -351,7 +354,7 @@ class AwayTurns:
 
     def lost(self, link: PeerLink) -> None:
         """The link to a peer is lost: its turns are computed here again."""
-        for run in self._runs.values():
+        for run in self._runs:
             if run.link is link:
                 run.fail(f"the link to {link.name} is lost")
 
@@ -408,7 +411,8 @@ class AwayTurns:
                 if run.why or run.turn.end is not None:
                     return
                 known = self._page(session, page, ref)
-                await self._linked.pages.put(hold, page, known, ref)
+                async with self._linked.pages.room:
+                    await self._linked.pages.put(hold, page, known, ref)
         except (MoveFailed, BatchEngineError, StoreError, OSError, ValueError) as error:
             log.info("%r: pages are computed again by %s: %s", session, link.name, error)
 
@@ -424,6 +428,8 @@ class AwayTurns:
         await run.until(lambda: True)
         request, n_tokens = turn.generation.request, len(session.tokens)
         tokens_max = request.tokens_max - turn.generation.completion_tokens
+        self._last += 1
+        run.number, run.incarnation = self._last, link.incarnation
         run.exchange = Exchange(run.number, n_tokens, self._info.vocab_size, is_owner=True)
         run.allowed = n_tokens + CREDIT_TOKENS
         tokens_min = max(0, turn.sampling.tokens_min - turn.generation.completion_tokens)
@@ -517,8 +523,8 @@ class AwayTurns:
         if turn.is_away and turn.end is None:
             self._go_on_here(run)
         turn.is_away, turn.shared_with = False, ""
-        del self._runs[run.number]
-        if link.state.is_open:
+        self._runs.remove(run)
+        if link.state.is_open and run.number and link.incarnation == run.incarnation:
             with contextlib.suppress(BatchEngineError):
                 link.send(TurnEnded(run.number, True, run.why[:TEXT_CHARS_MAX]))
         self._release_hold(run)

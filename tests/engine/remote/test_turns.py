@@ -12,11 +12,15 @@ import pytest
 
 from batchengine.core import BatchEngineError, Sampling, TokenEvent
 from batchengine.engine.linked import holds_taken
+from batchengine.engine.linked.holds_taken import TakenHold
+from batchengine.engine.linked.peer_pages import KnownPage
 from batchengine.engine.remote import away, served
 from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.turns.stream import Generation
 from batchengine.peers.link import PeerLink
 from batchengine.wire.peer import TokenChoice, TurnTokens
+from kv_store import keys
+from kv_store.pages.index import PageRef
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, suspend, until, words
 
@@ -143,6 +147,51 @@ async def test_a_peer_that_is_far_behind_catches_up(
         generation.cancel()
         answer = await reading
         assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+
+
+async def test_turns_that_go_to_a_peer_at_the_same_time(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of the first one take longest, and the second one ends before its pages are with
+    the peer: that ends neither the link nor the other turns."""
+    async with daemons(site, "ab", 60) as (a, b):
+        prompts = {name: words(number, 256 * 2 + 20) for number, name in enumerate("stu", 30)}
+        running = {
+            name: await started(a.engine, request(prompt, LONG, session=name), 3)
+            for name, prompt in prompts.items()
+        }
+        await until(lambda: all(len(one.kv.sealed) >= 2 for one in a.state.sessions.values()))
+        pages, late = a.linked.pages, {"s": asyncio.Event(), "t": asyncio.Event()}
+        firsts = {keys.token_bytes(prompt[:256]): name for name, prompt in prompts.items()}
+        put, waiting = pages.put, list[str]()
+
+        async def put_late(
+            taken: TakenHold, index: int, page: KnownPage, data: PageRef | bytearray
+        ) -> None:
+            if (name := firsts.get(page.tokens, "")) in late:
+                waiting.append(name)
+                await late[name].wait()
+            await put(taken, index, page, data)
+
+        monkeypatch.setattr(pages, "put", put_late)
+        link = a.engine.running.peers.links["b"]
+        moves = [asyncio.ensure_future(a.engine.promote("", name, "b")) for name in "st"]
+        await until(lambda: len(waiting) == 2)
+        assert (await a.engine.promote("", "u", "b"))["result"] == "moved"
+        up_since = link._machine.since
+        running["t"][0].cancel()
+        late["t"].set()
+        with pytest.raises(BatchEngineError, match="the turn ended before that"):
+            await moves[1]
+        late["s"].set()
+        assert (await moves[0])["result"] == "moved"
+        assert link._machine.since == up_since
+        for name in "su":
+            await more(running[name][0], 5)
+            running[name][0].cancel()
+            answer = await running[name][1]
+            assert answer.tokens == reference.tokens(prompts[name], len(answer.tokens))
+        await until(lambda: not b.engine.requests() and not b.linked.given.n_pages)
 
 
 async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None:
