@@ -76,7 +76,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 def test_a_peer_that_was_removed_is_added_again(tmp_path: Path) -> None:
     """Its bundle is used again, if it is one of this authority; where a new one was made, the other
-    host is told that it needs none."""
+    host needs none, and `peers add` says so."""
     certify(tmp_path, "a", "b")
     certify(tmp_path / "others", "a", "b")
     a, b = tmp_path / "a", tmp_path / "b"

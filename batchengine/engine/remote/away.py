@@ -57,6 +57,7 @@ ANSWER_S = 5.0  # for a peer to say whether it computes a turn
 LOOK_S = 0.25  # between two looks while there is no news
 NO_TURN = "no turn of it runs, and a peer computes nothing else: ask while an answer streams"
 NOT_BEGUN = "its turn waits here, and a peer computes one that has begun: ask again when it has"
+LOST_PAGES = "pages that were lost with a peer are computed again: ask again when it has gone on"
 LAG_TOKENS = 1  # a side that lacks no more than this has caught up
 RACE_MESSAGES = 4  # after which a peer has caught up as far as it ever will
 SILENT_S = 2.0  # without tokens of a peer, after which the turn is computed here too
@@ -127,10 +128,22 @@ def obstacle(session: Session, turn: Turn | None, moves: bool) -> str:
         return "the log-probabilities of its prompt are computed here"
     if moves:
         return "it moves already"
-    if session.kv.n_held or session.kv.later:
+    if session.kv.later:
+        return LOST_PAGES
+    if session.kv.n_held:
         names = sorted({segment.peer for segment in session.kv.held} - {SELF})
         return f"peers keep {session.kv.n_held} of its pages: {', '.join(names)}"
     return ""
+
+
+def link_obstacle(link: PeerLink, is_avoided: bool) -> str:
+    """Why a peer takes no turn now; "" = it may."""
+    facts, name = link.facts, link.name
+    if link.state is not LinkState.UP or facts is None:
+        return f"the link to {name} is not up: {link.why}"
+    if TURNS not in facts.features or link.load.leaves:
+        return f"{name} takes no turns"
+    return f"{name} did not do what it said a moment ago" if is_avoided else ""
 
 
 class AwayTurns:
@@ -267,18 +280,8 @@ class AwayTurns:
     def _why_not(self, session: Session, turn: Turn | None, link: PeerLink) -> str:
         """Why the session's turn cannot go to a peer now; "" = it can."""
         moves = session.key in self._state.moves
-        return obstacle(session, turn, moves) or self._link_obstacle(link)
-
-    def _link_obstacle(self, link: PeerLink) -> str:
-        """Why a peer takes no turn now; "" = it may."""
-        facts, name = link.facts, link.name
-        if link.state is not LinkState.UP or facts is None:
-            return f"the link to {name} is not up: {link.why}"
-        if TURNS not in facts.features or link.load.leaves:
-            return f"{name} takes no turns"
-        if self._linked.taken.is_avoided(name):
-            return f"{name} did not do what it said a moment ago"
-        return ""
+        is_avoided = self._linked.taken.is_avoided(link.name)
+        return obstacle(session, turn, moves) or link_obstacle(link, is_avoided)
 
     def _report(
         self,

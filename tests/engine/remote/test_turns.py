@@ -7,6 +7,8 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -206,6 +208,14 @@ async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None
         assert answer.tokens == reference.tokens(PROMPT, n)
         assert generation.finished
         await until(lambda: not b.engine.requests())
+
+
+def test_a_turn_whose_lost_pages_are_computed_again_stays() -> None:
+    """No peer has pages of it any more, so none is named."""
+    kv = SimpleNamespace(later=[object()], held=[], n_held=0)
+    session: Any = SimpleNamespace(tenant="", kv=kv)
+    turn: Any = SimpleNamespace(end=None, reported=True, shared_with="", matcher=None, scores=None)
+    assert away.obstacle(session, turn, moves=False) == away.LOST_PAGES
 
 
 async def test_a_peer_computes_only_a_turn_that_has_begun(site: Site) -> None:
