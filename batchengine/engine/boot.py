@@ -332,6 +332,8 @@ async def start(launch: Launch) -> Running:
         state.store, state.lanes[:] = store, loops
         running = Running(factory)
         await running.recovery.start(running.crash_marker)
+        if running.peers.is_on:
+            await running.peers.look()
         running.peers.bind()
         undo.pop_all()
         return running

@@ -189,12 +189,13 @@ class Housekeeping:
         """Set the load that peers learn of."""
         state, linked, stat = self._state, self._state.lanes[0], self._store.stat()
         used, budget = int(float(stat["used_bytes"])), int(float(stat["budget_bytes"]))
-        token_ms = linked.cost.cost.prefill_token_ms
+        allocator, token_ms = self._store.pages.allocator, linked.cost.cost.prefill_token_ms
+        barred = (allocator.slots_max - allocator.slots_now) * allocator.layout.page_bytes
         state.peer_load = PeerLoad(
             requests_running=state.load.requests_running,
             requests_waiting=state.load.requests_waiting,
             kv_bytes=budget,
-            kv_free_bytes=max(0, budget - used),
+            kv_free_bytes=max(0, budget - used - barred),
             prefill_tokens_per_s=round(1000 / token_ms) if linked.meter.steps else 0,
             read_bytes_per_s=round(float(stat["read_bytes_per_s"])),
             leaves=state.leaving,

@@ -21,6 +21,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from batchengine import errors
 from batchengine.config.peers import NAME_RULE, is_peer_name
+from batchengine.core import BatchEngineError
 from batchengine.peers.identity import AUTHORITY, OWN, PEERS
 
 AUTHORITY_KEY = "ca.key"
@@ -63,8 +64,8 @@ def can_issue(folder: Path) -> bool:
 
 
 def issue_bundle(folder: Path, name: str) -> Path:
-    """Write the bundle of another daemon and return its path. Raises as `create_authority`, and
-    PEER_IDENTITY for an authority that cannot be read."""
+    """Write the bundle of another daemon and return its path; one that is there is kept. Raises as
+    `create_authority`, and PEER_IDENTITY for an authority that cannot be read."""
     _check_name(name)
     try:
         authority_pem = (folder / AUTHORITY).read_bytes()
@@ -77,7 +78,9 @@ def issue_bundle(folder: Path, name: str) -> Path:
         raise errors.PEER_IDENTITY(folder=folder, why=f"{AUTHORITY_KEY} is of another kind", fix="")
     path = folder / BUNDLES / f"{name}.pem"
     if path.exists():
-        raise errors.PEER_FILES_EXIST(path=path, fix="copy it, or remove it to have a new one")
+        if not _is_bundle_of(path, name, authority_pem):
+            raise errors.PEER_FILES_EXIST(path=path, fix="remove it to have a new one")
+        return path
     _make_folder(folder / BUNDLES)
     _write(path, _issue(authority, key, name) + authority_pem)
     return path
@@ -89,11 +92,13 @@ def import_bundle(folder: Path, bundle: Path) -> None:
     Importing the same bundle again changes nothing. Raises PEER_BUNDLE, PEER_FILES_EXIST,
     PEER_UNWRITABLE.
     """
-    own, authority, _ = _read_bundle(bundle)
+    own, authority, name = _read_bundle(bundle)
     for file, content in ((OWN, own), (AUTHORITY, authority)):
         path = folder / file
         if path.exists() and path.read_bytes() != content:
             fix = "to change its certificate, move the folder away first"
+            if _is_of(folder, name, authority):
+                fix = f"leave out --bundle: {name} has a certificate of this authority"
             raise errors.PEER_FILES_EXIST(path=path, fix=fix)
     _make_folder(folder)
     _make_folder(folder / PEERS)
@@ -184,6 +189,23 @@ def _read_bundle(path: Path) -> tuple[bytes, bytes, str]:
         return own + key, authority, _name_of(certificate)
     except (OSError, ValueError, TypeError, InvalidSignature) as error:
         raise errors.PEER_BUNDLE(path=path, why=_reason(error)) from None
+
+
+def _is_bundle_of(path: Path, name: str, authority: bytes) -> bool:
+    """Whether a file is a bundle for that daemon, of that authority."""
+    try:
+        _, found, found_name = _read_bundle(path)
+    except BatchEngineError:
+        return False
+    return (found, found_name) == (authority, name)
+
+
+def _is_of(folder: Path, name: str, authority: bytes) -> bool:
+    """Whether the certificate in a folder is of that daemon and authority."""
+    try:
+        return (folder / AUTHORITY).read_bytes() == authority and own_name(folder) == name
+    except (OSError, BatchEngineError):
+        return False
 
 
 def _name_of(certificate: x509.Certificate) -> str:

@@ -42,6 +42,7 @@ log = logging.getLogger("batchengine.peers")
 
 RTT_KEPT = 32
 COMPARED = (("model_hash", "model"), ("arith_id", "arith_id"), ("repr_id", "repr_id"))
+SAME_VERSION = "install the same version of batchengine on both"
 LOGGED = (LinkState.UP, LinkState.SUSPECT, LinkState.DOWN, LinkState.REFUSED)
 ID_CHARS_SHOWN = 16
 BULK_FRAMES_MAX = 16  # of FRAME_BYTES, in one measurement of bandwidth
@@ -231,7 +232,8 @@ class PeerLink:
         if connection is not self._connection:
             return
         if isinstance(error, WireError) and error.code == errors.FRAME_VERSION.code:
-            self._take(LinkEvent.REFUSED, f"it speaks another version of the link: {error.why}")
+            why = f"it speaks another version of the link: {error.why}; {SAME_VERSION}"
+            self._take(LinkEvent.REFUSED, why)
         self._take(LinkEvent.LOST, reason_of(error))
 
     def tick(self, now: float, heartbeat: PeerLoad | None) -> None:
@@ -331,7 +333,8 @@ class PeerLink:
         differing = _differing(self._hello(), message)
         if differing:
             label, ours, theirs = differing[0]
-            why = f"{label} differs: {self.name} has {theirs}, this daemon {ours}"
+            fix = "serve the same file on both" if label == "model" else SAME_VERSION
+            why = f"{label} differs: {self.name} has {theirs}, this daemon {ours}; {fix}"
             self._take(LinkEvent.REFUSED, why)
         else:
             self._take(LinkEvent.ACCEPTED)

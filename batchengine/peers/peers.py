@@ -28,6 +28,7 @@ from batchengine.peers.identity import Identity
 from batchengine.peers.link import OnMessage, OnState, PeerLink
 from batchengine.peers.listener import PeerListener
 from batchengine.peers.transitions import TICK_S, LinkState
+from batchengine.wire import data
 from batchengine.wire.peer import (
     PEER_LINK,
     TEXT_CHARS_MAX,
@@ -41,7 +42,7 @@ log = logging.getLogger("batchengine.peers")
 
 HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
 WATCH_S = 1.0  # from one look at the folder to the next
-DATA_LINKS = "data"  # a feature: it opens data links between workers
+DATA_LINKS = f"data {data.VERSION}"  # a feature: it opens data links, which have no greeting
 HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
 STAGES = "stages"  # a feature: its workers can be stages of a pipeline
 TURNS = "turns"  # a feature: it computes turns of peers
@@ -60,7 +61,7 @@ class LocalFacts:
 
 
 class Peers:
-    """Links to all peers. Use: `bind`, `run` as a task; `links`, `subscribe`; `close`."""
+    """Links to all peers. Use: `bind`, `look`, `run` as a task; `links`, `subscribe`; `close`."""
 
     def __init__(
         self,
@@ -128,7 +129,6 @@ class Peers:
         """Keep the links until cancelled. Returns at once if links are off."""
         if not self.is_on:
             return
-        await self._look()
         accepting = asyncio.create_task(self._listener.run(), name="peer listener")
         watching = asyncio.create_task(self._watch(), name="peers folder")
         try:
@@ -227,10 +227,11 @@ class Peers:
         """Look at the folder every WATCH_S until cancelled."""
         while True:
             await asyncio.sleep(WATCH_S)
-            await self._look()
+            await self.look()
 
-    async def _look(self) -> None:
-        """Look at the folder in a thread, since its disk may be slow."""
+    async def look(self) -> None:
+        """Look at the folder, in a thread since its disk may be slow. Called before `run`: then it
+        is known from the start which peers there are."""
         try:
             content = await asyncio.to_thread(self._folder.changed)
             if content is not None:

@@ -15,7 +15,7 @@ import msgspec
 
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 2
+VERSION = 2  # stands in the features of Hello, too: a data link has no greeting
 # Pages of a pipeline that are computed by some of its stages and not yet with its owner, at most.
 WINDOW_PAGES = 16
 

@@ -115,6 +115,11 @@ class SlotAllocator:
         return max(0, self.core.budget.budget_bytes - others) // self.layout.page_bytes
 
     @property
+    def slots_now(self) -> int:
+        """Pages that there are or can be: fewer than `slots_max` while the disk has no room."""
+        return min(self.slots_max, len(self.index)) if self.core.not_growing else self.slots_max
+
+    @property
     def is_growing(self) -> bool:
         """Whether an extent is being allocated: a refused `reserve` may soon succeed."""
         return self._growing is not None

@@ -18,6 +18,7 @@ async def main(folder: str, port: int, incarnation: int) -> None:
     config = PeersConfig(listen=f"127.0.0.1:{port}", dir=folder)
     peers = Peers(config, FACTS, PeerLoad, incarnation)
     peers.bind()
+    await peers.look()
     print(peers.port, flush=True)
     await peers.run()
 

@@ -94,6 +94,7 @@ async def node(
         lambda link, before: states.append((link.name, before, link.state)),
     )
     peers.bind()
+    await peers.look()
     task = asyncio.create_task(peers.run())
     made = Node(name, folder / name, peers, task, states, messages)
     try:

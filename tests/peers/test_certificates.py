@@ -64,7 +64,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert code_of(certificates.create_authority, a, "a") == exists
     assert code_of(certificates.create_authority, tmp_path / "b", "b") == exists
-    assert code_of(certificates.issue_bundle, a, "b") == exists
+    assert certificates.issue_bundle(a, "b") == a / "bundles" / "b.pem"  # as it is
     certificates.import_bundle(tmp_path / "b", a / "bundles" / "b.pem")  # the same: nothing
     other = certificates.issue_bundle(a, "c")
     assert code_of(certificates.import_bundle, tmp_path / "b", other) == exists
@@ -72,6 +72,26 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     certificates.write_peer(a, "b", "10.0.0.2:1")
     assert code_of(certificates.write_peer, a, "b", "10.0.0.3:1") == exists
     assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_peer_that_was_removed_is_added_again(tmp_path: Path) -> None:
+    """Its bundle is used again, if it is one of this authority; where a new one was made, the other
+    host needs none, and `peers add` says so."""
+    certify(tmp_path, "a", "b")
+    certify(tmp_path / "others", "a", "b")
+    a, b = tmp_path / "a", tmp_path / "b"
+    bundle = certificates.issue_bundle(a, "b")
+    bundle.unlink()
+    with pytest.raises(BatchEngineError) as caught:
+        certificates.import_bundle(b, certificates.issue_bundle(a, "b"))
+    assert caught.value.fix == "leave out --bundle: b has a certificate of this authority"
+    for stranger in (tmp_path / "others" / "a" / "bundles" / "b.pem", a / OWN):
+        bundle.write_bytes(stranger.read_bytes())
+        with pytest.raises(BatchEngineError, match="exists already"):
+            certificates.issue_bundle(a, "b")
+        with pytest.raises(BatchEngineError) as caught:
+            certificates.import_bundle(b, tmp_path / "others" / "a" / "bundles" / "b.pem")
+        assert caught.value.fix == "to change its certificate, move the folder away first"
 
 
 @pytest.mark.parametrize("name", ["", "A", "a.b", "-a", "a-", "a/b", "../a", "a" * 64, "ä", "a\n"])

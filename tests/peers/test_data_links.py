@@ -16,7 +16,9 @@ from batchengine.engine.linked.data_link import DataState
 from batchengine.engine.linked.lane_links import ASKED_EVERY_S
 from batchengine.peers import certificates, listener
 from batchengine.peers.channel import DATA
+from batchengine.peers.peers import DATA_LINKS
 from batchengine.peers.transitions import LinkState
+from batchengine.wire import data
 from batchengine.wire.peer import (
     ONE_WAY,
     REPLY,
@@ -34,7 +36,7 @@ from tests.peers.scene import Scripted, ScriptedListener, certify, dial, identit
 from tests.peers.workers import Daemon, daemon, two_daemons
 from tests.support.engines import Site
 
-FEATURES = ("data",)
+FEATURES = (DATA_LINKS,)
 
 
 @pytest.mark.parametrize("tls", [True, False])
@@ -270,10 +272,12 @@ async def test_a_peer_that_is_asked(site: Site, monkeypatch: pytest.MonkeyPatch)
             await b.node.until("c", LinkState.UP)
             return scripted
 
-        c = await greeted(())
-        await asyncio.sleep(0.3)
-        assert b.links.row("c")["data_why"] == "it knows no data links"
-        c.close()
+        for features in ((), (f"data {data.VERSION + 1}",)):
+            c = await greeted(features)
+            await asyncio.sleep(0.3)
+            why = "it knows no data links, or those of another version"
+            assert b.links.row("c")["data_why"] == why
+            c.close()
         c = await greeted()
         asked = await c.receive()
         assert asked is not None

@@ -187,6 +187,8 @@ async def test_a_daemon_that_computes_something_else_is_refused(tmp_path: Path, 
                 getattr(f, "model_hash" if what == "model" else what)[:16] for f in (FACTS, other)
             ]
             assert all(value in link.why for value in values), link.why
+            fix = "serve the same file" if what == "model" else "install the same version"
+            assert f"; {fix}" in link.why
             with raises(errors.PEER_DOWN, "differs"):
                 link.send(Bulk())
         await asyncio.sleep(0.5)

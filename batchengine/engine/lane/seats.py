@@ -49,6 +49,7 @@ class Seats:
         self.expected = 0  # seats kept for sessions that migrate to this lane, or may return to it
         self.pages_budget = pages_budget
         self.pages_lent = 0  # of these, kept for sessions of peers now
+        self.pages_barred = 0  # of these, for which the disk has no room now
         self.pages_beyond = 0  # that sessions have with peers, or may have in addition
         self.pages_beyond_max = 0  # that sessions could have with peers that keep nothing else
         self.pages_beyond_free = 0  # of these, the ones that no session has yet
@@ -108,21 +109,26 @@ class Seats:
         """Pages of this daemon that the sessions with a seat may hold together now."""
         return max(0, self.pages_budget - self.pages_lent)
 
+    @property
+    def pages_now(self) -> int:
+        """Pages that they may hold until the disk has room for more."""
+        return max(0, self.pages_here - self.pages_barred)
+
     def pages_needed(self, ahead: int = 0) -> int:
         """Most pages of this daemon that one turn needs for its present work and `ahead` pages
         more, of the turns for which it has room if it keeps none for peers."""
-        needed = 0
+        needed, room = 0, self.pages_budget - self.pages_barred
         for turn in self.turns:
             n_pages = min(pages_for(len(turn.session.tokens) + 1), turn.pages_max)
-            if n_pages <= self.pages_budget:
-                n_pages = min(n_pages + ahead, turn.pages_max, self.pages_budget)
+            if n_pages <= room:
+                n_pages = min(n_pages + ahead, turn.pages_max, room)
                 needed = max(needed, n_pages - turn.session.kv.n_held)
         return needed
 
     @property
     def pages_lacking(self) -> int:
         """Pages kept for peers that the present work of a turn needs; at most 0 if none does."""
-        return self.pages_needed() - self.pages_here - self.pages_beyond_free
+        return self.pages_needed() - self.pages_now - self.pages_beyond_free
 
     def too_large(self, turn: Turn) -> BatchEngineError:
         """Return why a waiting turn cannot run: never here, or not with what peers have now."""

@@ -220,29 +220,34 @@ class HoldServer:
             self._run(link, frame, self._store_page(link, incoming))
 
     async def _store_page(self, link: PeerLink, incoming: Incoming) -> PeerMessage:
-        offer = incoming.offer
+        offer, name = incoming.offer, _name(link, incoming.offer.hold)
         try:
-            ref = await self._import(link.name, incoming)
+            ref = await self._import(name, incoming)
         except (StoreError, OSError, ValueError) as error:
             log.warning("a page of peer %s is not kept: %s", link.name, error)
             return peer.PageStored(_short(str(error)))
         finally:
-            self._incoming[link.name].pop((offer.hold, offer.index), None)
+            place, pages = (offer.hold, offer.index), self._incoming[link.name]
+            if pages.get(place) is incoming:
+                del pages[place]
+        if ref is None:
+            return peer.PageStored("its place is gone")
         if not self._store.pages.is_resident(ref):  # it became invalid since it was stored
             self._store.pages.unpin(ref)
             return peer.PageStored("the page is not valid any more")
         page = self._kept(ref, offer, incoming.tokens)
-        if not self.holds.add(_name(link, offer.hold), offer.epoch, offer.index, page):
+        if not self.holds.add(name, offer.epoch, offer.index, page):
             return peer.PageStored("its place is gone")
         return peer.PageStored()
 
-    async def _import(self, origin: str, incoming: Incoming) -> PageRef:
-        """Put the page into the store, whose sessions at rest make room. Raises StoreError."""
+    async def _import(self, name: HoldName, incoming: Incoming) -> PageRef | None:
+        """Put the page into the store, whose sessions at rest make room; None: its place is gone.
+        Raises StoreError."""
         offer, until = incoming.offer, time.monotonic() + ROOM_S
-        while True:
+        while self.holds.awaits(name, offer.epoch, offer.index):
             found = self._store.pages.import_page(
                 offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
-                origin=origin,
+                origin=name.peer,
             )  # fmt: skip
             if not isinstance(found, NoRoom):
                 return await asyncio.wrap_future(found)
@@ -253,6 +258,7 @@ class HoldServer:
             if time.monotonic() > until:
                 raise StoreError("the store does not grow")
             await asyncio.sleep(POLL_S)
+        return None
 
     async def _serve(self, name: HoldName, epoch: int) -> PeerMessage:
         try:
@@ -288,12 +294,23 @@ class HoldServer:
             self.changed()
 
     def _trimmed(self, name: HoldName) -> None:
-        """Have the worker serve no page of a hold that is not in it any more."""
-        served = self._served.get(name)
+        """Have the worker serve no page of a hold that is not in it any more, and await none."""
         if name not in self.holds:
             self._end([name])
-        elif served is not None and served > self.holds.n_complete(name):
+            return
+        self._drop_incoming(name)
+        served = self._served.get(name)
+        if served is not None and served > self.holds.n_complete(name):
             self._ask_worker(name)
+
+    def _drop_incoming(self, name: HoldName) -> None:
+        """Take no more bytes of pages that a hold has no place for any more: they would keep others
+        of that peer out. One that is complete ends with `_import`."""
+        incoming = self._incoming.get(name.peer, {})
+        for place, page in list(incoming.items()):
+            is_awaited = self.holds.awaits(name, page.offer.epoch, page.offer.index)
+            if place[0] == name.hold and not is_awaited and page.n_bytes < len(page.data):
+                del incoming[place]
 
     async def _read(self, link: PeerLink, asked: peer.ReadPage) -> PeerMessage:
         try:
@@ -334,8 +351,11 @@ class HoldServer:
                     continue
                 if keys.token_bytes(session.tokens[:PAGE_TOKENS]) == ids[:TOKEN_BYTES]:
                     kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
-        erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
-        return peer.PagesErased(await asyncio.wrap_future(erasing))
+        try:
+            erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
+            return peer.PagesErased(await asyncio.wrap_future(erasing))
+        except (StoreError, OSError) as error:
+            return peer.PagesErased(0, _short(str(error)))
 
     # ------------------------------------------------------------------------ what else happens
 
@@ -395,9 +415,11 @@ class HoldServer:
         take pages back. While a turn lacks room, for RECALL_S, the newest holds end; returns those,
         for their owners."""
         layout, allocator = self._store.pages.layout, self._store.pages.allocator
+        for loop in self._lanes:
+            loop.seats.pages_barred = allocator.slots_max - allocator.slots_now
         needed = max([loop.seats.pages_needed(AHEAD_PAGES) for loop in self._lanes])
         lacking = max([loop.seats.pages_lacking for loop in self._lanes])
-        room = (allocator.slots_max - needed) * layout.page_bytes
+        room = (allocator.slots_now - needed) * layout.page_bytes
         self.holds.bytes_max = max(0, min(self._bytes_max, room))
         if lacking <= 0 or not self.holds.n_pages:
             self._lacks_since = None
@@ -417,6 +439,7 @@ class HoldServer:
 
     def _end(self, names: list[HoldName]) -> None:
         for name in names:
+            self._drop_incoming(name)
             if self._served.pop(name, None) is not None and self._loop.lane.is_attached:
                 self._loop.lane.note(wire.Release(name.hold))
 

@@ -156,7 +156,7 @@ class LaneLinks:
         if not link.state.is_open or link.facts is None:
             return f"the control link is {link.state.value}"
         if DATA_LINKS not in link.facts.features:
-            return "it knows no data links"
+            return "it knows no data links, or those of another version"
         if not self._lane.is_attached:
             return "the worker of this daemon starts"
         if self._loaded() is None or self._loaded() != self._peers.identity:

@@ -29,7 +29,6 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.linked")
 
-PAGES_AT_ONCE = 4  # on their way, of all sessions: each has a buffer
 GROW_POLLS, POLL_S = 100, 0.01
 
 
@@ -60,7 +59,6 @@ class PageMover:
         self._taken = taken
         self._pages = pages
         self._links = links
-        self._room = asyncio.Semaphore(PAGES_AT_ONCE)
 
     async def move(self, session: Session, move: PageMove) -> bool:
         """Carry out one move; False: it failed, and the session is as it was."""
@@ -234,7 +232,7 @@ class PageMover:
         """Do all of it, some at once; the first error ends the others."""
 
         async def one(work: Coroutine[Any, Any, None]) -> None:
-            async with self._room:
+            async with self._pages.room:
                 await work
 
         tasks = [asyncio.ensure_future(one(work)) for work in works]

@@ -76,13 +76,20 @@ class LinkedPages:
 
         One that cannot be reached is named in the log: its pages go when it evicts them.
         """
-        links = [link for link in self._peers.links.values() if keeps_pages(link)]
         asked, ids = peer.ErasePages(salt, kept), keys.token_bytes(tokens)
-        requests = [link.request(asked, ids, timeout_s=ERASE_S) for link in links]
-        replies = await asyncio.gather(*requests, return_exceptions=True)
-        for link, reply in zip(links, replies, strict=True):
-            if isinstance(reply, BaseException):
-                log.warning("pages of a dropped session may be with peer %s: %s", link.name, reply)
+
+        async def ask(link: PeerLink) -> None:
+            try:
+                reply = (await link.request(asked, ids, timeout_s=ERASE_S)).message
+                why = getattr(reply, "why", "")
+            except (BatchEngineError, ValueError) as error:
+                why = str(error)
+            if why:
+                log.warning("pages of a dropped session may be with peer %s: %s", link.name, why)
+
+        links = self._peers.links.values()
+        asked_links = [link for link in links if keeps_pages(link) or not link.state.is_open]
+        await asyncio.gather(*map(ask, asked_links))
 
     def _why_not(self) -> str:
         """Why this daemon takes no pages of peers; "" = it does."""

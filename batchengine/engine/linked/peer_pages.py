@@ -20,6 +20,7 @@ from kv_store import keys
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
 
+PAGES_AT_ONCE = 4  # on their way, of all sessions: each has a buffer
 ANSWER_S = 5.0  # for an answer about a hold
 STORED_S = 15.0  # for a page to be written and published, or to be read and sent
 
@@ -43,6 +44,7 @@ class PeerPages:
     def __init__(self, store: Store, peers: dict[str, PeerLink]) -> None:
         self._store = store
         self._peers = peers
+        self.room = asyncio.Semaphore(PAGES_AT_ONCE)  # for callers of `put`
         self._expected: dict[tuple[str, int, int], bytearray] = {}  # (peer, hold, index)
 
     # ------------------------------------------------------------------------------ requests

@@ -152,7 +152,7 @@ class RouteKeeper:
         seats, sessions = self._loop.seats, self._loop.sessions.values()
         wanted = {session: len(session.kv.codes) for session in sessions if session.kv.held}
         wanted |= {turn.session: turn.pages_max for turn in seats.turns}
-        share = fair_share(int(seats.pages_here * LOCAL_SHARE), list(wanted.values()))
+        share = fair_share(int(seats.pages_now * LOCAL_SHARE), list(wanted.values()))
         return dict.fromkeys(wanted, share)
 
     def _resting(self) -> list[Session]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -58,6 +57,7 @@ ANSWER_S = 5.0  # for a peer to say whether it computes a turn
 LOOK_S = 0.25  # between two looks while there is no news
 NO_TURN = "no turn of it runs, and a peer computes nothing else: ask while an answer streams"
 NOT_BEGUN = "its turn waits here, and a peer computes one that has begun: ask again when it has"
+LOST_PAGES = "pages that were lost with a peer are computed again: ask again when it has gone on"
 LAG_TOKENS = 1  # a side that lacks no more than this has caught up
 RACE_MESSAGES = 4  # after which a peer has caught up as far as it ever will
 SILENT_S = 2.0  # without tokens of a peer, after which the turn is computed here too
@@ -70,8 +70,9 @@ class CameBack(Exception):
 class AwayTurn:
     """One turn that a peer computes too, or alone."""
 
-    def __init__(self, number: int, link: PeerLink, turn: Turn, lane: LaneLoop) -> None:
-        self.number = number
+    def __init__(self, link: PeerLink, turn: Turn, lane: LaneLoop) -> None:
+        self.number = 0  # of the request to the peer; 0 until it was asked
+        self.incarnation = 0  # of the peer that was asked
         self.link = link
         self.turn = turn
         self.lane = lane
@@ -127,10 +128,22 @@ def obstacle(session: Session, turn: Turn | None, moves: bool) -> str:
         return "the log-probabilities of its prompt are computed here"
     if moves:
         return "it moves already"
-    if session.kv.n_held or session.kv.later:
+    if session.kv.later:
+        return LOST_PAGES
+    if session.kv.n_held:
         names = sorted({segment.peer for segment in session.kv.held} - {SELF})
         return f"peers keep {session.kv.n_held} of its pages: {', '.join(names)}"
     return ""
+
+
+def link_obstacle(link: PeerLink, is_avoided: bool) -> str:
+    """Why a peer takes no turn now; "" = it may."""
+    facts, name = link.facts, link.name
+    if link.state is not LinkState.UP or facts is None:
+        return f"the link to {name} is not up: {link.why}"
+    if TURNS not in facts.features or link.load.leaves:
+        return f"{name} takes no turns"
+    return f"{name} did not do what it said a moment ago" if is_avoided else ""
 
 
 class AwayTurns:
@@ -154,12 +167,11 @@ class AwayTurns:
         self._decisions = decisions
         self._info = info
         self._spawn = spawn
-        self._runs: dict[int, AwayTurn] = {}
-        self._numbers = itertools.count(1)
-        self._last = 0  # highest number that was given
+        self._runs: list[AwayTurn] = []
+        self._last = 0  # highest number that was given: a peer takes them in their order
 
     def __repr__(self) -> str:
-        return f"<AwayTurns {list(self._runs.values())}>"
+        return f"<AwayTurns {self._runs}>"
 
     def facts(self, session: Session) -> dict[str, Any]:
         """For operators: the peer that computes the session's turn; {} if none does."""
@@ -234,7 +246,7 @@ class AwayTurns:
 
     def _turns_of(self, link: PeerLink) -> int:
         """Turns that a peer computes, as far as it has said, and those that are on their way."""
-        own = sum(run.link is link for run in self._runs.values())
+        own = sum(run.link is link for run in self._runs)
         return link.load.requests_running + link.load.requests_waiting + own
 
     async def _send(self, session: Session, link: PeerLink) -> MoveReport:
@@ -251,8 +263,8 @@ class AwayTurns:
 
     def _begin(self, turn: Turn, lane: LaneLoop, link: PeerLink) -> AwayTurn:
         """Have a peer compute a turn, for which `_why_not` has no reason against it."""
-        self._last = next(self._numbers)
-        run = self._runs[self._last] = AwayTurn(self._last, link, turn, lane)
+        run = AwayTurn(link, turn, lane)
+        self._runs.append(run)
         turn.shared_with, turn.on_difference = link.name, lambda: self._differs(run)
         self._spawn(self._follow(run), "turn at a peer")
         return run
@@ -268,18 +280,8 @@ class AwayTurns:
     def _why_not(self, session: Session, turn: Turn | None, link: PeerLink) -> str:
         """Why the session's turn cannot go to a peer now; "" = it can."""
         moves = session.key in self._state.moves
-        return obstacle(session, turn, moves) or self._link_obstacle(link)
-
-    def _link_obstacle(self, link: PeerLink) -> str:
-        """Why a peer takes no turn now; "" = it may."""
-        facts, name = link.facts, link.name
-        if link.state is not LinkState.UP or facts is None:
-            return f"the link to {name} is not up: {link.why}"
-        if TURNS not in facts.features or link.load.leaves:
-            return f"{name} takes no turns"
-        if self._linked.taken.is_avoided(name):
-            return f"{name} did not do what it said a moment ago"
-        return ""
+        is_avoided = self._linked.taken.is_avoided(link.name)
+        return obstacle(session, turn, moves) or link_obstacle(link, is_avoided)
 
     def _report(
         self,
@@ -309,7 +311,11 @@ class AwayTurns:
         return report
 
     def _run_of(self, session: Session) -> AwayTurn | None:
-        return next((run for run in self._runs.values() if run.turn.session is session), None)
+        return next((run for run in self._runs if run.turn.session is session), None)
+
+    def _asked(self, number: int) -> AwayTurn | None:
+        """The turn that a peer was asked for under this number, if it is not over."""
+        return next((run for run in self._runs if run.number == number > 0), None)
 
     # ------------------------------------------------------------------------------- of the peer
 
@@ -318,7 +324,7 @@ class AwayTurns:
 
         They wait in `untried` until the first of them was computed here too, and is the same.
         """
-        run = self._runs.get(message.run)
+        run = self._asked(message.run)
         if run is None or run.link is not link:
             self._check_late(message.run)
             return
@@ -343,7 +349,7 @@ class AwayTurns:
 
     def end(self, link: PeerLink, number: int, why: str) -> None:
         """A peer computes a turn no more. Raises Misfit."""
-        run = self._runs.get(number)
+        run = self._asked(number)
         if run is None or run.link is not link:
             self._check_late(number)
         else:
@@ -351,7 +357,7 @@ class AwayTurns:
 
     def lost(self, link: PeerLink) -> None:
         """The link to a peer is lost: its turns are computed here again."""
-        for run in self._runs.values():
+        for run in self._runs:
             if run.link is link:
                 run.fail(f"the link to {link.name} is lost")
 
@@ -393,10 +399,11 @@ class AwayTurns:
     async def _copy_pages(self, run: AwayTurn) -> None:
         """Give the peer's store the session's sealed pages, as a hold until the peer's first token.
 
-        What does not get there is computed again by the peer.
+        What does not get there, or has no room there, is computed again by the peer.
         """
         session, link, facts = run.turn.session, run.link, run.link.facts
-        refs = list(session.kv.sealed)
+        room = link.load.hold_bytes_free // self._store.pages.layout.page_bytes
+        refs = list(session.kv.sealed[: max(0, room)])
         if not refs or facts is None or HOLDS not in facts.features:
             return
         run.lane.kv.slots.know_keys(session, len(refs))
@@ -407,7 +414,8 @@ class AwayTurns:
                 if run.why or run.turn.end is not None:
                     return
                 known = self._page(session, page, ref)
-                await self._linked.pages.put(hold, page, known, ref)
+                async with self._linked.pages.room:
+                    await self._linked.pages.put(hold, page, known, ref)
         except (MoveFailed, BatchEngineError, StoreError, OSError, ValueError) as error:
             log.info("%r: pages are computed again by %s: %s", session, link.name, error)
 
@@ -423,6 +431,8 @@ class AwayTurns:
         await run.until(lambda: True)
         request, n_tokens = turn.generation.request, len(session.tokens)
         tokens_max = request.tokens_max - turn.generation.completion_tokens
+        self._last += 1
+        run.number, run.incarnation = self._last, link.incarnation
         run.exchange = Exchange(run.number, n_tokens, self._info.vocab_size, is_owner=True)
         run.allowed = n_tokens + CREDIT_TOKENS
         tokens_min = max(0, turn.sampling.tokens_min - turn.generation.completion_tokens)
@@ -442,6 +452,8 @@ class AwayTurns:
         return run.exchange
 
     def _peer_is_level(self, run: AwayTurn, exchange: Exchange) -> bool:
+        if run.messages:
+            self._give(run, exchange)
         if run.untried is not None:
             if not run.untried or run.untried[0][0] >= len(run.turn.session.tokens):
                 return False
@@ -503,7 +515,7 @@ class AwayTurns:
             while (first := exchange.known) < len(tokens):
                 part = tokens[first : first + TURN_TOKENS_MAX]
                 exchange.send(run.link, part, first)
-            allowed = exchange.came + CREDIT_TOKENS
+            allowed = exchange.known + CREDIT_TOKENS  # it sends none before `known`
             if not turn.generation.full and allowed - run.allowed >= CREDIT_TOKENS // 2:
                 run.allowed, run.heard = allowed, time.monotonic()
                 run.link.send(TurnGo(run.number, allowed))
@@ -514,8 +526,8 @@ class AwayTurns:
         if turn.is_away and turn.end is None:
             self._go_on_here(run)
         turn.is_away, turn.shared_with = False, ""
-        del self._runs[run.number]
-        if link.state.is_open:
+        self._runs.remove(run)
+        if link.state.is_open and run.number and link.incarnation == run.incarnation:
             with contextlib.suppress(BatchEngineError):
                 link.send(TurnEnded(run.number, True, run.why[:TEXT_CHARS_MAX]))
         self._release_hold(run)

@@ -136,6 +136,7 @@ class ServedTurns:
                 self._begin(served)
             return
         rows = served.exchange.take(message, payload, served.tokens_max, with_choices=False)
+        served.news.set()  # its tokens need not be sent to it
         turn = self._state.turns.get(served.generation)
         if turn is not None:
             lane = self._state.home[turn.session.key]

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
 from batchengine.core import BatchEngineError
+from batchengine.engine.linked import pages
+from batchengine.peers import certificates
+from batchengine.peers.folder import FolderContent, PeersFolder
+from kv_store.errors import StoreError, StoreFull
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, unread, until, words
 
@@ -59,6 +64,26 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
         await a.engine.drop("", "s")
         await nothing_is_held(a, b)
         assert not b.engine.running.store.pages.match_prefix(more, b""), "the peer has erased it"
+
+
+async def test_a_peer_that_is_away_is_known_from_the_start(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that needs it may be sent again, however soon it comes after the start."""
+    changed = PeersFolder.changed
+
+    def look_slowly(folder: PeersFolder) -> FolderContent | None:
+        time.sleep(0.5)
+        return changed(folder)
+
+    monkeypatch.setattr(PeersFolder, "changed", look_slowly)
+    (site.folder / "a").mkdir()
+    certificates.write_peer(site.folder / "a", "b", "127.0.0.1:1")
+    async with daemon(site, "a", 16) as a:
+        answer = await read(a.engine.submit(request(words(1, 256 * 20), 10, session="s")))
+        assert answer.error is not None
+        assert answer.error.name == "kv_full"
+        assert answer.error.what.endswith("now")
 
 
 async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) -> None:
@@ -140,6 +165,81 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
         await until(lambda: hold not in b.linked.given)
         answer = await read(a.engine.submit(request(more, 10, session="s")))
         assert answer.tokens == reference.tokens(more, 10)
+
+
+def fill_disk(patch: pytest.MonkeyPatch, one: Daemon) -> None:
+    """No page is added to a store any more."""
+
+    def refuse(info: object) -> None:
+        raise StoreFull("the disk is full")
+
+    patch.setattr(one.engine.running.store.pages.allocator.core.extents, "create", refuse)
+
+
+async def test_a_holder_with_a_full_disk_has_room_for_its_own_turns(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It promises peers no page that its disk has no room for, and a turn of its own that fits what
+    there is is not refused for pages of peers, which are computed again."""
+    async with (
+        daemon(site, "a", 24, peers__hold_bytes=PAGE_BYTES) as a,
+        daemon(site, "b", 60, peers__hold_bytes=40 * PAGE_BYTES) as b,
+    ):
+        a.knows(b)
+        b.knows(a)
+        await until(lambda: a.is_linked(b) and a.beyond() >= 20)
+        allocator = b.engine.running.store.pages.allocator
+        ids = words(50, 256 * (a.pages() + OPEN_PAGES) + 300)
+        answer = await read(a.engine.submit(request(ids, 10, session="s")))
+        assert answer.tokens == reference.tokens(ids, 10)
+        fill_disk(monkeypatch, b)
+        answer = await read(b.engine.submit(request(words(51, 256 * 6), 10)))
+        assert answer.tokens == reference.tokens(words(51, 256 * 6), 10)
+        await until(lambda: not a.linked.keeper.moves and allocator.slots_now < allocator.slots_max)
+        assert b.linked.given.n_pages >= 8
+        room = allocator.slots_now - b.linked.given.n_pages
+        await until(
+            lambda: a.engine.running.peers.links["b"].load.hold_bytes_free <= room * PAGE_BYTES
+        )
+        own = words(52, 256 * (allocator.slots_now - 3))
+        answer = await read(b.engine.submit(request(own, 10)))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(own, 10)
+
+
+async def test_an_owner_with_a_full_disk_gives_pages_to_peers(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that the budget has room for, and the disk has not, is kept by both."""
+    async with daemons(site, "ab", 48) as (a, _):
+        fill_disk(monkeypatch, a)  # it has an eighth of its pages
+        ids = words(60, 256 * 26 + 100)
+        answer = await read(a.engine.submit(request(ids, 10, session="s")))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(ids, 10)
+        assert {peer for peer, _ in holders(a, "s")} == {"b"}
+
+
+async def test_a_peer_that_has_not_erased_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that cannot write says so at once; one that is away is named, too."""
+
+    def fail(*given: object) -> object:
+        raise StoreError("its disk cannot be written")
+
+    async with daemons(site, "ab", 16) as (a, b):
+        for name in ("s", "t"):
+            await read(a.engine.submit(request(words(70, 300), 5, session=name)))
+        monkeypatch.setattr(b.engine.running.store.pages, "erase", fail)
+        async with asyncio.timeout(pages.ERASE_S / 2):
+            await a.engine.drop("", "s")
+        assert "may be with peer b: its disk cannot be written" in caplog.text
+        await b.engine.stop(0.0)
+        await until(lambda: not a.engine.running.peers.links["b"].state.is_open)
+        caplog.clear()
+        await a.engine.drop("", "t")
+        assert "may be with peer b" in caplog.text
 
 
 async def test_sessions_that_end_or_change_while_their_pages_move(

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from batchengine.engine.linked import holds_taken, peer_pages, routes
+from batchengine.engine.linked import holds_server, holds_taken, peer_pages, routes
 from batchengine.peers.identity import Identity
 from batchengine.peers.link import PeerLink
 from batchengine.policy.routes import PageMove
@@ -142,6 +142,34 @@ async def test_an_owner_that_lies(site: Site) -> None:
         await until(lambda: not b.linked.given.n_pages)
         b.linked.given.check()
         assert b.engine.running.store.stat()["pages_pinned"] == 0
+
+
+async def test_pages_that_are_given_up_halfway_keep_no_others_out(site: Site) -> None:
+    """The buffers of a peer's pages are free again once it releases their hold."""
+    async with daemon(site, "b", 24) as b:
+        b.knows_at("a", 1)
+        await until(lambda: "a" in b.engine.running.peers.links)
+        async with owner_of(b) as a:
+            assert await a.ask(peer.ReserveHold(HOLD, 1, 8)) == peer.HoldReserved(0)
+            for index in range(holds_server.INCOMING_MAX):
+                a.tokens = keys.token_bytes(words(index, 256))
+                assert await a.offer(index) == peer.PageAnswer(True)
+                await a.scripted.send(peer.PagePart(HOLD, index, 0), a.page[:1000])
+            a.tokens = keys.token_bytes(words(9, 256))
+            answer = await a.offer(7)
+            assert isinstance(answer, peer.PageAnswer)
+            assert "on their way" in answer.why
+            await a.scripted.send(peer.ReleaseHold(HOLD, 1, 3))
+            assert await a.ask(peer.ReserveHold(HOLD, 1, 1)) == peer.HoldReserved(3)
+            assert await a.offer(3) == peer.PageAnswer(True)
+            assert await a.send_page(a.page, 3) == peer.PageStored()
+            await a.scripted.send(peer.ReleaseHold(HOLD, 1, 0))
+            assert await a.ask(peer.ReserveHold(HOLD, 1, 4)) == peer.HoldReserved(0)
+            for index in range(holds_server.INCOMING_MAX):
+                a.tokens = keys.token_bytes(words(20 + index, 256))
+                assert await a.offer(index) == peer.PageAnswer(True)
+        await until(lambda: not b.linked.given.n_pages)
+        b.linked.given.check()
 
 
 Lie = Callable[[pytest.MonkeyPatch, Daemon], None]

@@ -7,17 +7,23 @@ import contextlib
 import os
 import signal
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from batchengine.core import BatchEngineError, Sampling, TokenEvent
 from batchengine.engine.linked import holds_taken
-from batchengine.engine.remote import served
+from batchengine.engine.linked.holds_taken import TakenHold
+from batchengine.engine.linked.peer_pages import KnownPage
+from batchengine.engine.remote import away, served
 from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.turns.stream import Generation
 from batchengine.peers.link import PeerLink
-from batchengine.wire.peer import TokenChoice
-from tests.engine.linked.daemons import Daemon, daemons, slow_down
+from batchengine.wire.peer import TokenChoice, TurnTokens
+from kv_store import keys
+from kv_store.pages.index import PageRef
+from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons, slow_down
 from tests.support.engines import Reference, Site, read, request, started, suspend, until, words
 
 LONG = 6000  # tokens: more than are computed in any of these tests
@@ -117,6 +123,79 @@ async def test_a_slow_reader_stops_the_peer(site: Site, reference: Reference) ->
         assert shown == reference.tokens(PROMPT, len(shown))
 
 
+async def test_a_peer_that_is_far_behind_catches_up(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has room for some of the pages, computes the others again, and the owner computes many
+    times its credit meanwhile."""
+    for module in (away, served):
+        monkeypatch.setattr(module, "CREDIT_TOKENS", 8)
+    async with daemons(site, "ab", 60, peers__hold_bytes=4 * PAGE_BYTES) as (a, b):
+        prompt, turns = words(9, 256 * 6 + 20), b.engine.running.remote.served
+        generation, reading = await started(a.engine, request(prompt, LONG, session="s"), 3)
+        session, take = a.state.sessions["", "s"], turns.take
+        await until(lambda: len(session.kv.sealed) >= 6)
+
+        def take_late(link: PeerLink, message: TurnTokens, payload: bytes) -> None:
+            asyncio.get_running_loop().call_later(0.5, take, link, message, payload)
+
+        monkeypatch.setattr(turns, "take", take_late)
+        async with asyncio.timeout(60):
+            moved = await a.engine.promote("", "s", "b")
+        assert moved["result"] == "moved"
+        (at_peer,) = b.engine.requests()
+        assert at_peer["cached_tokens"] == 256 * 4
+        await more(generation, 20)
+        generation.cancel()
+        answer = await reading
+        assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+
+
+async def test_turns_that_go_to_a_peer_at_the_same_time(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages of the first one take longest, and the second one ends before its pages are with
+    the peer: that ends neither the link nor the other turns."""
+    async with daemons(site, "ab", 60) as (a, b):
+        prompts = {name: words(number, 256 * 2 + 20) for number, name in enumerate("stu", 30)}
+        running = {
+            name: await started(a.engine, request(prompt, LONG, session=name), 3)
+            for name, prompt in prompts.items()
+        }
+        await until(lambda: all(len(one.kv.sealed) >= 2 for one in a.state.sessions.values()))
+        pages, late = a.linked.pages, {"s": asyncio.Event(), "t": asyncio.Event()}
+        firsts = {keys.token_bytes(prompt[:256]): name for name, prompt in prompts.items()}
+        put, waiting = pages.put, list[str]()
+
+        async def put_late(
+            taken: TakenHold, index: int, page: KnownPage, data: PageRef | bytearray
+        ) -> None:
+            if (name := firsts.get(page.tokens, "")) in late:
+                waiting.append(name)
+                await late[name].wait()
+            await put(taken, index, page, data)
+
+        monkeypatch.setattr(pages, "put", put_late)
+        link = a.engine.running.peers.links["b"]
+        moves = [asyncio.ensure_future(a.engine.promote("", name, "b")) for name in "st"]
+        await until(lambda: len(waiting) == 2)
+        assert (await a.engine.promote("", "u", "b"))["result"] == "moved"
+        up_since = link._machine.since
+        running["t"][0].cancel()
+        late["t"].set()
+        with pytest.raises(BatchEngineError, match="the turn ended before that"):
+            await moves[1]
+        late["s"].set()
+        assert (await moves[0])["result"] == "moved"
+        assert link._machine.since == up_since
+        for name in "su":
+            await more(running[name][0], 5)
+            running[name][0].cancel()
+            answer = await running[name][1]
+            assert answer.tokens == reference.tokens(prompts[name], len(answer.tokens))
+        await until(lambda: not b.engine.requests() and not b.linked.given.n_pages)
+
+
 async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None:
     """The last token, by its number, is sent by the peer; the turn ends as it would here."""
     async with daemons(site, "ab", 40) as (a, b):
@@ -129,6 +208,14 @@ async def test_the_peer_decides_no_end(site: Site, reference: Reference) -> None
         assert answer.tokens == reference.tokens(PROMPT, n)
         assert generation.finished
         await until(lambda: not b.engine.requests())
+
+
+def test_a_turn_whose_lost_pages_are_computed_again_stays() -> None:
+    """No peer has pages of it any more, so none is named."""
+    kv = SimpleNamespace(later=[object()], held=[], n_held=0)
+    session: Any = SimpleNamespace(tenant="", kv=kv)
+    turn: Any = SimpleNamespace(end=None, reported=True, shared_with="", matcher=None, scores=None)
+    assert away.obstacle(session, turn, moves=False) == away.LOST_PAGES
 
 
 async def test_a_peer_computes_only_a_turn_that_has_begun(site: Site) -> None:
