@@ -15,6 +15,7 @@ from kv_store import keys
 from kv_store.errors import StoreCorrupt
 from kv_store.ledger import writes
 from kv_store.ledger.budget import Kept
+from kv_store.pages.index import PageRef
 
 ROW_BYTES = 200  # of a session or a turn beside its tokens and texts
 PRUNED_AT_ONCE_MAX = 1000  # sessions: bounds the transaction that all other commits wait for
@@ -49,6 +50,15 @@ class TurnInfo(NamedTuple):
     status: str
     finish_reason: str
     seq: int
+
+
+class PageLink(NamedTuple):
+    """A page that is published, and the page whose tokens precede its own."""
+
+    ref: PageRef
+    key: bytes
+    parent: bytes
+    n_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +179,17 @@ def _load(db: sqlite3.Connection, session: str) -> SessionRecord | None:
     return SessionRecord(
         info, tokens, [turn._replace(seed=writes.unsigned(turn.seed)) for turn in turns]
     )
+
+
+def page_links(db: sqlite3.Connection, repr_id: bytes) -> list[PageLink]:
+    """The published pages of one representation; rows that are damaged are left out."""
+    rows = db.execute(
+        "SELECT page_id, gen, content_key, parent_key, n_tokens FROM page"
+        " WHERE repr_id = ? AND state = 'published'",
+        (repr_id,),
+    )
+    return [
+        PageLink(PageRef(page_id, gen), key, parent, n_tokens)
+        for page_id, gen, key, parent, n_tokens in rows
+        if [*map(type, (page_id, gen, key, parent, n_tokens))] == [int, int, bytes, bytes, int]
+    ]

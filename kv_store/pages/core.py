@@ -160,12 +160,17 @@ class StoreCore:
 
     def drop_oldest_foreign(self) -> int:
         """Delete one extent of a representation that is not open; gives its slots (page thread)."""
+        info = self.foreign[0]
+        self.drop_foreign(info)
+        return info.slots
+
+    def drop_foreign(self, info: ExtentInfo) -> None:
+        """Delete an extent of a representation that is not open (page thread)."""
         with self.lock:
-            info = self.foreign.pop(0)
+            self.foreign.remove(info)
             self.foreign_bytes -= info.file_bytes
             self.forget_extent(info)
         self.extents.drop(info)
-        return info.slots
 
     def forget_extent(self, info: ExtentInfo) -> None:
         """Delete the rows of an extent and of its pages."""

@@ -106,6 +106,15 @@ class Extents:
             raise ValueError("a page is written whole")
         self._files.write_all(self._fds[info.index], data, info.offset_of(page_id))
 
+    def write_closed(self, info: ExtentInfo, page_id: int, data: memoryview) -> None:
+        """Write a page of an extent that is not open, durably. Raises StoreCorrupt."""
+        self.open(info)
+        try:
+            self.write_page(info, page_id, data)
+            self.sync(info)
+        finally:
+            os.close(self._fds.pop(info.index))
+
     def sync(self, info: ExtentInfo) -> None:
         """Make what was written to one extent durable."""
         self._files.fsync(self._fds[info.index])
