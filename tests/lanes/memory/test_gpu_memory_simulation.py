@@ -26,9 +26,8 @@ import kernels
 from batchengine.core import GREEDY, PAGE_TOKENS
 from batchengine.engine.lane.inflight import (
     InFlightStep,
-    StepEntry,
+    StepDraft,
     check_answer,
-    frame,
     prepare_ahead,
     reaches_of,
 )
@@ -39,7 +38,7 @@ from batchengine.lanes.step_input import SLOT_MASK
 from batchengine.lanes.worker import IDLE_MS, Worker
 from batchengine.policy.scheduler import PlannedEntry, StepPlan
 from batchengine.session import Session
-from batchengine.session_kv import page_start, pages_for
+from batchengine.session_kv import page_start
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink
 from batchengine.wire.lane import ARENA_BIT
@@ -171,7 +170,7 @@ class Rows:
 
 
 class Player:
-    """What `prepare_ahead` asks of a turn, with the rows that its session should have."""
+    """What `StepDraft` and `prepare_ahead` ask of a turn, with the rows that its session should have."""
 
     history_tokens, scores, shared_with, sampling = 0, None, "", GREEDY
     masks_are_slow = needs_match = False
@@ -261,8 +260,7 @@ class Scene:
 
     def first(self) -> InFlightStep:
         """A step that is not ahead, with what only such a one may hold."""
-        rng, left, codes, tokens = self.rng, TOKENS, array("Q"), array("i")
-        entries, parts, fills = list[wire.Entry](), list[StepEntry](), list[Any]()
+        rng, left, draft = self.rng, TOKENS, StepDraft()
         running = [player for player in self.players.values() if player.state == "runs"]
         rng.shuffle(running)
         for player in running[: rng.choice([0, *[ENTRIES] * 12])]:
@@ -270,21 +268,12 @@ class Scene:
             n = min(session.to_compute, rng.choice([1, 1, 30, 300]), left)
             if n < 1 or not self.slots.ensure(session, start + n):
                 continue
-            end, left = start + n, left - n
-            wants, n_pages = end == len(session.tokens), pages_for(end)
-            codes.extend(session.kv.codes[:n_pages])
-            tokens.extend(session.tokens[start:end])
-            sampling, masked = GREEDY if wants else None, wants and player.matcher is not None
-            place = session.key, session.epoch, start, n, n_pages
-            entries.append(wire.Entry(*place, sampling, masked=masked))
+            left -= n
             turn: Any = player
-            parts.append(StepEntry(turn, n, wants))
-            fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
+            draft.add(turn, start, start + n)
         self.add_chores()
-        chores, verify = self.chores()
-        step = frame(entries, fills, chores, [])
-        payload = codes.tobytes() + tokens.tobytes() + chores.import_tokens
-        return InFlightStep(step, payload, parts, fills, verify, chores, 0.0)
+        kv: Any = self
+        return draft.finish(kv, 0.0)
 
     def add_chores(self) -> None:
         """Digest tails of idle sessions, touch pages, import rows from the own arena."""
