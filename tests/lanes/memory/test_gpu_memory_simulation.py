@@ -170,7 +170,7 @@ class Rows:
 
 
 class Player:
-    """What `StepDraft` and `prepare_ahead` ask of a turn, with the rows that its session should have."""
+    """What a step asks of a turn that it computes, with the rows that its session should have."""
 
     history_tokens, scores, shared_with, sampling = 0, None, "", GREEDY
     masks_are_slow = needs_match = False
