@@ -10,7 +10,7 @@ import kernels
 from batchengine.lanes.gpu.late_rows import TILE_TOKENS, LateRows
 from bench.models.tensors import aligned
 
-SHAPE = kernels.PageShape(2, 1, 32)
+N_LAYER, N_KV_HEAD, HEAD_DIM = 2, 1, 32
 SLOTS = 40
 
 
@@ -19,11 +19,12 @@ class Scene:
 
     def __init__(self) -> None:
         self.pool = kernels.Pool(1)
+        self.shape = kernels.PageShape(N_LAYER, N_KV_HEAD, HEAD_DIM)
         self.pages, self.wanted = (
-            [aligned(SHAPE.payload_bytes) for _ in range(SLOTS)] for _ in range(2)
+            [aligned(self.shape.payload_bytes) for _ in range(SLOTS)] for _ in range(2)
         )
         self.records: list[tuple[int, list[int], list[int]]] = []  # slot, rows, tokens
-        self.late = LateRows(self.pool, SHAPE, self._address, self._record)
+        self.late = LateRows(self.pool, self.shape, self._address, self._record)
         self._rng = np.random.default_rng(2)
 
     def _address(self, slot: int) -> int:
@@ -36,7 +37,7 @@ class Scene:
 
     def add(self, slots: list[int], row: int, token: int) -> int:
         """A row of each slot; returns how many tiles were stored."""
-        rows, before = kernels.KvRows(len(slots), SHAPE), len(self.records)
+        rows, before = kernels.KvRows(len(slots), self.shape), len(self.records)
         view = rows.view(len(slots))
         view[:] = self._rng.integers(0, 256, view.shape)
         batch = kernels.Batch(len(slots), len(slots), len(slots))
@@ -115,9 +116,10 @@ def test_a_row_that_is_computed_again_gives_way() -> None:
 
 def test_native_rows_are_stored_from_any_one_on() -> None:
     pool, rng = kernels.Pool(1), np.random.default_rng(3)
-    rows = kernels.KvRows(9, SHAPE)
+    shape = kernels.PageShape(N_LAYER, N_KV_HEAD, HEAD_DIM)
+    rows = kernels.KvRows(9, shape)
     rows.view(9)[:] = rng.integers(0, 256, rows.view(9).shape)
-    got, wanted = aligned(SHAPE.payload_bytes), aligned(SHAPE.payload_bytes)
+    got, wanted = aligned(shape.payload_bytes), aligned(shape.payload_bytes)
     batch = kernels.Batch(9, 1, 1)
     for page, first, n in ((wanted, 0, 9), (got, 6, 3), (got, 0, 6)):
         table = np.array([[n, 20 + first, 1]], np.int32)
