@@ -33,8 +33,9 @@ from bench.models.synthetic import PRESETS, write_synthetic
 # KV of an 8B model; the rest is small, as nothing reads it.
 SHAPE = replace(PRESETS["tiny"], n_layer=32, n_kv_head=8, n_head=32, head_dim=128, context=4096)
 GPUS = {"0.6b": (0.5, 0.008), "8b": (1.45, 0.045)}  # ms of a step and of each token: an H200, about
-BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 300, 40
+BATCHES, DEPTHS, TOKENS, QUICK_TOKENS = (1, 16, 64), (1, 2, 3), 200, 40
 PROMPT, TOKEN_IDS = 8, 300  # tokens at least, and ids that they have
+SPREAD_TIMES = 3  # as many tokens, so that the first answers last until all prompts are computed
 ROUNDS = 2  # of sessions with prompts of their own, of which the last counts
 BUDGET_BYTES, VRAM_BYTES = 6 << 30, 64 << 30
 PLACES = 3 * max(BATCHES) + 16  # open pages: as many as a lane has if the budget is no limit
@@ -47,7 +48,7 @@ class Scene:
     """A model, and engines with a lane on a modelled GPU."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
-        """tokens: of each answer."""
+        """tokens: of each answer, of those that begin together."""
         self._folder, self._tokens = folder, tokens
         self._model = folder / "model.gguf"
         write_synthetic(self._model, SHAPE)
@@ -56,12 +57,13 @@ class Scene:
         """Decode `batch` sessions together. gpu: ms of a step, and of each of its tokens."""
         steps = self._folder / "steps"
         lengths = [PROMPT + (PAGE_TOKENS * i // batch if spread else 0) for i in range(batch)]
-        begin, tpot_ms = asyncio.run(self._decode(gpu, lengths, depth, steps))
+        tokens = self._tokens * (SPREAD_TIMES if spread else 1)
+        begin, tpot_ms = asyncio.run(self._decode(gpu, lengths, tokens, depth, steps))
         counted = [step for step in read_steps(steps) if step.begin >= begin]
         return idle_row(counted, batch) | {"tpot_ms": round(tpot_ms, 3)}
 
     async def _decode(
-        self, gpu: tuple[float, float], lengths: list[int], depth: int, steps: Path
+        self, gpu: tuple[float, float], lengths: list[int], tokens: int, depth: int, steps: Path
     ) -> tuple[float, float]:
         """When the last round began (s), and its sessions' time per token (ms)."""
         lane = LaneConfig(
@@ -92,7 +94,7 @@ class Scene:
                 begin, streams = time.perf_counter(), [Stream() for _ in lengths]
                 firsts = range(len(lengths) * round_, len(lengths) * (round_ + 1))
                 readers = [
-                    stream.read(engine, ask(prompt_of(first, n), self._tokens))
+                    stream.read(engine, ask(prompt_of(first, n), tokens))
                     for stream, first, n in zip(streams, firsts, lengths, strict=True)
                 ]
                 await asyncio.gather(*readers)
