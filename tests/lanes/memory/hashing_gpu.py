@@ -31,10 +31,15 @@ from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, Taken
 from kv_store.layout import PageLayout
 
 LAYOUT = PageLayout(1, 1, 32)
-SHAPE, WIDTH = kernels.PageShape(1, 1, 32), LAYOUT.row_bytes
+WIDTH = LAYOUT.row_bytes
 VOCAB, ENTRIES, TOKENS = 64, 20, 500  # entries and tokens of a step, at most
 BAD = bytes([255]) * WIDTH  # a row that is not finite
 FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, LAYOUT.payload_bytes, VOCAB, {})
+
+
+def page_shape() -> kernels.PageShape:
+    """The shape of LAYOUT."""
+    return kernels.PageShape(1, 1, 32)
 
 
 def row_of(before: bytes | bytearray, token: int) -> bytes:
@@ -171,8 +176,8 @@ class HashSteps:
         self.computed: dict[tuple[int, int], tuple[list[int], bytes]] = {}
         self.rows: dict[int, bytearray] = {}  # that each session should have
         self.batch: StepInput
-        self._rows, self._flags = KvRows(gpu, TOKENS, SHAPE), gpu.allocate(TOKENS)
-        self._made = kernels.KvRows(TOKENS, SHAPE)
+        self._rows, self._flags = KvRows(gpu, TOKENS, page_shape()), gpu.allocate(TOKENS)
+        self._made = kernels.KvRows(TOKENS, page_shape())
         self._pages = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
         self._wanted, self._sampled = list[bytes](), list[int]()
 

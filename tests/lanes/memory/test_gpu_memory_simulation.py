@@ -50,7 +50,6 @@ from kv_store.pages.extents import extent_path
 from tests.lanes.memory.hashing_gpu import (
     ENTRIES,
     LAYOUT,
-    SHAPE,
     TOKENS,
     VOCAB,
     WIDTH,
@@ -58,6 +57,7 @@ from tests.lanes.memory.hashing_gpu import (
     HashSteps,
     LazyGpu,
     mask_of,
+    page_shape,
     row_of,
     token_of,
 )
@@ -150,7 +150,7 @@ class Rows:
                 seeds = self.owners[slot].seeds(self._arena_id, slot, 0, PAGE_TOKENS)
                 address = np.array([self._pages[slot].ctypes.data], np.uint64)
                 self._batch.set(np.zeros(256, np.int32), np.array([[256, 0, 1]], np.int32), address)
-                digests = kernels.row_digests(self._batch, SHAPE, seeds)
+                digests = kernels.row_digests(self._batch, page_shape(), seeds)
             for row in new:
                 assert digests[row] == own["digest"][row], f"record of slot {slot}, row {row}"
                 held = int(own["token"][row]), now[row].tobytes()
