@@ -18,6 +18,8 @@ import gguf.quants
 import numpy as np
 import numpy.typing as npt
 
+from bench.models.tensors import hadamard
+
 F64 = npt.NDArray[np.float64]
 Round = Callable[[F64], F64]
 LOG2_E = 1.4426950408889634
@@ -59,10 +61,7 @@ def half_scales(x: F64, width: int) -> F64:
 def transformed(x: F64) -> F64:
     """Each head times the orthonormal Hadamard matrix of the largest power of two in its size,
     which is its own inverse."""
-    width = x.shape[-1] & -x.shape[-1]
-    i = np.arange(width)
-    bits = np.bitwise_count(i[:, None] & i)
-    return (x.reshape(-1, width) @ (1.0 - 2.0 * (bits % 2)) / np.sqrt(width)).reshape(x.shape)
+    return hadamard(x) / np.sqrt(x.shape[-1] & -x.shape[-1])
 
 
 @dataclass(frozen=True, slots=True)

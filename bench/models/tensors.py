@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -62,3 +64,12 @@ def random_values(tokens: int, cols: int, rng: np.random.Generator) -> F32:
     x[tokens // 2, cols - 32 :] = np.float32(1e-32)
     x[tokens - 1, 3] = np.float32(-0.0)
     return x
+
+
+def hadamard(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Each head (the last axis) times the Hadamard matrix of the largest power of two in its size:
+    twice gives the head times that power."""
+    width = x.shape[-1] & -x.shape[-1]
+    i = np.arange(width)
+    signs = 1.0 - 2.0 * (np.bitwise_count(i[:, None] & i) % 2)
+    return (x.reshape(-1, width) @ signs).reshape(x.shape)

@@ -188,9 +188,9 @@ def linked_pages(
     roots = roots_of(ids, repr_id, salt, kept, lengths)
     left, found = deque(by_key[key] for key in roots if key in by_key), list[PageRef]()
     # pages behind a root that is gone are found by its key
-    left.extend(link for key in roots if key not in by_key for link in children.get(key, ()))
+    left.extend(link for key in roots if key not in by_key for link in children.pop(key, ()))
     while left:
         link = left.popleft()
         found.append(link.ref)
-        left.extend(children.get(link.key, ()))
+        left.extend(children.pop(link.key, ()))  # once: damaged rows may name each other
     return found

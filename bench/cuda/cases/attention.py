@@ -19,7 +19,7 @@ from bench.cuda.cases.values import (
     rows_of,
     ties,
 )
-from bench.models.tensors import aligned
+from bench.models.tensors import aligned, hadamard
 from kernels.cuda.gpu import Gpu
 
 # Of each kernel: rows of a tile, and accumulators of a super-page.
@@ -77,15 +77,6 @@ class Attended:
     @property
     def addresses(self) -> list[int]:
         return [a.address for a in (self.tiles, self.m, self.denominators, self.o)]
-
-
-def hadamard_inverse(x: F32) -> F32:
-    """What the transform of rule 4 turns into `x`, a head."""
-    width = len(x) & -len(x)
-    i = np.arange(width)
-    ones = np.array([a.bit_count() % 2 for a in (i[:, None] & i).flat], np.float64)
-    signs = 1 - 2 * ones.reshape(width, width)
-    return (x.reshape(-1, width) @ signs / width).reshape(-1).astype(np.float32)
 
 
 def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -189,7 +180,9 @@ class Attention:
                 [ties(rng, 32, largest, unit) for _ in range(self.head_dim // 32)]
             )
             is_v = head >= self.n_head + self.n_kv
-            heads[token, head] = values if is_v else hadamard_inverse(values)
+            heads[token, head] = (
+                values if is_v else hadamard(values) / (self.head_dim & -self.head_dim)
+            )
 
     def _compute(self, pool: kernels.Pool) -> None:
         tokens, n_pages = self.tokens, len(self.pages)

@@ -9,6 +9,10 @@ import pytest
 
 from bench.processes.store_check import check_integrity
 from kv_store.arenas.arena import POISON
+from kv_store.keys import chain_keys, token_bytes
+from kv_store.ledger.queries import PageLink
+from kv_store.pages.erase import linked_pages
+from kv_store.pages.index import PageRef
 from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import LAYOUT, SALT, Lane, descriptor, settings, tokens_of
@@ -85,3 +89,13 @@ def test_an_extent_that_is_gone_or_cut_does_not_stop_erasing(
     assert not (path / "ext/000001.kv").exists()
     check_integrity(store)
     store.close()
+
+
+def test_damaged_rows_that_follow_each_other_end() -> None:
+    ids, salt, repr_id = token_bytes(IDS[:512]), b"", b"r" * 32
+    first, second = chain_keys(ids, repr_id, salt)
+    links = [
+        PageLink(PageRef(1, 0), first, second, 256),
+        PageLink(PageRef(2, 0), second, first, 256),
+    ]
+    assert set(linked_pages(links, ids, repr_id, salt, 0)) >= {PageRef(1, 0), PageRef(2, 0)}
