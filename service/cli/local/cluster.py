@@ -272,7 +272,9 @@ class Cluster:
     def converse(self) -> None:
         """Has a conversation whose KV is more than any one daemon keeps, and says after each turn
         which daemon has how many of its pages. Raises DEMO_FAILED if only the first one has any at
-        the end; a daemon whose steps took long beside other programs is given none for a while."""
+        the end. A daemon whose steps took long beside other programs is given none for a while, and
+        short turns may pass between two looks of the first daemon at its pages: then the
+        conversation goes on until a turn cannot be computed with the pages of the first one."""
         first = self.nodes[0]
         model, context = first.client.models()[0], first.client.context_tokens()
         wanted = self._kv_pages + self._hold_pages * (len(self.nodes) - 2)
@@ -280,7 +282,7 @@ class Cluster:
             f"a conversation on {first.name} of about {wanted * PAGE_TOKENS:,} tokens of KV; the"
             f" budget of a daemon is {self._kv_pages * PAGE_TOKENS:,}"
         )
-        most = wanted + TURN_PAGES
+        most = wanted + OPEN_PAGES + TURN_PAGES  # none of them has room for it alone
         if context < (most + 1) * PAGE_TOKENS:
             raise errors.DEMO_FAILED(what=f"a session may have {context:,} tokens only")
         history: list[chat.Message] = []
