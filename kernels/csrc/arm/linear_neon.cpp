@@ -2,5 +2,6 @@
 #include "arm/linear_neon.h"
 
 namespace batchengine {
-const LinearKernels LINEAR_NEON = {multiply, store_tile, add_tile, gate_tile, multiply_then_add};
+const LinearKernels LINEAR_NEON = {multiply, store_tile, add_tile, gate_tile, add_pairs,
+                                     multiply_then_add};
 }

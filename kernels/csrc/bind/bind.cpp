@@ -34,6 +34,7 @@ void bind_isa(nb::module_& module) {
             golden_attention(pool, golden);
             golden_linear(pool, golden);
             golden_sample(pool, golden);
+            golden_experts(pool, golden);
             nb::list out;
             for (const auto& [name, bytes] : golden.records)
                 out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));
@@ -148,6 +149,7 @@ NB_MODULE(_native, module) {
         nb::arg("buffer"), nb::sig("def address_of(buffer: typing_extensions.Buffer) -> int"),
         "Address of the first byte; the caller keeps the buffer alive.");
     bind_linear(module);
+    bind_experts(module);
     bind_row_operations(module);
     bind_attention(module);
     bind_sampling(module);

@@ -53,6 +53,7 @@ inline void require_width(size_t width, size_t expected, const char* name) {
 }
 
 void bind_linear(nb::module_& module);
+void bind_experts(nb::module_& module);
 void bind_row_operations(nb::module_& module);
 void bind_attention(nb::module_& module);
 void bind_sampling(nb::module_& module);

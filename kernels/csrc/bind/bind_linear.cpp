@@ -3,19 +3,12 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind/bind_common.h"
+#include "bind/held_matrix.h"
 #include "linear/linear.h"
 #include "linear/pack.h"
 
 namespace batchengine {
 namespace {
-
-// A packed matrix and the Python buffer that holds it.
-struct HeldMatrix {
-    HeldMatrix(Kind kind, size_t rows, size_t cols, nb::handle packed)
-        : buffer(packed, false), view{kind, rows, cols, buffer.data()} {}
-    HeldBuffer buffer;
-    Matrix view;
-};
 
 void bind_activations(nb::module_& module) {
     nb::class_<Activations>(module, "Activations",

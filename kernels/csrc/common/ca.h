@@ -496,4 +496,43 @@ CA_FN float log_probability(float x, float largest, float log_sum) {
     return sub_rn(sub_rn(x, largest), log_sum);
 }
 
+// ------------------------------------------------------------------------------- rule 11: experts
+
+// The experts of a token and their weights, by ascending id: the n_used largest of the selector's n
+// logits, of equal ones those with lower ids. A logit that is not finite: the first experts, weights NaN.
+CA_FN void select_experts(const float* logit, int n, int n_used, float scale, int32_t* id, float* weight) {
+    bool finite = true;
+    for (int i = 0; i < n; i++) finite = is_finite(logit[i]) && finite;
+    for (int j = 0; j < n_used; j++) {
+        id[j] = j;
+        weight[j] = canonical_nan();
+    }
+    if (!finite) return;
+    uint32_t last_key = 0;
+    int last = -1, top = 0;
+    for (int j = 0; j < n_used; j++) {
+        uint32_t best_key = 0xFFFFFFFFu;
+        int best = -1;
+        for (int i = 0; i < n; i++) {
+            const uint32_t key = falling_key(logit[i]);
+            const bool is_left = key > last_key || (key == last_key && i > last);
+            if (is_left && (best < 0 || key < best_key)) best = i, best_key = key;
+        }
+        if (j == 0) top = best;
+        int at = j;
+        for (; at > 0 && id[at - 1] > best; at--) id[at] = id[at - 1];
+        id[at] = best;
+        last = best, last_key = best_key;
+    }
+    float sum = 0.0f;
+    for (int j = 0; j < n_used; j++) {
+        weight[j] = expc(sub_rn(logit[id[j]], logit[top]));
+        sum = add_rn(sum, weight[j]);
+    }
+    for (int j = 0; j < n_used; j++) weight[j] = mul_rn(div_rn(weight[j], sum), scale);
+}
+
+// The sum of a token's experts is the chain of add_expert over them, by ascending id, from +0.
+CA_FN float add_expert(float sum, float weight, float y) { return fma_rn(weight, y, sum); }
+
 }  // namespace ca

@@ -51,5 +51,6 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
 void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
 void golden_sample(Pool& pool, Golden& golden);     // sampling
+void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 
 }  // namespace batchengine

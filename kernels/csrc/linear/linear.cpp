@@ -10,10 +10,6 @@
 namespace batchengine {
 namespace {
 
-// Row tiles that run together: those of the widest register tile of the kernels (Q6_K has two sums
-// per output); few enough that weights, 16 tokens and results stay in cache.
-constexpr size_t RUN_TILES_MAX = 3;
-constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
 // A step of so few token groups is bound by its stream of weights from memory: each thread reads a range
 // of its own from front to back, and all groups of a piece follow each other.
 constexpr size_t FEW_GROUPS = 2;
@@ -21,10 +17,6 @@ constexpr size_t FEW_GROUPS = 2;
 // 10 us or more anyway; with many, larger pieces read the activations less often.
 constexpr size_t PIECES_PER_THREAD = 8, PIECES_PER_THREAD_FEW_GROUPS = 32;
 constexpr size_t MANY_GROUPS_TILES = 6;  // whole runs of every kind
-// Least bytes of a piece of a one-token step, which streams its weights from memory.
-constexpr size_t STREAM_BYTES = size_t{48} << 10;
-// Most bytes of weights in a piece, in the level-2 cache: every token group of it reads them again.
-constexpr size_t REREAD_BYTES = size_t{384} << 10;
 
 struct Plan {
     size_t chunk_tiles;   // row tiles of a piece
@@ -83,17 +75,6 @@ TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile,
             std::min(TILE_ROWS, part.matrix->rows - row)};
 }
 
-// multiply() of a level, then the canonical NaN in every output of a nonfinite token.
-void multiply(const LinearKernels& kernels, const Matrix& matrix, const Activations& x, size_t tile,
-              size_t tiles, size_t group, size_t tokens, TileResult* results) {
-    kernels.multiply(matrix, x, tile, tiles, group, tokens, results);
-    const uint8_t* nonfinite = x.nonfinite.data() + group * GROUP_TOKENS;
-    for (size_t token = 0; token < tokens; ++token)
-        if (nonfinite[token])
-            for (size_t t = 0; t < tiles; ++t)
-                std::fill_n(results[t].y[token], TILE_ROWS, ca::canonical_nan());
-}
-
 // Prefetches the output lines of `tiles` tiles while their product is computed: rows lie pages apart,
 // which the hardware prefetcher does not detect, and a store that misses delays those after it. Into
 // the second level, because such rows share the same few sets of the first.
@@ -144,7 +125,7 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
             walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
                  [&](size_t tile, size_t tiles, size_t group, size_t count) {
                      expect(target(out, mine.column, *mine.part, tile, group, count), tiles);
-                     multiply(kernels, matrix, x, tile, tiles, group, count, results);
+                     multiply_tiles(matrix, x, tile, tiles, group, count, group == 0, results);
                      for (size_t t = 0; t < tiles; ++t)
                          finish_tile(results[t],
                                      target(out, mine.column, *mine.part, tile + t, group, count));
@@ -166,6 +147,16 @@ const LinearKernels& linear_kernels() {
 #endif
         default: return LINEAR_SCALAR;
     }
+}
+
+void multiply_tiles(const Matrix& matrix, const Activations& x, size_t tile, size_t tiles, size_t group,
+                    size_t tokens, bool cold, TileResult* results) {
+    linear_kernels().multiply(matrix, x, tile, tiles, group, tokens, cold, results);
+    const uint8_t* nonfinite = x.nonfinite.data() + group * GROUP_TOKENS;
+    for (size_t token = 0; token < tokens; ++token)
+        if (nonfinite[token])
+            for (size_t t = 0; t < tiles; ++t)
+                std::fill_n(results[t].y[token], TILE_ROWS, ca::canonical_nan());
 }
 
 void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts, size_t tokens,
@@ -195,8 +186,9 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
             walk(made, piece, tiles, tokens, run,
                  [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
                      expect(target(out, 0, up, tile, group, group_tokens), count);
-                     multiply(kernels, *gate.matrix, x, tile, count, group, group_tokens, gates);
-                     multiply(kernels, *up.matrix, x, tile, count, group, group_tokens, ups);
+                     const bool cold = group == 0;
+                     multiply_tiles(*gate.matrix, x, tile, count, group, group_tokens, cold, gates);
+                     multiply_tiles(*up.matrix, x, tile, count, group, group_tokens, cold, ups);
                      for (size_t t = 0; t < count; ++t) {
                          const float* gate_bias =
                              gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;

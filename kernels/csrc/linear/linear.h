@@ -27,16 +27,27 @@ struct TileTarget {
     size_t rows;         // 1..16
 };
 
+// Where the results of pairs of tokens and experts are added: each to the sums of its token.
+struct PairTarget {
+    const int32_t* token;  // of each pair
+    const float* weight;   // of each pair
+    size_t pairs;          // 1..16
+    float* sums;           // 16 values of token 0
+    size_t stride;         // floats between those of two tokens
+};
+
 struct LinearKernels {
     // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias. Of a
-    // nonfinite token the results are unspecified.
+    // nonfinite token the results are unspecified. `cold`: no cache holds these weights.
     void (*multiply)(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles,
-                     size_t group, size_t tokens, TileResult* results);
+                     size_t group, size_t tokens, bool cold, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
     void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + RN(y + bias))
     // out = RN(silu(RN(gate + gate_bias)) * RN(up + bias))
     void (*gate)(const TileResult& gate, const float* gate_bias, const TileResult& up,
                  const TileTarget& target);
+    // sums of token = fma(weight of the pair, y, sums of token), for each pair of a group and 16 rows
+    void (*add_pairs)(const TileResult& result, const PairTarget& target);
     // RN(RN(a * b) + c): differs from one fma when the compiler contracted this level's code.
     float (*multiply_then_add)(float a, float b, float c);
 };
@@ -50,6 +61,20 @@ extern const LinearKernels LINEAR_AVX512;
 extern const LinearKernels LINEAR_NEON;
 extern const LinearKernels LINEAR_I8MM;
 #endif
+
+// Row tiles that run together: those of the widest register tile of the kernels (Q6_K has two sums
+// per output); few enough that weights, 16 tokens and results stay in cache.
+constexpr size_t RUN_TILES_MAX = 3;
+constexpr size_t run_tiles(Kind kind) { return kind == Kind::q6_k ? 2 : RUN_TILES_MAX; }
+
+// Most bytes of weights in a piece, in the level-2 cache: every token group of it reads them again.
+constexpr size_t REREAD_BYTES = size_t{384} << 10;
+// Least bytes of a piece of a step that streams its weights from memory.
+constexpr size_t STREAM_BYTES = size_t{48} << 10;
+
+// multiply() of the level in use, then the canonical NaN in every output of a nonfinite token.
+void multiply_tiles(const Matrix& matrix, const Activations& x, size_t tile, size_t tiles, size_t group,
+                    size_t tokens, bool cold, TileResult* results);
 
 struct LinearPart {
     const Matrix* matrix;

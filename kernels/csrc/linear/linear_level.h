@@ -176,11 +176,10 @@ void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Acti
 }
 
 void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
-              size_t tokens, TileResult* results) {
+              size_t tokens, bool cold, TileResult* results) {
     const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
     const uint8_t* tile = matrix.data + tile0 * bytes;
     const Panel panel(x, group);
-    const bool cold = group == 0;  // later groups find the weights in the cache
     switch (matrix.kind) {
         case Kind::q4_0:
             return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, cold, results);
@@ -248,6 +247,13 @@ void gate_tile(const TileResult& gate, const float* gate_bias, const TileResult&
                const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
         put(to, token, vsilu(biased(gate, gate_bias, token)) * biased(up, to.bias, token));
+}
+
+void add_pairs(const TileResult& result, const PairTarget& to) {
+    for (size_t pair = 0; pair < to.pairs; ++pair) {
+        float* sums = to.sums + static_cast<size_t>(to.token[pair]) * to.stride;
+        vstore(sums, vfma(vset(to.weight[pair]), vload(result.y[pair]), vload(sums)));
+    }
 }
 
 // NaN if the vector and the plain expression differ, as a compiler may fuse only one of them.

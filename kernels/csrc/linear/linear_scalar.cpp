@@ -180,7 +180,7 @@ float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activatio
 }
 
 void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
-              size_t tokens, TileResult* results) {
+              size_t tokens, bool, TileResult* results) {
     const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
     for (size_t i = 0; i < tiles; ++i)
         for (size_t token = 0; token < tokens; ++token)
@@ -215,10 +215,18 @@ void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
                                               biased(up, to.bias, token, row);
 }
 
+void add_pairs(const TileResult& result, const PairTarget& to) {
+    for (size_t pair = 0; pair < to.pairs; ++pair)
+        for (size_t row = 0; row < TILE_ROWS; ++row) {
+            float& sum = to.sums[static_cast<size_t>(to.token[pair]) * to.stride + row];
+            sum = ca::add_expert(sum, to.weight[pair], result.y[pair][row]);
+        }
+}
+
 float multiply_then_add(float a, float b, float c) { return a * b + c; }
 
 }  // namespace
 
-const LinearKernels LINEAR_SCALAR = {multiply, store, add, gate, multiply_then_add};
+const LinearKernels LINEAR_SCALAR = {multiply, store, add, gate, add_pairs, multiply_then_add};
 
 }  // namespace batchengine

@@ -228,6 +228,23 @@ void sampling() {
     });
 }
 
+void experts() {
+    Line ids("select_experts, ids"), weights("select_experts, weights");
+    for (int round = 0; round < MANY / 8; round++) {
+        const int n = 1 + source.below(40), used = 1 + source.below(n < 8 ? n : 8);
+        float logit[40], weight[8];
+        int32_t id[8];
+        for (int i = 0; i < n; i++) logit[i] = source.below(4) ? source.between(-9, 9) : 1.0f;
+        if (round % 16 == 3) logit[source.below(n)] = source.any();
+        ca::select_experts(logit, n, used, source.between(0.5f, 2), id, weight);
+        for (int i = 0; i < used; i++) ids.add(id[i]);
+        weights.add(weight, used);
+    }
+    print("add_expert", [] {
+        return ca::add_expert(source.between(-9, 9), source.between(0, 1), source.between(-9, 9));
+    });
+}
+
 }  // namespace
 
 int main() {
@@ -237,5 +254,6 @@ int main() {
     products_and_norms();
     attention();
     sampling();
+    experts();
     return 0;
 }

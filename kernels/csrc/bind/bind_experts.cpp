@@ -1,0 +1,134 @@
+// Bindings of mixtures of experts.
+#include "bind/bind_common.h"
+#include "bind/held_matrix.h"
+#include "experts/experts.h"
+#include "linear/tiles.h"
+
+namespace batchengine {
+namespace {
+
+constexpr size_t EXPERTS_MAX = 1024;
+
+// A bank has whole row tiles of each expert, and the activations have what its kind reads.
+void require_bank(const char* op, const Activations& x, const Matrix& bank, const ExpertPairs& pairs,
+                  size_t rows) {
+    const std::string name(op);
+    require(bank.cols == x.width, name + ": the activations are " + number(x.width) +
+                                      " wide, the bank has " + number(bank.cols) + " cols");
+    require(bank.rows == pairs.n_expert * rows, name + ": the bank has " + number(bank.rows) +
+                                                    " rows, " + number(pairs.n_expert) +
+                                                    " experts of " + number(rows) + " have others");
+    require(rows % TILE_ROWS == 0, name + ": the rows of an expert are no multiple of 16");
+    require(bank.kind < Kind::f16 || x.keep_float,
+            name + ": float weights need Activations(keep_float=True)");
+}
+
+void require_rows(const char* op, size_t tokens_max, const ExpertPairs& pairs) {
+    require(tokens_max >= pairs.rows_max, std::string(op) + ": " + number(tokens_max) +
+                                              " rows are fewer than rows_max of the pairs");
+}
+
+void bind_pairs(nb::module_& module) {
+    nb::class_<ExpertPairs>(module, "ExpertPairs",
+                            "The experts that are chosen for the tokens of a step.")
+        .def(
+            "__init__",
+            [](ExpertPairs* self, size_t tokens_max, size_t n_expert, size_t n_used) {
+                require(n_expert >= 1 && n_expert <= EXPERTS_MAX,
+                        "ExpertPairs: " + number(n_expert) + " experts are not in 1..1024");
+                require(n_used >= 1 && n_used <= n_expert,
+                        "ExpertPairs: n_used is not in 1..n_expert");
+                new (self) ExpertPairs(tokens_max, n_expert, n_used);
+            },
+            nb::arg("tokens_max"), nb::arg("n_expert"), nb::arg("n_used"))
+        .def_prop_ro("tokens_max", [](const ExpertPairs& self) { return self.tokens_max; })
+        .def_prop_ro("n_expert", [](const ExpertPairs& self) { return self.n_expert; })
+        .def_prop_ro("n_used", [](const ExpertPairs& self) { return self.n_used; })
+        .def_prop_ro("rows_max", [](const ExpertPairs& self) { return self.rows_max; },
+                     "Rows of buffers of pairs.")
+        .def(
+            "unpack",
+            [](nb::handle_t<ExpertPairs> handle) {
+                const ExpertPairs& self = nb::cast<const ExpertPairs&>(handle);
+                const size_t shape[2] = {self.tokens, self.n_used};
+                return nb::make_tuple(
+                    nb::ndarray<nb::numpy, const int32_t, nb::ndim<2>>(self.id.data(), 2, shape,
+                                                                       handle),
+                    nb::ndarray<nb::numpy, const float, nb::ndim<2>>(self.weight.data(), 2, shape,
+                                                                     handle));
+            },
+            nb::sig("def unpack(self) -> tuple[numpy.typing.NDArray[numpy.int32], "
+                    "numpy.typing.NDArray[numpy.float32]]"),
+            "Ids and weights (tokens, n_used) of the last selection, as aliases, for tests.");
+}
+
+void bind_operations(nb::module_& module) {
+    module.def(
+        "select_experts",
+        [](Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs) {
+            require_tokens(tokens, logits.tokens_max, "select_experts");
+            require_tokens(tokens, pairs.tokens_max, "select_experts");
+            require_width(logits.width, pairs.n_expert, "select_experts");
+            const nb::gil_scoped_release released;
+            select_experts(pool, logits, tokens, scale, pairs);
+        },
+        nb::arg("pool"), nb::arg("logits"), nb::arg("tokens"), nb::arg("scale"), nb::arg("pairs"),
+        "Chooses the experts of each token by the selector's logits; weights are times `scale`.");
+    module.def(
+        "gather_pairs",
+        [](Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out) {
+            require_tokens(pairs.tokens, x.tokens_max, "gather_pairs");
+            require_width(out.width, x.width, "gather_pairs");
+            require_rows("gather_pairs", out.tokens_max, pairs);
+            require(x.keep_float || !out.keep_float, "gather_pairs: the activations keep no floats");
+            const nb::gil_scoped_release released;
+            gather_pairs(pool, x, pairs, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("pairs"), nb::arg("out"),
+        "out row of a pair = the activations of its token.");
+    module.def(
+        "pairs_gated",
+        [](Pool& pool, const Activations& x, const HeldMatrix& gate, const HeldMatrix& up,
+           const ExpertPairs& pairs, Rows& out) {
+            require_rows("pairs_gated", x.tokens_max, pairs);
+            require_rows("pairs_gated", out.tokens_max, pairs);
+            require_bank("pairs_gated", x, gate.view, pairs, out.width);
+            require_bank("pairs_gated", x, up.view, pairs, out.width);
+            const nb::gil_scoped_release released;
+            pairs_gated(pool, x, gate.view, up.view, pairs, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("gate"), nb::arg("up"), nb::arg("pairs"),
+        nb::arg("out"), "out row of a pair = silu(gate * x) * (up * x) of its expert.");
+    module.def(
+        "quantise_pairs",
+        [](Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out) {
+            require_rows("quantise_pairs", x.tokens_max, pairs);
+            require_rows("quantise_pairs", out.tokens_max, pairs);
+            require_width(out.width, x.width, "quantise_pairs");
+            const nb::gil_scoped_release released;
+            quantise_pairs(pool, x, pairs, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("pairs"), nb::arg("out"),
+        "Quantises the rows of pairs.");
+    module.def(
+        "pairs_add",
+        [](Pool& pool, const Activations& x, const HeldMatrix& down, const ExpertPairs& pairs,
+           Rows& out) {
+            require_rows("pairs_add", x.tokens_max, pairs);
+            require_tokens(pairs.tokens, out.tokens_max, "pairs_add");
+            require_bank("pairs_add", x, down.view, pairs, out.width);
+            const nb::gil_scoped_release released;
+            pairs_add(pool, x, down.view, pairs, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("down"), nb::arg("pairs"), nb::arg("out"),
+        "out row of a token += the sum of its pairs' weight * (down * x), experts ascending.");
+}
+
+}  // namespace
+
+void bind_experts(nb::module_& module) {
+    bind_pairs(module);
+    bind_operations(module);
+}
+
+}  // namespace batchengine

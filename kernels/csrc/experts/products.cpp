@@ -1,0 +1,106 @@
+// The products of pairs of tokens and experts; see experts.h.
+#include <algorithm>
+
+#include "experts/experts.h"
+#include "linear/linear.h"
+#include "linear/pack.h"
+
+namespace batchengine {
+namespace {
+
+// Pieces per thread, because all threads wait for the last piece; each piece of a step of few tokens
+// streams its weights from memory, which takes 10 us or more.
+constexpr size_t PIECES_PER_THREAD = 16;
+
+// Row tiles of a piece, of `tiles` of one expert and `all` that the step reads. Whole runs, so that
+// only the last run of an expert is not; few enough to stay in the cache for all groups of the expert.
+size_t piece_tiles(size_t tiles, size_t all, size_t bytes_per_tile, size_t run, int threads) {
+    const size_t wanted = threads == 1 ? 1 : PIECES_PER_THREAD * static_cast<size_t>(threads);
+    const size_t least = round_up(div_up(STREAM_BYTES, bytes_per_tile), run);
+    const size_t most = std::max(run, REREAD_BYTES / bytes_per_tile / run * run);
+    const size_t balanced = std::max(least, all / wanted / run * run);
+    return std::min(std::min(balanced, most), round_up(tiles, run));
+}
+
+// Calls body(tile, tiles, group, pairs of the group, whether the group is the run's first) for the row
+// tiles [first, end) of one expert and all of its groups.
+template <class Body>
+void walk(const ExpertPairs& pairs, const ExpertPairs::Run& of, size_t first, size_t end, size_t run,
+          Body&& body) {
+    for (size_t group = of.group; group < of.group + of.groups; ++group)
+        for (size_t tile = first; tile < end; tile += run)
+            body(tile, std::min(run, end - tile), group,
+                 static_cast<size_t>(pairs.group_pairs[group]), group == of.group);
+}
+
+}  // namespace
+
+void pairs_gated(Pool& pool, const Activations& x, const Matrix& gate, const Matrix& up,
+                 const ExpertPairs& pairs, Rows& out) {
+    if (pairs.n_runs == 0) return;
+    const LinearKernels& kernels = linear_kernels();
+    const size_t tiles = out.width / TILE_ROWS;
+    const size_t run = std::min(run_tiles(gate.kind), run_tiles(up.kind));
+    const size_t bytes = tile_bytes(gate.kind, gate.cols) + tile_bytes(up.kind, up.cols);
+    const size_t cut = piece_tiles(tiles, tiles * pairs.n_runs, bytes, run, pool.threads());
+    const size_t cuts = div_up(tiles, cut);
+    Shares shares(pairs.n_runs * cuts, pool.threads());
+    pool.run([&](int ith, int) {
+        TileResult gates[RUN_TILES_MAX], ups[RUN_TILES_MAX];
+        for (size_t piece; shares.take(ith, &piece);) {
+            const ExpertPairs::Run& of = pairs.runs[piece / cuts];
+            const size_t first = piece % cuts * cut, bank = of.expert * tiles;
+            walk(pairs, of, first, std::min(tiles, first + cut), run,
+                 [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
+                     multiply_tiles(gate, x, bank + tile, count, group, rows, cold, gates);
+                     multiply_tiles(up, x, bank + tile, count, group, rows, cold, ups);
+                     float* to = out.row(group * GROUP_TOKENS) + tile * TILE_ROWS;
+                     for (size_t t = 0; t < count; ++t)
+                         kernels.gate(gates[t], nullptr, ups[t],
+                                      {to + t * TILE_ROWS, out.stride, nullptr, rows, TILE_ROWS});
+                 });
+        }
+    });
+}
+
+// A piece is row tiles of all experts: one thread adds what they give to these outputs, in order.
+void pairs_add(Pool& pool, const Activations& x, const Matrix& down, const ExpertPairs& pairs,
+               Rows& out) {
+    if (pairs.n_runs == 0) return;
+    const LinearKernels& kernels = linear_kernels();
+    const size_t tiles = out.width / TILE_ROWS, run = run_tiles(down.kind);
+    const size_t bytes = tile_bytes(down.kind, down.cols);
+    const size_t cut = piece_tiles(tiles, tiles, bytes, run, pool.threads());
+    Shares shares(div_up(tiles, cut), pool.threads());
+    pool.run([&](int ith, int) {
+        TileResult results[RUN_TILES_MAX];
+        static thread_local Buffer<float> sums;  // [token][rows of the piece]
+        const size_t stride = cut * TILE_ROWS;
+        if (sums.size() < pairs.tokens * stride) sums = Buffer<float>(pairs.tokens * stride);
+        for (size_t piece; shares.take(ith, &piece);) {
+            const size_t first = piece * cut, end = std::min(tiles, first + cut);
+            std::fill_n(sums.data(), pairs.tokens * stride, 0.0f);
+            for (size_t i = 0; i < pairs.n_runs; ++i) {
+                const ExpertPairs::Run& of = pairs.runs[i];
+                const size_t bank = of.expert * tiles;
+                walk(pairs, of, first, end, run,
+                     [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
+                         multiply_tiles(down, x, bank + tile, count, group, rows, cold, results);
+                         const size_t row = group * GROUP_TOKENS;
+                         for (size_t t = 0; t < count; ++t)
+                             kernels.add_pairs(
+                                 results[t],
+                                 {pairs.row_token.data() + row, pairs.row_weight.data() + row, rows,
+                                  sums.data() + (tile - first + t) * TILE_ROWS, stride});
+                     });
+            }
+            for (size_t token = 0; token < pairs.tokens; ++token) {
+                float* to = out.row(token) + first * TILE_ROWS;
+                const float* sum = sums.data() + token * stride;
+                for (size_t i = 0; i < (end - first) * TILE_ROWS; ++i) to[i] = to[i] + sum[i];
+            }
+        }
+    });
+}
+
+}  // namespace batchengine

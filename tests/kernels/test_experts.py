@@ -1,0 +1,308 @@
+"""Mixtures of experts: selection, and the products of pairs, are rule 11 on every level."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import kernels as k
+from tests.kernels.test_linear import quantised, rows_of
+from tests.kernels.test_twin import (
+    add,
+    assert_bits,
+    bits,
+    div,
+    exp,
+    fma,
+    mul,
+    product_q4_0,
+    rn,
+)
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+NAN = 0x7FC00000
+LEVELS = k.isa_levels()
+BLOCK_BYTES = {
+    "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
+}  # fmt: skip
+SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+
+
+def selected(
+    pool: k.Pool, logits: F32, n_used: int, scale: float = 1.0
+) -> tuple[k.ExpertPairs, I32, F32]:
+    pairs = k.ExpertPairs(len(logits), logits.shape[1], n_used)
+    k.select_experts(pool, rows_of(logits), len(logits), scale, pairs)
+    ids, weights = pairs.unpack()
+    return pairs, ids.copy(), weights.copy()
+
+
+def by_rule_11(logits: list[float], n_used: int, scale: float) -> tuple[list[int], list[float]]:
+    """The twin: steps 2 and 3, for finite logits."""
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
+    ids = sorted(ranked[:n_used])
+    weights = [exp(max(add(logits[i], -max(logits)), -88.0)) for i in ids]  # 0 below -87
+    total = weights[0]
+    for weight in weights[1:]:
+        total = add(total, weight)
+    return ids, [mul(div(weight, total), rn(scale)) for weight in weights]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_selection_is_rule_11(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 40))
+    n_used = data.draw(st.integers(1, n))
+    scale = data.draw(st.sampled_from([1.0, 2.5, 0.3]))
+    few = st.sampled_from([0.0, -0.0, 1.0, -3.0, 1e-30, 90.0])  # so that some are equal
+    any_size = st.floats(-(2.0**99), 2.0**99, width=32)
+    rows = data.draw(
+        st.lists(st.lists(few | any_size, min_size=n, max_size=n), min_size=1, max_size=4)
+    )
+    with_threads = k.Pool(2)
+    logits = np.array(rows, np.float32)
+    _, ids, weights = selected(with_threads, logits, n_used, scale)
+    wanted = [by_rule_11(row, n_used, scale) for row in logits.tolist()]
+    assert ids.tolist() == [row for row, _ in wanted]
+    assert_bits(weights, [row for _, row in wanted])
+    with_threads.close()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_logit_that_is_no_number_poisons_its_token_alone(pool: k.Pool, bad: float) -> None:
+    logits = np.random.default_rng(1).standard_normal((3, 12)).astype(np.float32)
+    _, ids, weights = selected(pool, logits, 4)
+    logits[1, 7] = bad
+    _, found, poisoned = selected(pool, logits, 4)
+    assert found[1].tolist() == [0, 1, 2, 3]
+    assert [bits(w) for w in poisoned[1].tolist()] == [NAN] * 4
+    for token in (0, 2):
+        assert found[token].tolist() == ids[token].tolist()
+        assert_bits(poisoned[token : token + 1], [weights[token].tolist()])
+
+
+class Bank:
+    """Random weights of experts, in the bytes of a file and packed."""
+
+    def __init__(
+        self, pool: k.Pool, kind: str, n_expert: int, rows: int, cols: int, seed: int
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        if kind in ("f16", "bf16", "f32"):
+            values = (rng.standard_normal((n_expert * rows, cols)) / 8).astype(np.float32)
+            if kind == "bf16":
+                self.source = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+            else:
+                self.source = values.astype(np.float16 if kind == "f16" else np.float32)
+        else:
+            width = 256 if kind in SUPERBLOCK_BYTES else 32
+            size = (BLOCK_BYTES | SUPERBLOCK_BYTES)[kind]
+            blocks = rng.integers(0, 256, (n_expert * rows * cols // width, size), np.uint8)
+            halves = {"q6_k": [208], "q4_1": [0, 2], "q5_1": [0, 2], "q4_k": [0, 2], "q5_k": [0, 2]}
+            for at in halves.get(kind, [0]):
+                d = (rng.standard_normal(len(blocks)) / 256).astype(np.float16)
+                blocks[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
+            self.source = blocks
+        self.kind, self.n_expert, self.rows, self.cols = kind, n_expert, rows, cols
+        self.matrix = self._packed(pool, self.source.tobytes(), n_expert * rows)
+        each = len(self.source.tobytes()) // n_expert
+        self.experts = [
+            self._packed(pool, self.source.tobytes()[i * each : (i + 1) * each], rows)
+            for i in range(n_expert)
+        ]
+
+    def _packed(self, pool: k.Pool, source: bytes, rows: int) -> k.Matrix:
+        size = k.packed_bytes(self.kind, rows, self.cols)
+        raw = np.zeros(size + 64, np.uint8)
+        skip = -k.address_of(raw) % 64
+        k.pack(pool, self.kind, rows, self.cols, source, raw[skip : skip + size])
+        return k.Matrix(self.kind, rows, self.cols, raw[skip : skip + size])
+
+
+class Layer:
+    """The banks of one feed-forward part."""
+
+    def __init__(
+        self, pool: k.Pool, kind: str, n_expert: int, n_embd: int, n_ff: int, down: str = ""
+    ) -> None:
+        self.n_embd, self.n_ff = n_embd, n_ff
+        self.gate = Bank(pool, kind, n_expert, n_ff, n_embd, 1)
+        self.up = Bank(pool, kind, n_expert, n_ff, n_embd, 2)
+        self.down = Bank(pool, down or kind, n_expert, n_embd, n_ff, 3)
+
+    def add(self, pool: k.Pool, x: F32, logits: F32, n_used: int, scale: float = 1.0) -> F32:
+        """x + the experts of `x`, by the kernels."""
+        pairs, _, _ = selected(pool, logits, n_used, scale)
+        gathered = k.Activations(pairs.rows_max, self.n_embd, keep_float=True)
+        gated = k.Rows(pairs.rows_max, self.n_ff)
+        gated_q8 = k.Activations(pairs.rows_max, self.n_ff, keep_float=True)
+        out = rows_of(x)
+        k.gather_pairs(pool, quantised(pool, x), pairs, gathered)
+        k.pairs_gated(pool, gathered, self.gate.matrix, self.up.matrix, pairs, gated)
+        k.quantise_pairs(pool, gated, pairs, gated_q8)
+        k.pairs_add(pool, gated_q8, self.down.matrix, pairs, out)
+        return out.view(len(x)).copy()
+
+    def by_dense_kernels(
+        self, pool: k.Pool, x: F32, logits: F32, n_used: int, scale: float = 1.0
+    ) -> list[list[float]]:
+        """The same, one token and expert after the other, by the kernels of dense layers."""
+        _, ids, weights = selected(pool, logits, n_used, scale)
+        gated, down = k.Rows(1, self.n_ff), k.Rows(1, self.n_embd)
+        out: list[list[float]] = []
+        for row, of, chosen in zip(x, ids.tolist(), weights.tolist(), strict=True):
+            sums = [0.0] * self.n_embd
+            for expert, weight in zip(of, chosen, strict=True):
+                gate, up = self.gate.experts[expert], self.up.experts[expert]
+                k.linear_gated(pool, quantised(pool, row[None]), gate, up, None, None, 1, gated)
+                hidden = quantised(pool, gated.view(1).copy())
+                k.linear(pool, hidden, [self.down.experts[expert]], [None], 1, down)
+                y = down.view(1)[0].tolist()
+                sums = [fma(weight, a, b) for a, b in zip(y, sums, strict=True)]
+            out.append([add(a, b) for a, b in zip(row.tolist(), sums, strict=True)])
+        return out
+
+
+def step_of(seed: int, tokens: int, n_embd: int, n_expert: int) -> tuple[F32, F32]:
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((tokens, n_embd)).astype(np.float32)
+    return x, (2 * rng.standard_normal((tokens, n_expert))).astype(np.float32)
+
+
+def test_the_experts_of_a_token_are_the_twin(pool: k.Pool) -> None:
+    layer = Layer(pool, "q4_0", 5, 64, 32)
+    x, logits = step_of(1, 2, 64, 5)
+    wanted: list[list[float]] = []
+    blocks = {
+        name: bank.source.reshape(bank.n_expert, bank.rows, -1, 18)
+        for name, bank in (("gate", layer.gate), ("up", layer.up), ("down", layer.down))
+    }
+
+    def product(name: str, expert: int, row: F32) -> list[float]:
+        def weights(block: NDArray[np.uint8]) -> tuple[float, list[int]]:
+            d, q = float(block[:2].view(np.float16)[0]), block[2:]
+            return d, [*(q & 15).tolist(), *(q >> 4).tolist()]
+
+        return [product_q4_0(row, [weights(b) for b in line]) for line in blocks[name][expert]]
+
+    for row, own in zip(x, logits.tolist(), strict=True):
+        ids, chosen = by_rule_11(own, 3, 0.75)
+        sums = [0.0] * 64
+        for expert, weight in zip(ids, chosen, strict=True):
+            gate, up = product("gate", expert, row), product("up", expert, row)
+            hidden = [mul(div(g, add(1.0, exp(-g))), u) for g, u in zip(gate, up, strict=True)]
+            d = product("down", expert, np.array(hidden, np.float32))
+            sums = [fma(weight, a, b) for a, b in zip(d, sums, strict=True)]
+        wanted.append([add(a, b) for a, b in zip(row.tolist(), sums, strict=True)])
+    assert_bits(layer.add(pool, x, logits, 3, 0.75), wanted)
+
+
+@pytest.mark.parametrize("kind", k.KINDS)
+def test_pairs_are_products_of_dense_layers_on_every_level(pool: k.Pool, kind: str) -> None:
+    n_embd, n_ff = (256, 256) if kind in SUPERBLOCK_BYTES else (96, 64)
+    layer = Layer(pool, kind, 6, n_embd, n_ff)
+    x, logits = step_of(2, 40, n_embd, 6)
+    logits[3:33, 2] += 20  # an expert of more than two groups
+    logits[:, 4] = -50  # one that nobody chose
+    for level in LEVELS:
+        k.set_isa(level)
+        wanted = layer.by_dense_kernels(pool, x[:35], logits[:35], 2)
+        assert_bits(layer.add(pool, x, logits, 2)[:35], wanted)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_batch_and_threads_change_no_bit(level: str) -> None:
+    k.set_isa(level)
+    x, logits = step_of(3, 70, 192, 16)
+    one, three = k.Pool(1), k.Pool(3)
+    layer = Layer(one, "q4_0", 16, 192, 160, down="q8_0")
+    together = layer.add(one, x, logits, 4)
+    assert_bits(layer.add(three, x, logits, 4), together.tolist())
+    for first, end in ((0, 1), (1, 3), (3, 20), (20, 70)):
+        alone = layer.add(three, x[first:end], logits[first:end], 4)
+        assert_bits(alone, together[first:end].tolist())
+    one.close()
+    three.close()
+
+
+def test_a_token_that_is_no_number_does_not_affect_others(pool: k.Pool) -> None:
+    layer = Layer(pool, "q5_0", 4, 64, 32)
+    x, logits = step_of(4, 9, 64, 4)
+    sound = layer.add(pool, x, logits, 2)
+    x[5, 3] = np.inf
+    found = layer.add(pool, x, logits, 2)
+    assert np.isnan(found[5]).all()
+    others = [0, 1, 2, 3, 4, 6, 7, 8]
+    assert_bits(found[others], sound[others].tolist())
+    logits[2, 0] = np.nan  # the weights of one token
+    found = layer.add(pool, x, logits, 2)
+    assert np.isnan(found[2]).all()
+    others.remove(2)
+    assert_bits(found[others], sound[others].tolist())
+
+
+def test_a_step_without_tokens_changes_nothing(pool: k.Pool) -> None:
+    pairs = k.ExpertPairs(4, 3, 2)
+    k.select_experts(pool, k.Rows(4, 3), 0, 1.0, pairs)
+    layer = Layer(pool, "q4_0", 3, 32, 32)
+    x, q8 = k.Activations(4, 32), k.Activations(pairs.rows_max, 32)
+    gated, out = k.Rows(pairs.rows_max, 32), rows_of(np.ones((4, 32), np.float32))
+    k.gather_pairs(pool, x, pairs, q8)
+    k.pairs_gated(pool, q8, layer.gate.matrix, layer.up.matrix, pairs, gated)
+    k.quantise_pairs(pool, gated, pairs, q8)
+    k.pairs_add(pool, q8, layer.down.matrix, pairs, out)
+    assert (out.view(4) == 1).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.integers(1, 60), n_expert=st.integers(1, 20), data=st.data())
+def test_buffers_of_pairs_hold_every_step(tokens: int, n_expert: int, data: st.DataObject) -> None:
+    """The rows that the worst choice of experts needs are those that `rows_max` says."""
+    n_used = data.draw(st.integers(1, n_expert))
+    pool = k.Pool(1)
+    seed = data.draw(st.integers(0, 1 << 30))
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((tokens, n_expert)).astype(np.float32)
+    logits += np.float32(4) * rng.standard_normal(n_expert).astype(np.float32)
+    pairs, ids, _ = selected(pool, logits, n_used)
+    counts = np.bincount(ids.reshape(-1), minlength=n_expert)
+    assert 16 * int((-(-counts // 16)).sum()) <= pairs.rows_max
+    total = tokens * n_used
+    assert pairs.rows_max == 16 * ((total + 15 * min(total, n_expert)) // 16)
+    pool.close()
+
+
+def test_calls_check_every_size(pool: k.Pool) -> None:
+    layer = Layer(pool, "f16", 4, 64, 32)
+    pairs, _, _ = selected(pool, step_of(5, 3, 64, 4)[1], 2)
+    x, n = k.Activations(3, 64, keep_float=True), pairs.rows_max
+    gathered, gated = k.Activations(n, 64, keep_float=True), k.Rows(n, 32)
+    gate, up, down = layer.gate.matrix, layer.up.matrix, layer.down.matrix
+    q8, out = k.Activations(n, 32, keep_float=True), k.Rows(3, 64)
+    for call in (
+        lambda: k.ExpertPairs(4, 0, 1),
+        lambda: k.ExpertPairs(4, 1025, 1),
+        lambda: k.ExpertPairs(4, 3, 4),
+        lambda: k.ExpertPairs(4, 3, 0),
+        lambda: k.select_experts(pool, k.Rows(4, 4), 4, 1.0, pairs),
+        lambda: k.select_experts(pool, k.Rows(3, 5), 3, 1.0, pairs),
+        lambda: k.gather_pairs(pool, k.Activations(2, 64), pairs, gathered),
+        lambda: k.gather_pairs(pool, x, pairs, k.Activations(n - 1, 64)),
+        lambda: k.gather_pairs(pool, x, pairs, k.Activations(n, 32)),
+        lambda: k.gather_pairs(pool, k.Activations(3, 64), pairs, gathered),
+        lambda: k.pairs_gated(pool, k.Activations(n, 64), gate, up, pairs, gated),
+        lambda: k.pairs_gated(pool, gathered, gate, down, pairs, gated),
+        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, k.Rows(n, 16)),
+        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, k.Rows(n - 1, 32)),
+        lambda: k.quantise_pairs(pool, gated, pairs, k.Activations(n, 64)),
+        lambda: k.quantise_pairs(pool, k.Rows(n - 1, 32), pairs, q8),
+        lambda: k.pairs_add(pool, q8, up, pairs, out),
+        lambda: k.pairs_add(pool, q8, down, pairs, k.Rows(2, 64)),
+        lambda: k.pairs_add(pool, k.Activations(n, 32), down, pairs, out),
+    ):
+        with pytest.raises(ValueError, match=r"\w"):
+            call()
