@@ -11,11 +11,12 @@ scale, so a 0.6B model takes seconds). They serve to measure speed and to compar
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -35,7 +36,8 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Shape:
-    """A model to write. `kinds` overrides the tensor type of a role ("attn_k", "output" ...).
+    """A model to write. `kinds` overrides the tensor type of a role ("attn_k", "output" ...); the
+    banks of experts have the roles of dense layers ("ffn_down"), the selector is "ffn_gate_inp".
 
     more_bits: types of a role in the layers that llama-quantize gives more bits in Q4_K_M. A role
     whose rows are no whole superblocks of 256 falls back to a type of 32, as there.
@@ -43,12 +45,17 @@ class Shape:
     large K bias of qwen2 in the slowest RoPE pair of each head, which softmax nearly cancels but
     which dominates the scale of its block of int8 KV. rope_factors: llama 3 scaling baked as a
     tensor. linear_factor: rope.scaling.factor (0 = key absent). fused: one attn_qkv per layer.
+    n_expert (0 = dense), n_used: experts of n_ff values each, of which a token uses some.
+    selector_gain: standard deviation of the selector's logits. It gives the last of the chosen
+    experts a small weight, so that rounding which chooses another one there changes little.
     """
 
     arch: str = "qwen3"
     n_layer: int = 2
     n_embd: int = 256
     n_ff: int = 512
+    n_expert: int = 0
+    n_used: int = 0
     n_head: int = 4
     n_kv_head: int = 2
     head_dim: int = 64
@@ -67,6 +74,7 @@ class Shape:
     fused: bool = False
     seed: int = 1
     head_gain: float = 4.0
+    selector_gain: float = 3.0
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}
@@ -86,12 +94,24 @@ PRESETS = {
         n_layer=62, n_embd=5376, n_ff=21504, n_head=32, n_kv_head=16, head_dim=128,
         n_vocab=151936, rope_base=1e6, context=131072,
     ),
+    "30b-a3b": Shape(
+        arch="qwen3moe", n_layer=48, n_embd=2048, n_ff=768, n_expert=128, n_used=8, n_head=32,
+        n_kv_head=4, head_dim=128, n_vocab=151936, rope_base=1e6, context=40960, tied=False,
+    ),
+    "moe-tiny": Shape(
+        arch="qwen3moe", n_layer=3, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_head=4,
+        n_kv_head=2, head_dim=32, tied=False,
+    ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),
 }  # fmt: skip
 # The mix of Q4_K_M: Q4_K and Q6_K, in the small one also the types for rows of 2,080.
 PRESETS["0.6b-q4_k_m"] = replace(PRESETS["0.6b"], base="q4_k", more_bits=_Q4_K_M)
 PRESETS["0.1b-q4_k_m"] = replace(PRESETS["0.1b"], base="q4_k", more_bits=_Q4_K_M, n_ff=2080)
+PRESETS["30b-a3b-q4_k_m"] = replace(PRESETS["30b-a3b"], base="q4_k", more_bits=_Q4_K_M)
+# Four layers of the same: 1.3 GiB.
+for _kind in ("", "-q4_k_m"):
+    PRESETS["moe-small" + _kind] = replace(PRESETS["30b-a3b" + _kind], n_layer=4, n_vocab=32000)
 
 _TYPES = {
     name: gguf.GGMLQuantizationType[name.upper()]
@@ -107,16 +127,44 @@ _FILE_TYPES = {
 }  # fmt: skip
 
 
+class RandomTensor(NamedTuple):
+    """A tensor of a model before its numbers are drawn; dims as the writer takes them."""
+
+    name: str
+    kind: str
+    dims: tuple[int, ...]
+    draw: Callable[[np.random.Generator], npt.NDArray[Any]]
+
+    def __call__(self, rng: np.random.Generator) -> npt.NDArray[Any]:
+        """The numbers, or the bytes of blocks: the last of the dimensions is another one then."""
+        return self.draw(rng).reshape(*self.dims[:-1], -1)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes in the file."""
+        items, n_bytes = gguf.GGML_QUANT_SIZES[_TYPES[self.kind]]
+        return math.prod(self.dims) // items * n_bytes
+
+
 def write_synthetic(path: Path, shape: Shape) -> None:
-    """Writes the model file; the same shape gives the same bytes."""
-    write_tensors(path, shape, random_tensors(shape))
+    """Writes the model file, a tensor at a time; the same shape gives the same bytes."""
+    writer = _writer(path, shape)
+    tensors = list(_tensors_of(shape))
+    for tensor in tensors:
+        dtype, raw = np.dtype(np.float32), _TYPES[tensor.kind]
+        writer.add_tensor_info(tensor.name, tensor.dims, dtype, tensor.n_bytes, raw_dtype=raw)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    rng = _generator(shape)
+    for tensor in tensors:
+        writer.write_tensor_data(tensor(rng))
+    writer.close()
 
 
 def write_tensors(path: Path, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
     """Writes a model file of this shape with the given tensors."""
-    writer = gguf.GGUFWriter(path, shape.arch)
-    _write_metadata(writer, shape)
-    _write_vocabulary(writer, shape)
+    writer = _writer(path, shape)
     for name, (data, kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=_TYPES[kind])
     writer.write_header_to_file()
@@ -127,61 +175,110 @@ def write_tensors(path: Path, shape: Shape, tensors: Mapping[str, Tensor]) -> No
 
 def random_tensors(shape: Shape) -> dict[str, Tensor]:
     """Seeded random tensors of a model by name; the same shape gives the same bytes."""
-    rng = np.random.Generator(np.random.Philox(shape.seed))
-    tensors: dict[str, Tensor] = {}
+    rng = _generator(shape)
+    return {tensor.name: (tensor(rng), tensor.kind) for tensor in _tensors_of(shape)}
+
+
+def _generator(shape: Shape) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(shape.seed))
+
+
+def _writer(path: Path, shape: Shape) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(path, shape.arch)
+    _write_metadata(writer, shape)
+    _write_vocabulary(writer, shape)
+    return writer
+
+
+def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
+    """The tensors in the order of the file, in which their numbers are drawn."""
     n, q, kv = shape.n_embd, shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
 
-    def matrix(name: str, role: str, rows: int, cols: int, gain: float = 1.0) -> None:
+    def matrix(
+        name: str, role: str, rows: int, cols: int, gain: float = 1.0, n_expert: int = 0
+    ) -> RandomTensor:
         kind = _kind_of(shape, name, role, cols)
-        tensors[name + ".weight"] = random_matrix(rng, kind, rows, cols, gain), kind
+        dims = (n_expert, rows, cols) if n_expert else (rows, cols)
+        all_rows = rows * max(1, n_expert)
+        return RandomTensor(
+            name + ".weight", kind, dims, lambda rng: random_matrix(rng, kind, all_rows, cols, gain)
+        )
 
-    def vector(name: str, size: int, mean: float, spread: float) -> None:
-        tensors[name] = rng.normal(mean, spread, size).astype(np.float32), "f32"
+    def vector(name: str, size: int) -> RandomTensor:
+        return RandomTensor(
+            name, "f32", (size,), lambda rng: rng.normal(1.0, 0.1, size).astype(np.float32)
+        )
 
-    matrix("token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0)
-    vector("output_norm.weight", n, 1.0, 0.1)
+    yield matrix(
+        "token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0
+    )
+    yield vector("output_norm.weight", n)
     if not shape.tied:
-        matrix("output", "output", shape.n_vocab, n, shape.head_gain)
+        yield matrix("output", "output", shape.n_vocab, n, shape.head_gain)
     if shape.rope_factors:
-        tensors["rope_freqs.weight"] = _llama3_factors(shape), "f32"
+        factors = _llama3_factors(shape)
+        yield RandomTensor("rope_freqs.weight", "f32", factors.shape, lambda _: factors)
     for i in range(shape.n_layer):
         p = f"blk.{i}."
-        vector(p + "attn_norm.weight", n, 1.0, 0.1)
+        yield vector(p + "attn_norm.weight", n)
         if shape.fused:
-            matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
+            yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         else:
             for letter, rows in (("q", q), ("k", kv), ("v", kv)):
-                matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
-        for letter, rows, spread in (
-            ("q", q, shape.bias),
-            ("k", kv, shape.k_bias),
-            ("v", kv, shape.bias),
+                yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
+        yield from _biases(shape, p)
+        if shape.arch in ("qwen3", "qwen3moe"):
+            yield vector(p + "attn_q_norm.weight", shape.head_dim)
+            yield vector(p + "attn_k_norm.weight", shape.head_dim)
+        yield matrix(p + "attn_output", "attn_output", n, q)
+        yield vector(p + "ffn_norm.weight", n)
+        if shape.n_expert:
+            gain = shape.selector_gain
+            yield matrix(p + "ffn_gate_inp", "ffn_gate_inp", shape.n_expert, n, gain)
+        for role, rows, cols in (
+            ("ffn_gate", shape.n_ff, n),
+            ("ffn_up", shape.n_ff, n),
+            ("ffn_down", n, shape.n_ff),
         ):
-            if spread:
-                bias = rng.normal(0.0, spread, rows).astype(np.float32)
-                if letter == "k" and shape.k_outlier:
-                    bias[shape.head_dim - 1 :: shape.head_dim] = shape.k_outlier
-                tensors[f"{p}attn_{letter}.bias"] = bias, "f32"
-        if shape.arch == "qwen3":
-            vector(p + "attn_q_norm.weight", shape.head_dim, 1.0, 0.1)
-            vector(p + "attn_k_norm.weight", shape.head_dim, 1.0, 0.1)
-        matrix(p + "attn_output", "attn_output", n, q)
-        vector(p + "ffn_norm.weight", n, 1.0, 0.1)
-        matrix(p + "ffn_gate", "ffn_gate", shape.n_ff, n)
-        matrix(p + "ffn_up", "ffn_up", shape.n_ff, n)
-        matrix(p + "ffn_down", "ffn_down", n, shape.n_ff)
-    return tensors
+            name = p + role + ("_exps" if shape.n_expert else "")
+            yield matrix(name, role, rows, cols, n_expert=shape.n_expert)
+
+
+def _biases(shape: Shape, prefix: str) -> Iterator[RandomTensor]:
+    """Those of q, k and v that the shape has."""
+    q, kv = shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+    for letter, rows, spread in (
+        ("q", q, shape.bias),
+        ("k", kv, shape.k_bias),
+        ("v", kv, shape.bias),
+    ):
+
+        def draw(
+            rng: np.random.Generator, letter: str = letter, rows: int = rows, spread: float = spread
+        ) -> F32:
+            bias = rng.normal(0.0, spread, rows).astype(np.float32)
+            if letter == "k" and shape.k_outlier:
+                bias[shape.head_dim - 1 :: shape.head_dim] = shape.k_outlier
+            return bias
+
+        if spread:
+            yield RandomTensor(f"{prefix}attn_{letter}.bias", "f32", (rows,), draw)
 
 
 def _kind_of(shape: Shape, name: str, role: str, cols: int) -> str:
-    """The type of a tensor: the head in more bits, as llama-quantize does; then the overrides."""
+    """The type of a tensor as llama-quantize chooses it: the head in more bits, selectors as
+    floats, and attention in more bits beside eight experts; then the overrides."""
     kind = shape.base
-    if role == ("token_embd" if shape.tied else "output") and shape.base not in (
-        "f32",
-        "f16",
-        "bf16",
-    ):
+    if role == "ffn_gate_inp":
+        kind = "f32"
+    elif shape.base in ("f32", "f16", "bf16"):
+        pass
+    elif role == ("token_embd" if shape.tied else "output"):
         kind = "q6_k"
+    elif shape.n_expert == 8 and role in ("attn_k", "attn_v"):
+        return shape.kinds.get(role, "q8_0")
+    elif shape.n_expert == 8 and role == "attn_output" and shape.base == "q4_k":
+        kind = "q5_k"
     kind = shape.kinds.get(role, kind)
     if role in shape.more_bits and _has_more_bits(int(name.split(".")[1]), shape.n_layer):
         kind = shape.more_bits[role]
@@ -262,7 +359,11 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_block_count(shape.n_layer)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
-    writer.add_feed_forward_length(shape.n_ff)
+    if shape.arch == "qwen3moe":
+        writer.add_feed_forward_length(shape.n_ff * shape.n_used)
+        writer.add_expert_feed_forward_length(shape.n_ff)
+    else:
+        writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
     writer.add_head_count_kv(shape.n_kv_head)
     writer.add_key_length(shape.head_dim)
@@ -271,6 +372,9 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_file_type(_FILE_TYPES[shape.base])
+    if shape.n_expert:
+        writer.add_expert_count(shape.n_expert)
+        writer.add_expert_used_count(shape.n_used)
     if shape.linear_factor:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.linear_factor)
@@ -320,10 +424,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.models.synthetic", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", choices=PRESETS, default="0.6b")
-    integers = ("n_layer", "n_embd", "n_ff", "n_head", "n_kv_head", "head_dim", "n_vocab", "seed")
+    integers = (
+        "n_layer", "n_embd", "n_ff", "n_expert", "n_used", "n_head", "n_kv_head", "head_dim",
+        "n_vocab", "seed",
+    )  # fmt: skip
     for name in integers:
         parser.add_argument("--" + name.replace("_", "-"), type=int)
-    parser.add_argument("--arch", choices=("llama", "qwen2", "qwen3"))
+    parser.add_argument("--arch", choices=("llama", "qwen2", "qwen3", "qwen3moe"))
     parser.add_argument("--untied", action="store_true")
     args = parser.parse_args()
     changes = {k: getattr(args, k) for k in (*integers, "arch") if getattr(args, k) is not None}
