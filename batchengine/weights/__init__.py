@@ -9,6 +9,8 @@ from __future__ import annotations
 from batchengine.weights.packed import (
     AttentionWeights,
     DenseWeights,
+    FfnWeights,
+    MoeWeights,
     Weights,
     open_weights,
     read_fingerprint,
@@ -16,17 +18,24 @@ from batchengine.weights.packed import (
 from batchengine.weights.spec import (
     AttentionSpec,
     DenseSpec,
+    FfnSpec,
     ModelSpec,
+    MoeSpec,
     read_spec,
 )
-from batchengine.weights.tensors import plan_tensors
+from batchengine.weights.tensors import MoeRoles, plan_tensors
 
 __all__ = [
     "AttentionSpec",
     "AttentionWeights",
     "DenseSpec",
     "DenseWeights",
+    "FfnSpec",
+    "FfnWeights",
     "ModelSpec",
+    "MoeRoles",
+    "MoeSpec",
+    "MoeWeights",
     "Weights",
     "open_weights",
     "plan_tensors",

@@ -33,6 +33,7 @@ from batchengine.weights.tensors import (
     DenseRoles,
     LayerRoles,
     MatrixPlan,
+    MoeRoles,
     TensorPlan,
     VectorPlan,
     plan_tensors,
@@ -50,6 +51,8 @@ Progress = Callable[[float], None]
 # The tensors of a layer, ready for the kernels.
 AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector]
 DenseWeights = DenseRoles[kernels.Matrix, kernels.Vector]
+MoeWeights = MoeRoles[kernels.Matrix, kernels.Vector]
+FfnWeights = DenseWeights | MoeWeights
 LayerWeights = LayerRoles[kernels.Matrix, kernels.Vector]
 
 

@@ -1,9 +1,9 @@
 """The hyper-parameters of a model, read from GGUF metadata and checked.
 
 Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys of the architectures
-llama, qwen2 and qwen3 (defaults included): later stages use the spec and never the name of the
-architecture. Refuses every feature it would otherwise ignore
-silently: mixtures of experts, YaRN and other position scalings, layers of different shapes, split
+llama, qwen2, qwen3 and qwen3moe (defaults included): later stages use the spec and never the name
+of the architecture. Refuses every feature it would otherwise ignore silently: experts that are
+chosen or summed in another way, YaRN and other position scalings, layers of different shapes, split
 files.
 """
 
@@ -18,9 +18,12 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, StringArray
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
+WITH_EXPERTS = ("llama", "qwen3moe")  # those that may have experts; qwen3moe has no others
 HEAD_DIM_MAX = 256
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
+EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
+BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
 
 _COMPANIONS = ("adapter", "mmproj", "imatrix")  # values of general.type
 
@@ -76,15 +79,32 @@ class DenseSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of experts: n_expert feed-forward parts of n_ff values each.
+
+    A selector chooses n_used of them for each token. Their outputs are summed with weights: the
+    softmax over the chosen, times scale.
+    """
+
+    n_expert: int
+    n_used: int
+    n_ff: int
+    scale: float
+
+
+FfnSpec = DenseSpec | MoeSpec
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: the part that mixes tokens, then the part that works on each token alone.
 
     Both are added to the residual stream. Options of a kind are fields of its class; further kinds
-    (recurrent mixers, mixtures of experts) are further classes for these fields.
+    (recurrent mixers) are further classes for these fields.
     """
 
     mixer: AttentionSpec
-    ffn: DenseSpec
+    ffn: FfnSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +133,18 @@ class ModelSpec:
         """The attention of this model: a KV page has rows of one shape, so its layers agree."""
         return self.layers[0].mixer
 
+    @property
+    def experts(self) -> MoeSpec | None:
+        """The experts of this model, of which all layers have the same; None = it has none."""
+        ffn = self.layers[0].ffn
+        return ffn if isinstance(ffn, MoeSpec) else None
+
     def __repr__(self) -> str:
-        attention = self.attention
+        attention, experts = self.attention, self.experts
+        mixture = f" experts={experts.n_used}/{experts.n_expert}" if experts else ""
         return (
             f"<ModelSpec {self.arch} layers={self.n_layer} embd={self.n_embd} "
-            f"ff={self.layers[0].ffn.n_ff} heads={attention.n_head}/{attention.n_kv_head}"
+            f"ff={self.layers[0].ffn.n_ff}{mixture} heads={attention.n_head}/{attention.n_kv_head}"
             f"x{attention.head_dim} vocab={self.n_vocab} "
             f"{self.quantisation}{' tied' if self.tied else ''}>"
         )
@@ -141,8 +168,8 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     n_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
     n_kv_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head, n_layer)
     head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
-    n_ff = _same_for_all_layers(gguf, f"{arch}.feed_forward_length", None, n_layer)
-    _check_widths(gguf, arch, n_embd, n_ff, n_head, n_kv_head, head_dim)
+    ffn = _ffn(gguf, arch, n_embd, n_layer)
+    _check_widths(gguf, arch, n_embd, n_head, n_kv_head, head_dim)
     n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
     if n_rot != head_dim:  # these architectures rotate whole heads
         raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
@@ -151,7 +178,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         n_kv_head=n_kv_head,
         head_dim=head_dim,
         scale=_attention_scale(gguf, arch, head_dim),
-        has_qk_norm=arch == "qwen3",
+        has_qk_norm=arch in ("qwen3", "qwen3moe"),
         rope=_rope(gguf, arch, n_rot),
     )
     return ModelSpec(
@@ -163,8 +190,77 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         context_trained=_count(gguf, f"{arch}.context_length"),
         eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
         tied="output.weight" not in gguf.tensors,
-        layers=(LayerSpec(attention, DenseSpec(n_ff)),) * n_layer,
+        layers=(LayerSpec(attention, ffn),) * n_layer,
     )
+
+
+def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
+    key = f"{arch}.expert_count"
+    n_expert = gguf.integer(key, None if arch == "qwen3moe" else 0)
+    if n_expert == 0 and arch != "qwen3moe":
+        return DenseSpec(_ffn_width(gguf, f"{arch}.feed_forward_length", n_layer))
+    if arch not in WITH_EXPERTS:
+        why = f"experts are supported in {' and '.join(WITH_EXPERTS)}"
+        raise unsupported(gguf, key, n_expert, why, "use a dense model, or one of these")
+    if not 2 <= n_expert <= EXPERTS_MAX:
+        raise unsupported(gguf, key, n_expert, f"2 to {EXPERTS_MAX} experts are supported")
+    _refuse_other_mixtures(gguf, arch)
+    used_key = f"{arch}.expert_used_count"
+    n_used = _same_for_all_layers(gguf, used_key, None, n_layer)
+    if n_used > n_expert:
+        why = f"a token can use {n_expert} experts at most"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=used_key, value=n_used, why=why)
+    n_ff = _expert_width(gguf, arch, n_used, n_layer)
+    rows = n_expert * max(n_ff, n_embd)
+    if rows > BANK_ROWS_MAX:
+        why = f"with these widths they have {rows:,} rows in one tensor, {BANK_ROWS_MAX:,} at most"
+        raise unsupported(gguf, key, n_expert, why)
+    scale_key = f"{arch}.expert_weights_scale"
+    is_given = gguf.number(scale_key, 0.0) != 0.0  # 0 is the format's "not given"
+    scale = _between(gguf, scale_key, None, 1e-3, 1e3) if is_given else 1.0
+    return MoeSpec(n_expert, n_used, n_ff, scale)
+
+
+# Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
+_OTHER_MIXTURES = (
+    ("expert_shared_count", 0, "experts that every token uses are not supported"),
+    ("expert_shared_feed_forward_length", 0, "experts that every token uses are not supported"),
+    ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
+    ("expert_gating_func", 1, "the weights of experts must come from a softmax (1)"),
+    ("leading_dense_block_count", 0, "every layer must have experts"),
+    ("interleave_moe_layer_step", 1, "every layer must have experts"),
+)
+
+
+def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
+    """Raises for experts that are chosen, weighted or placed in another way than `MoeSpec` says."""
+    for name, most, why in _OTHER_MIXTURES:
+        value = gguf.integer(f"{arch}.{name}", 0)
+        if not 0 <= value <= most:
+            raise unsupported(gguf, f"{arch}.{name}", value, why)
+    if gguf.values.get(f"{arch}.expert_weights_norm", True) is not True:
+        why = "the weights of the chosen experts must have the sum 1"
+        raise unsupported(gguf, f"{arch}.expert_weights_norm", "false", why)
+
+
+def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:
+    """n_ff of one expert. Without a key of its own, qwen3moe has the width of all that a token uses
+    in feed_forward_length, llama that of one."""
+    key = f"{arch}.expert_feed_forward_length"
+    if isinstance(gguf.values.get(key), np.ndarray) or gguf.integer(key, 0) != 0:
+        return _ffn_width(gguf, key, n_layer)
+    parts = n_used if arch == "qwen3moe" else 1
+    return _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer, parts)
+
+
+def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
+    """n_ff by a key that counts `parts` of them."""
+    value = _same_for_all_layers(gguf, key, None, n_layer)
+    n_ff = value // parts
+    if n_ff == 0 or n_ff % 32:
+        of_one = f" for each of {parts} experts" if parts > 1 else ""
+        raise unsupported(gguf, key, value, f"a multiple of 32{of_one} is needed")
+    return n_ff
 
 
 def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
@@ -201,9 +297,6 @@ def _refuse_other_files(gguf: GgufFile) -> None:
 
 
 def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
-    if gguf.integer(f"{arch}.expert_count", 0) > 0:
-        experts, why = gguf.integer(f"{arch}.expert_count"), "mixtures of experts are not supported"
-        raise unsupported(gguf, f"{arch}.expert_count", experts, why, "use a dense model")
     if gguf.integer(f"{arch}.nextn_predict_layers", 0) > 0:  # the last layers are no part of it
         key, count = f"{arch}.nextn_predict_layers", gguf.integer(f"{arch}.nextn_predict_layers")
         raise unsupported(gguf, key, count, "layers that predict further tokens are not supported")
@@ -265,12 +358,11 @@ def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None, n_layer:
 
 
 def _check_widths(
-    gguf: GgufFile, arch: str, n_embd: int, n_ff: int, n_head: int, n_kv_head: int, head_dim: int
+    gguf: GgufFile, arch: str, n_embd: int, n_head: int, n_kv_head: int, head_dim: int
 ) -> None:
     multiple = "a multiple of 32 is needed"
     for key, value, fits, why in (
         ("embedding_length", n_embd, n_embd % 32 == 0, multiple),
-        ("feed_forward_length", n_ff, n_ff % 32 == 0, multiple),
         ("attention.key_length", head_dim, head_dim % 32 == 0, multiple),
         ("attention.key_length", head_dim, head_dim <= HEAD_DIM_MAX, f"{HEAD_DIM_MAX} at most"),
     ):

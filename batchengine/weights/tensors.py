@@ -3,7 +3,8 @@
 Owns the mapping from GGUF tensor names to the roles of a layer. Refuses files with a missing
 tensor, a tensor of another shape or of a type that has no kernel, and tensors whose meaning is
 unknown (ignoring one would change the answer silently). Shapes are (rows, cols): a matrix maps
-cols inputs to rows outputs, and cols is the file's contiguous dimension.
+cols inputs to rows outputs, and cols is the file's contiguous dimension. A bank, the same matrix of
+every expert in one tensor, is one matrix: its rows are those of expert 0, then of expert 1, ...
 """
 
 from __future__ import annotations
@@ -16,12 +17,31 @@ import kernels
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, TensorInfo
-from batchengine.weights.spec import AttentionSpec, DenseSpec, ModelSpec
+from batchengine.weights.spec import (
+    AttentionSpec,
+    DenseSpec,
+    FfnSpec,
+    ModelSpec,
+    MoeSpec,
+    unsupported,
+)
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
 ROPE_FACTORS = "rope_freqs.weight"  # llama 3 scaling: one factor per rotated pair
-VECTOR_TYPES = ("F32", "F16", "BF16")
+FLOAT_TYPES = ("F32", "F16", "BF16")  # of vectors and selectors
+
+_CONVERT = "convert the model again with a newer llama.cpp"
+_OTHER = "use another model"
+# Tensors of mixtures of experts that have another form or meaning: why, and what to do.
+_OTHER_EXPERTS = (
+    (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$"),
+     "it is one expert's; all experts of a layer must be in one tensor", _CONVERT),
+    (re.compile(r"blk\.\d+\.ffn_gate_up_exps\.weight$"),
+     "gate and up of the experts must be two tensors", "convert the model again without fusing"),
+    (re.compile(r"blk\.\d+\.exp_probs_b(\.bias)?$"),
+     "a bias on the choice of experts is not supported", _OTHER),
+)  # fmt: skip
 
 # Tables that old converters wrote and every reader computes itself.
 _IGNORED = re.compile(r"(blk\.\d+\.attn_rot_embd|rotary_emb\.inv_freq)(\.weight)?$")
@@ -68,6 +88,11 @@ class AttentionRoles(Generic[M, V]):
     output: M
     output_bias: V | None
 
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return self.qkv
+
 
 @dataclass(frozen=True)
 class DenseRoles(Generic[M, V]):
@@ -81,17 +106,39 @@ class DenseRoles(Generic[M, V]):
     up_bias: V | None
     down_bias: V | None
 
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return [self.gate, self.up]
+
+
+@dataclass(frozen=True)
+class MoeRoles(Generic[M, V]):
+    """The tensors of a MoeSpec by role; gate, up and down are banks."""
+
+    norm: V
+    selector: M
+    gate: M
+    up: M
+    down: M
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row: experts read a copy of those that chose them."""
+        return [self.selector]
+
 
 @dataclass(frozen=True)
 class LayerRoles(Generic[M, V]):
     """The tensors of one layer."""
 
     mixer: AttentionRoles[M, V]
-    ffn: DenseRoles[M, V]
+    ffn: DenseRoles[M, V] | MoeRoles[M, V]
 
 
 AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan]
 DensePlan = DenseRoles[MatrixPlan, VectorPlan]
+MoePlan = MoeRoles[MatrixPlan, VectorPlan]
 LayerPlan = LayerRoles[MatrixPlan, VectorPlan]
 
 
@@ -112,6 +159,8 @@ class TensorPlan:
 def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     """Finds every tensor of the model; BatchEngineError naming the first one that is wrong."""
     find = _Finder(gguf)
+    if spec.experts:
+        _refuse_other_experts(gguf)
     rope = spec.attention.rope
     embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     head = embedding
@@ -126,7 +175,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         layers=tuple(
             LayerPlan(
                 _plan_attention(find, layer.mixer, spec.n_embd, f"blk.{i}."),
-                _plan_dense(find, layer.ffn, spec.n_embd, f"blk.{i}."),
+                _plan_ffn(find, layer.ffn, spec.n_embd, f"blk.{i}."),
             )
             for i, layer in enumerate(spec.layers)
         ),
@@ -148,6 +197,31 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if qk_norm else None,
         output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
+    )
+
+
+def _refuse_other_experts(gguf: GgufFile) -> None:
+    """Raises for the first tensor of a mixture of experts of another form."""
+    for name, info in gguf.tensors.items():
+        for pattern, why, fix in _OTHER_EXPERTS:
+            if pattern.match(name):
+                raise unsupported(gguf, name, list(info.shape), why, fix)
+
+
+def _plan_ffn(find: _Finder, spec: FfnSpec, n_embd: int, prefix: str) -> DensePlan | MoePlan:
+    if isinstance(spec, DenseSpec):
+        return _plan_dense(find, spec, n_embd, prefix)
+    return _plan_moe(find, spec, n_embd, prefix)
+
+
+def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> MoePlan:
+    n = spec.n_expert
+    return MoePlan(
+        norm=find.vector(prefix + "ffn_norm.weight", n_embd),
+        selector=find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd),
+        gate=find.bank(prefix + "ffn_gate_exps.weight", n, spec.n_ff, n_embd),
+        up=find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, n_embd),
+        down=find.bank(prefix + "ffn_down_exps.weight", n, n_embd, spec.n_ff),
     )
 
 
@@ -201,13 +275,14 @@ class _Finder:
         self._used: set[str] = set()
 
     def matrix(self, name: str, rows: int, cols: int) -> MatrixPlan:
-        info = self._info(name, (cols, rows))
-        kind = MATRIX_KINDS.get(info.type.name)
-        if kind is None:
-            raise self._wrong_type(info, tuple(MATRIX_KINDS))
-        plan = MatrixPlan(name, kind, rows, cols)
-        self.matrices.append(plan)
-        return plan
+        return self._matrix(self._info(name, (cols, rows)), rows, cols)
+
+    def float_matrix(self, name: str, rows: int, cols: int) -> MatrixPlan:
+        return self._matrix(self._info(name, (cols, rows)), rows, cols, FLOAT_TYPES)
+
+    def bank(self, name: str, n_expert: int, rows: int, cols: int) -> MatrixPlan:
+        """The matrices of (rows, cols) of all experts, one below the other."""
+        return self._matrix(self._info(name, (cols, rows, n_expert)), n_expert * rows, cols)
 
     def vector(self, name: str, size: int) -> VectorPlan:
         return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
@@ -221,14 +296,23 @@ class _Finder:
 
     def use_vector(self, name: str, size: int) -> str:
         info = self._info(name, (size,))
-        if info.type.name not in VECTOR_TYPES:
-            raise self._wrong_type(info, VECTOR_TYPES)
+        if info.type.name not in FLOAT_TYPES:
+            raise self._wrong_type(info, FLOAT_TYPES)
         return name
 
     def refuse_unused(self) -> None:
         for name in self.gguf.tensors:
             if name not in self._used and not _IGNORED.match(name):
                 raise errors.TENSOR_UNUSED(tensor=name, file=self.gguf.path.name)
+
+    def _matrix(
+        self, info: TensorInfo, rows: int, cols: int, types: tuple[str, ...] = tuple(MATRIX_KINDS)
+    ) -> MatrixPlan:
+        if info.type.name not in types:
+            raise self._wrong_type(info, types)
+        plan = MatrixPlan(info.name, MATRIX_KINDS[info.type.name], rows, cols)
+        self.matrices.append(plan)
+        return plan
 
     def _info(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self.gguf.tensors.get(name)

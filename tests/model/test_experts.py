@@ -1,0 +1,475 @@
+"""Models with experts: what their keys and tensors mean, and every form that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf as reference
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile
+from batchengine.weights import (
+    DenseSpec,
+    ModelSpec,
+    MoeSpec,
+    Weights,
+    open_weights,
+    plan_tensors,
+    read_spec,
+)
+from batchengine.weights.spec import BANK_ROWS_MAX, EXPERTS_MAX
+from batchengine.weights.tensors import MoeRoles
+from bench.models.synthetic import PRESETS, Shape, write_synthetic
+from tests.hostile.rewrite import edited
+
+Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
+TYPES = reference.GGMLQuantizationType
+U32 = [reference.GGUFValueType.UINT32]
+F32 = [reference.GGUFValueType.FLOAT32]
+BOOL = [reference.GGUFValueType.BOOL]
+COUNTS = [reference.GGUFValueType.ARRAY, reference.GGUFValueType.INT32]
+
+QWEN3MOE = replace(PRESETS["moe-tiny"], n_layer=2, n_vocab=288)
+LLAMA = replace(QWEN3MOE, arch="llama", n_expert=8, n_used=2)
+N, N_FF, N_EXPERT = QWEN3MOE.n_embd, QWEN3MOE.n_ff, QWEN3MOE.n_expert
+
+
+@pytest.fixture(scope="module")
+def pool() -> kernels.Pool:
+    return kernels.Pool(1)
+
+
+def written(shape: Shape, folder: Path, *edits: Edit) -> Path:
+    """A model file of this shape, edited in order."""
+    path = folder / "m.gguf"
+    write_synthetic(path, shape)
+    return edited(path, lambda values, tensors: [edit(values, tensors) for edit in edits])
+
+
+def read(path: Path) -> ModelSpec:
+    with GgufFile(path) as file:
+        return read_spec(file)
+
+
+def put(key: str, value: Any, types: list[Any] = U32) -> Edit:
+    return lambda values, _: values.__setitem__(key, (value, types))
+
+
+def drop(*names: str) -> Edit:
+    return lambda values, tensors: [(values.pop(n, None), tensors.pop(n, None)) for n in names]
+
+
+def added(name: str, *dims: int) -> Edit:
+    """A tensor of ones; dims as numpy has them."""
+    ones = np.ones(dims, np.float32)
+    return lambda _, tensors: tensors.__setitem__(name, (ones, TYPES.F32))
+
+
+# -- what is read
+
+
+def test_a_file_of_qwen3moe_has_experts_and_the_attention_of_qwen3(tmp_path: Path) -> None:
+    spec = read(written(QWEN3MOE, tmp_path))
+    assert spec.experts == MoeSpec(n_expert=10, n_used=3, n_ff=64, scale=1.0)
+    assert [layer.ffn for layer in spec.layers] == [spec.experts] * 2
+    attention = spec.attention
+    assert attention.has_qk_norm
+    assert attention.rope.style == "neox"
+    assert repr(spec) == (
+        "<ModelSpec qwen3moe layers=2 embd=96 ff=64 experts=3/10 heads=4/2x32 vocab=288 Q4_0>"
+    )
+
+
+def test_a_file_of_llama_may_have_experts(tmp_path: Path) -> None:
+    spec = read(written(LLAMA, tmp_path))
+    assert spec.experts == MoeSpec(n_expert=8, n_used=2, n_ff=64, scale=1.0)
+    assert not spec.attention.has_qk_norm
+    assert spec.attention.rope.style == "norm"
+    dense = read(written(replace(LLAMA, n_expert=0), tmp_path))
+    assert dense.experts is None
+    assert dense.layers[0].ffn == DenseSpec(64)
+    assert "experts" not in repr(dense)
+
+
+def test_the_width_of_an_expert_has_the_defaults_of_each_architecture(tmp_path: Path) -> None:
+    """Without the key: of qwen3moe the part of each used expert, of llama the whole."""
+    path = written(QWEN3MOE, tmp_path, drop("qwen3moe.expert_feed_forward_length"))
+    assert read(path).layers[0].ffn.n_ff == 192 // 3
+    path = written(QWEN3MOE, tmp_path, put("qwen3moe.expert_feed_forward_length", 0))
+    assert read(path).layers[0].ffn.n_ff == 64
+    path = written(QWEN3MOE, tmp_path, drop("qwen3moe.feed_forward_length"))
+    assert read(path).layers[0].ffn.n_ff == 64
+    path = written(LLAMA, tmp_path, put("llama.feed_forward_length", 256))
+    assert read(path).layers[0].ffn.n_ff == 256
+    key = put("llama.expert_feed_forward_length", 32)
+    assert read(written(LLAMA, tmp_path, key)).layers[0].ffn.n_ff == 32
+
+
+@pytest.mark.parametrize(("value", "scale"), [(0.0, 1.0), (1.0, 1.0), (2.5, 2.5)])
+def test_the_scale_of_the_weights_is_one_unless_given(
+    value: float, scale: float, tmp_path: Path
+) -> None:
+    path = written(QWEN3MOE, tmp_path, put("qwen3moe.expert_weights_scale", value, F32))
+    assert read(path).experts == MoeSpec(10, 3, 64, scale)
+
+
+def test_keys_that_say_what_is_so_anyway_are_accepted(tmp_path: Path) -> None:
+    edits = [
+        put("qwen3moe.expert_used_count", [3, 3], COUNTS),
+        put("qwen3moe.expert_feed_forward_length", [64, 64], COUNTS),
+        put("qwen3moe.expert_weights_norm", value=True, types=BOOL),
+        put("qwen3moe.expert_gating_func", 1),
+        put("qwen3moe.expert_group_count", 1),
+        put("qwen3moe.expert_group_used_count", 1),
+        put("qwen3moe.interleave_moe_layer_step", 1),
+        put("qwen3moe.expert_shared_count", 0),
+        put("qwen3moe.expert_shared_feed_forward_length", 0),  # as Qwen3-Coder-30B-A3B has it
+        put("qwen3moe.leading_dense_block_count", 0),
+    ]
+    path = written(QWEN3MOE, tmp_path, *edits)
+    assert read(path).experts == MoeSpec(10, 3, 64, 1.0)
+
+
+def test_a_bank_is_one_matrix_of_all_experts(tmp_path: Path) -> None:
+    with GgufFile(written(QWEN3MOE, tmp_path)) as file:
+        plan = plan_tensors(file, read_spec(file))
+    ffn = plan.layers[1].ffn
+    assert isinstance(ffn, MoeRoles)
+    assert [(m.name.split(".")[2], m.kind, m.rows, m.cols) for m in _matrices(ffn)] == [
+        ("ffn_gate_inp", "f32", 10, 96),
+        ("ffn_gate_exps", "q4_0", 640, 96),
+        ("ffn_up_exps", "q4_0", 640, 96),
+        ("ffn_down_exps", "q4_0", 960, 64),
+    ]
+    assert ffn.readers == [ffn.selector]
+    assert len(plan.matrices) == 2 + 2 * 8
+
+
+def _matrices(ffn: MoeRoles[Any, Any]) -> list[Any]:
+    return [ffn.selector, ffn.gate, ffn.up, ffn.down]
+
+
+def opened(path: Path, pool: kernels.Pool, folder: Path) -> Weights:
+    with GgufFile(path) as file:
+        return open_weights(file, pool, cache_dir=folder)
+
+
+def test_the_packed_rows_of_a_bank_are_those_of_its_experts(
+    tmp_path: Path, pool: kernels.Pool
+) -> None:
+    """Expert e of a bank has the bytes of the same matrix packed alone."""
+    path = written(QWEN3MOE, tmp_path)
+    weights = opened(path, pool, tmp_path / "c")
+    ffn = weights.layer[1].ffn
+    assert isinstance(ffn, MoeRoles)
+    assert sum(t is ffn.down for t in weights.tensors()) == 1
+    file = {str(t.name): t for t in reference.GGUFReader(path).tensors}
+    for name, rows, cols, matrix in (
+        ("ffn_up_exps", N_FF, N, ffn.up),
+        ("ffn_down_exps", N, N_FF, ffn.down),
+    ):
+        whole = matrix.view().reshape(N_EXPERT, -1)
+        source = file[f"blk.1.{name}.weight"].data
+        assert source.shape[:2] == (N_EXPERT, rows)
+        for expert in range(N_EXPERT):
+            alone = np.zeros(kernels.packed_bytes("q4_0", rows, cols) + 64, np.uint8)
+            alone = alone[-alone.ctypes.data % 64 :][: kernels.packed_bytes("q4_0", rows, cols)]
+            kernels.pack(pool, "q4_0", rows, cols, np.array(source[expert]), alone)
+            assert alone.tobytes() == whole[expert].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_a_selector_may_have_any_float_type(kind: str, tmp_path: Path, pool: kernels.Pool) -> None:
+    path = written(replace(QWEN3MOE, kinds={"ffn_gate_inp": kind}), tmp_path)
+    ffn = opened(path, pool, tmp_path / "c").layer[0].ffn
+    assert isinstance(ffn, MoeRoles)
+    assert ffn.selector.kind == kind
+
+
+# -- what is refused
+
+
+def quantised_selector(_: Any, tensors: dict[str, Any]) -> None:
+    tensors["blk.1.ffn_gate_inp.weight"] = np.zeros((N_EXPERT, N // 32 * 34), np.uint8), TYPES.Q8_0
+
+
+def unknown_bank_type(_: Any, tensors: dict[str, Any]) -> None:
+    tensors["blk.0.ffn_up_exps.weight"] = np.zeros((N_EXPERT, N_FF, N * 2), np.uint8), TYPES.I16
+
+
+def as_separate_experts(_: Any, tensors: dict[str, Any]) -> None:
+    for role in ("gate", "up", "down"):
+        data, kind = tensors.pop(f"blk.0.ffn_{role}_exps.weight")
+        for expert in range(N_EXPERT):
+            tensors[f"blk.0.ffn_{role}.{expert}.weight"] = data[expert], kind
+
+
+def as_fused_banks(_: Any, tensors: dict[str, Any]) -> None:
+    for i in range(QWEN3MOE.n_layer):
+        (gate, kind), (up, _kind) = (
+            tensors.pop(f"blk.{i}.ffn_{r}_exps.weight") for r in ("gate", "up")
+        )
+        tensors[f"blk.{i}.ffn_gate_up_exps.weight"] = np.concatenate([gate, up], axis=1), kind
+
+
+# name -> (code, words of the message, edit of a qwen3moe file)
+WRONG: dict[str, tuple[str, tuple[str, ...], Edit]] = {
+    "no_count": ("BE1321", ("qwen3moe.expert_count",), drop("qwen3moe.expert_count")),
+    "none": (
+        "BE1323",
+        ("qwen3moe.expert_count = 0", "2 to 1024 experts"),
+        put("qwen3moe.expert_count", 0),
+    ),
+    "one": ("BE1323", ("expert_count = 1", "2 to 1024"), put("qwen3moe.expert_count", 1)),
+    "too_many": (
+        "BE1323",
+        ("expert_count = 1025", "2 to 1024"),
+        put("qwen3moe.expert_count", EXPERTS_MAX + 1),
+    ),
+    "count_of_another_type": (
+        "BE1322",
+        ("qwen3moe.expert_count", "not an integer"),
+        put("qwen3moe.expert_count", 8.0, F32),
+    ),
+    "no_used": ("BE1321", ("expert_used_count",), drop("qwen3moe.expert_used_count")),
+    "none_used": (
+        "BE1322",
+        ("qwen3moe.expert_used_count", "out of range"),
+        put("qwen3moe.expert_used_count", 0),
+    ),
+    "more_used_than_there_are": (
+        "BE1322",
+        ("qwen3moe.expert_used_count", "is 11", "10 experts at most"),
+        put("qwen3moe.expert_used_count", 11),
+    ),
+    "used_per_layer": (
+        "BE1323",
+        ("expert_used_count", "[2, 3]", "every layer"),
+        put("qwen3moe.expert_used_count", [3, 2], COUNTS),
+    ),
+    "width": (
+        "BE1323",
+        ("qwen3moe.expert_feed_forward_length = 80", "a multiple of 32 is needed"),
+        put("qwen3moe.expert_feed_forward_length", 80),
+    ),
+    "width_of_a_part": (
+        "BE1323",
+        ("qwen3moe.feed_forward_length = 160", "a multiple of 32 for each of 3 experts"),
+        lambda values, tensors: (
+            drop("qwen3moe.expert_feed_forward_length")(values, tensors),
+            put("qwen3moe.feed_forward_length", 160)(values, tensors),
+        ),
+    ),
+    "width_of_a_part_is_none": (
+        "BE1323",
+        ("qwen3moe.feed_forward_length = 2",),
+        lambda values, tensors: (
+            drop("qwen3moe.expert_feed_forward_length")(values, tensors),
+            put("qwen3moe.feed_forward_length", 2)(values, tensors),
+        ),
+    ),
+    "no_width": (
+        "BE1321",
+        ("qwen3moe.feed_forward_length",),
+        drop("qwen3moe.expert_feed_forward_length", "qwen3moe.feed_forward_length"),
+    ),
+    "more_rows_than_a_matrix_has": (
+        "BE1323",
+        ("qwen3moe.expert_count = 1024", f"{BANK_ROWS_MAX:,} at most"),
+        lambda values, tensors: (
+            put("qwen3moe.expert_count", EXPERTS_MAX)(values, tensors),
+            put("qwen3moe.expert_feed_forward_length", 1 << 22)(values, tensors),
+        ),
+    ),
+    "scale": (
+        "BE1322",
+        ("expert_weights_scale", "outside"),
+        put("qwen3moe.expert_weights_scale", -2.0, F32),
+    ),
+    "scale_infinite": (
+        "BE1322",
+        ("expert_weights_scale", "finite"),
+        put("qwen3moe.expert_weights_scale", float("inf"), F32),
+    ),
+    "shared": (
+        "BE1323",
+        ("qwen3moe.expert_shared_count = 1", "every token uses"),
+        put("qwen3moe.expert_shared_count", 1),
+    ),
+    "shared_width": (
+        "BE1323",
+        ("qwen3moe.expert_shared_feed_forward_length = 512", "every token uses"),
+        put("qwen3moe.expert_shared_feed_forward_length", 512),
+    ),
+    "groups": (
+        "BE1323",
+        ("qwen3moe.expert_group_count = 2", "by groups"),
+        put("qwen3moe.expert_group_count", 2),
+    ),
+    "sigmoid": (
+        "BE1323",
+        ("qwen3moe.expert_gating_func = 2", "softmax"),
+        put("qwen3moe.expert_gating_func", 2),
+    ),
+    "weights_without_norm": (
+        "BE1323",
+        ("qwen3moe.expert_weights_norm = false", "the sum 1"),
+        put("qwen3moe.expert_weights_norm", value=False, types=BOOL),
+    ),
+    "dense_layers_first": (
+        "BE1323",
+        ("qwen3moe.leading_dense_block_count = 1", "every layer"),
+        put("qwen3moe.leading_dense_block_count", 1),
+    ),
+    "dense_layers_between": (
+        "BE1323",
+        ("qwen3moe.interleave_moe_layer_step = 2", "every layer"),
+        put("qwen3moe.interleave_moe_layer_step", 2),
+    ),
+    "bias_on_the_choice": (
+        "BE1323",
+        ("blk.1.exp_probs_b.bias", "[10]", "choice of experts"),
+        added("blk.1.exp_probs_b.bias", N_EXPERT),
+    ),
+    "bias_on_the_choice_of_old_files": (
+        "BE1323",
+        ("blk.0.exp_probs_b", "[10]", "choice of experts"),
+        added("blk.0.exp_probs_b", N_EXPERT),
+    ),
+    "fused_banks": (
+        "BE1323",
+        ("blk.0.ffn_gate_up_exps.weight", "[96, 128, 10]", "two tensors", "without fusing"),
+        as_fused_banks,
+    ),
+    "a_tensor_per_expert": (
+        "BE1323",
+        ("blk.0.ffn_gate.0.weight", "[96, 64]", "one expert's", "convert the model again"),
+        as_separate_experts,
+    ),
+    "scale_tensor": (
+        "BE1328",
+        ("blk.0.ffn_down_exps.scale", "no role"),
+        added("blk.0.ffn_down_exps.scale", N_EXPERT),
+    ),
+    "shared_tensor": (
+        "BE1328",
+        ("blk.0.ffn_up_shexp.weight", "no role"),
+        added("blk.0.ffn_up_shexp.weight", N_FF, N),
+    ),
+    "no_selector": (
+        "BE1324",
+        ("blk.1.ffn_gate_inp.weight", "[96, 10]"),
+        drop("blk.1.ffn_gate_inp.weight"),
+    ),
+    "no_bank": (
+        "BE1324",
+        ("blk.1.ffn_down_exps.weight", "[64, 96, 10]"),
+        drop("blk.1.ffn_down_exps.weight"),
+    ),
+    "bank_of_fewer_experts": (
+        "BE1325",
+        ("blk.0.ffn_up_exps.weight", "[96, 64, 9]", "[96, 64, 10]"),
+        added("blk.0.ffn_up_exps.weight", 9, N_FF, N),
+    ),
+    "bank_of_two_dimensions": (
+        "BE1325",
+        ("blk.0.ffn_up_exps.weight", "[96, 640]", "[96, 64, 10]"),
+        added("blk.0.ffn_up_exps.weight", N_EXPERT * N_FF, N),
+    ),
+    "selector_of_fewer_experts": (
+        "BE1325",
+        ("blk.0.ffn_gate_inp.weight", "[96, 8]", "[96, 10]"),
+        added("blk.0.ffn_gate_inp.weight", 8, N),
+    ),
+    "quantised_selector": (
+        "BE1326",
+        ("blk.1.ffn_gate_inp.weight", "the type Q8_0", "F32, F16, BF16"),
+        quantised_selector,
+    ),
+    "bank_of_another_type": (
+        "BE1326",
+        ("blk.0.ffn_up_exps.weight", "the type I16", "Q4_0"),
+        unknown_bank_type,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_mixture_is_refused_with_the_key_or_tensor(name: str, tmp_path: Path) -> None:
+    code, words, edit = WRONG[name]
+    path = written(QWEN3MOE, tmp_path, edit)
+    with GgufFile(path) as file, pytest.raises(BatchEngineError) as caught:
+        plan_tensors(file, read_spec(file))
+    assert caught.value.code == code, str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_error_of_a_nonfinite_scale_names_the_bank(tmp_path: Path, pool: kernels.Pool) -> None:
+    """The row is counted over all experts."""
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        tensors["blk.1.ffn_down_exps.weight"][0][2, 5, :2] = (0x00, 0x7C)
+
+    with pytest.raises(BatchEngineError) as caught:
+        opened(written(QWEN3MOE, tmp_path, edit), pool, tmp_path / "c")
+    assert caught.value.code == "BE1327"
+    assert "blk.1.ffn_down_exps.weight" in str(caught.value)
+    assert f"row {2 * N + 5}" in str(caught.value)
+
+
+# -- any value
+
+KEYS = [
+    "expert_count", "expert_used_count", "expert_feed_forward_length", "feed_forward_length",
+    "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count",
+    "expert_shared_count", "leading_dense_block_count", "embedding_length",
+]  # fmt: skip
+VALUES = st.one_of(
+    st.integers(-(2**63), 2**64 - 1),
+    st.integers(-3, 300),
+    st.sampled_from((1 << 10, 1 << 22, 1 << 24)),
+    st.floats(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.lists(st.integers(-5, 300), max_size=4).map(lambda v: np.array(v, np.int32)),
+)
+
+
+@pytest.fixture(scope="module")
+def any_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+    path = tmp_path_factory.mktemp("any") / "m.gguf"
+    write_synthetic(path, QWEN3MOE)
+    with GgufFile(path) as file:
+        yield file
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
+def test_any_key_of_experts_is_accepted_or_refused(
+    any_model: GgufFile, changes: dict[str, Any]
+) -> None:
+    """The result is a spec whose tensors all exist, or one named error."""
+    original = dict(any_model.values)
+    any_model.values |= {f"qwen3moe.{key}": value for key, value in changes.items()}
+    try:
+        spec = read_spec(any_model)
+        plan = plan_tensors(any_model, spec)
+    except BatchEngineError as error:
+        assert error.code.startswith("BE13")  # noqa: PT017
+        assert error.fix  # noqa: PT017
+        return
+    finally:
+        any_model.values = original
+    assert spec.experts is not None
+    assert 1 <= spec.experts.n_used <= spec.experts.n_expert
+    assert 1e-3 <= spec.experts.scale <= 1e3
+    assert all(isinstance(layer.ffn, MoeRoles) for layer in plan.layers)
