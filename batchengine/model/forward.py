@@ -44,13 +44,17 @@ class Model:
             attention.head_dim,
             rope.n_rot,
             rope.base,
-            weights.rope_factors,
+            weights.rope_factors or _factors(rope.factors),
             rope.position_scale,
             rope.attn_factor,
         )
 
     def __repr__(self) -> str:
         return f"<Model {self.spec!r} pages of {self.shape.payload_bytes} bytes>"
+
+
+def _factors(factors: Sequence[float]) -> kernels.Vector | None:
+    return kernels.Vector(np.array(factors, np.float32)) if factors else None
 
 
 @dataclass(frozen=True, slots=True)

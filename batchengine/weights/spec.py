@@ -3,20 +3,20 @@
 Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys of the architectures
 llama, qwen2, qwen3 and qwen3moe (defaults included): later stages use the spec and never the name
 of the architecture. Refuses every feature it would otherwise ignore silently: experts that are
-chosen or summed in another way, YaRN and other position scalings, layers of different shapes, split
-files.
+chosen or summed in another way, unknown position scalings, layers of different shapes, split files.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, StringArray
+from batchengine.weights import yarn
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 WITH_EXPERTS = ("llama", "qwen3moe")  # those that may have experts; qwen3moe has no others
@@ -38,7 +38,8 @@ class RopeSpec:
     """Rotary positions: angle(p, i) = p · base^(-2i/n_rot) / factor_i · position_scale.
 
     style "norm" rotates the pairs (2i, 2i+1), "neox" the pairs (i, i+n_rot/2). attn_factor
-    multiplies cos and sin. has_factors: the file has a factor per pair; else all are 1.
+    multiplies cos and sin. has_factors: the file has a factor per pair; else they are `factors`, or
+    all 1 if these are empty.
     """
 
     style: str
@@ -47,6 +48,7 @@ class RopeSpec:
     position_scale: float
     attn_factor: float
     has_factors: bool
+    factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         quantisation=_FILE_TYPES.get(gguf.integer("general.file_type", -1), "mixed"),
         n_embd=n_embd,
         n_vocab=_vocab_size(gguf, arch),
-        context_trained=_count(gguf, f"{arch}.context_length"),
+        context_trained=_context_trained(gguf, arch),
         eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
         tied="output.weight" not in gguf.tensors,
         layers=(LayerSpec(attention, ffn),) * n_layer,
@@ -264,7 +266,7 @@ def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
 
 
 def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
-    return RopeSpec(
+    rope = RopeSpec(
         style="norm" if arch == "llama" else "neox",
         base=_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15),
         n_rot=n_rot,
@@ -272,6 +274,34 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
         attn_factor=_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3),
         has_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
     )
+    is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
+    return _with_yarn(gguf, arch, rope) if is_yarn else rope
+
+
+def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
+    prefix = f"{arch}.rope.scaling."
+    for key, only in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+        if (value := gguf.number(prefix + key, only)) != only:
+            raise unsupported(gguf, prefix + key, value, f"{only:g} is supported")
+    if rope.has_factors:
+        why = "it has factors per pair (rope_freqs.weight) as well"
+        raise unsupported(gguf, prefix + "type", "yarn", why)
+    if rope.base < 2.0:
+        raise unsupported(gguf, f"{arch}.rope.freq_base", rope.base, "YaRN needs 2 at least")
+    factor = _between(gguf, prefix + "factor", None, 1.0, 1e6)
+    trained = _count(gguf, prefix + "original_context_length", _context_trained(gguf, arch))
+    fast = _between(gguf, prefix + "yarn_beta_fast", 32.0, 1e-3, 1e6)
+    slow = _between(gguf, prefix + "yarn_beta_slow", 1.0, 1e-3, 1e6)
+    return replace(
+        rope,
+        position_scale=1.0,
+        attn_factor=rope.attn_factor * yarn.magnitude(factor),
+        factors=yarn.frequency_divisors(rope.n_rot, rope.base, factor, trained, fast, slow),
+    )
+
+
+def _context_trained(gguf: GgufFile, arch: str) -> int:
+    return _count(gguf, f"{arch}.context_length")
 
 
 def unsupported(
@@ -303,8 +333,9 @@ def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
     if gguf.values.get(f"{arch}.attention.causal", True) is not True:
         raise unsupported(gguf, f"{arch}.attention.causal", "false", "not a text generator")
     kind = gguf.text(f"{arch}.rope.scaling.type", "linear")
-    if kind not in ("linear", "none"):
-        raise unsupported(gguf, f"{arch}.rope.scaling.type", kind, "linear scaling is supported")
+    if kind not in ("linear", "yarn", "none"):
+        why = "linear and yarn are supported"
+        raise unsupported(gguf, f"{arch}.rope.scaling.type", kind, why)
 
 
 def _count(gguf: GgufFile, key: str, default: int | None = None) -> int:

@@ -44,7 +44,8 @@ class Shape:
     bias: standard deviation of q and v biases (0 = none), k_bias likewise for K; k_outlier: the
     large K bias of qwen2 in the slowest RoPE pair of each head, which softmax nearly cancels but
     which dominates the scale of its block of int8 KV. rope_factors: llama 3 scaling baked as a
-    tensor. linear_factor: rope.scaling.factor (0 = key absent). fused: one attn_qkv per layer.
+    tensor. linear_factor: rope.scaling.factor (0 = key absent), yarn_factor likewise of YaRN, whose
+    original context is yarn_trained. fused: one attn_qkv per layer.
     n_expert (0 = dense), n_used: experts of n_ff values each, of which a token uses some.
     selector_gain: standard deviation of the selector's logits. It gives the last of the chosen
     experts a small weight, so that rounding which chooses another one there changes little.
@@ -71,6 +72,8 @@ class Shape:
     rope_base: float = 10000.0
     rope_factors: bool = False
     linear_factor: float = 0.0
+    yarn_factor: float = 0.0
+    yarn_trained: int = 64
     fused: bool = False
     seed: int = 1
     head_gain: float = 4.0
@@ -378,6 +381,10 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.linear_factor:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.linear_factor)
+    if shape.yarn_factor:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(shape.yarn_factor)
+        writer.add_rope_scaling_orig_ctx_len(shape.yarn_trained)
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:

@@ -62,6 +62,9 @@ SHAPES: dict[str, Shape] = {
     "llama3_factors": replace(LLAMA, rope_factors=True, rope_base=500000.0),
     "linear_scaling": replace(LLAMA, linear_factor=4.0),
     "neox_linear_scaling": replace(QWEN3, linear_factor=2.5),
+    # Trained for 64 positions: most of the 300 of a test lie beyond.
+    "yarn": replace(QWEN3, yarn_factor=4.0, head_dim=128, n_head=4, n_kv_head=4),
+    "llama_yarn": replace(LLAMA, yarn_factor=8.0, yarn_trained=100, rope_base=5e5),
     "fused_qkv": replace(QWEN2, arch="llama", fused=True),
     "f32": replace(QWEN3, base="f32"),
     "f16": replace(QWEN3, base="f16", tied=False),

@@ -82,6 +82,15 @@ def drop(name: str) -> Callable[..., None]:
     return lambda values, tensors: (values.pop(name, None), tensors.pop(name, None))
 
 
+def yarn_with(key: str, value: float) -> Callable[..., None]:
+    def edit(values: dict[str, Any], _: Any) -> None:
+        prefix = "qwen3.rope.scaling."
+        values[prefix + "type"], values[prefix + "factor"] = ("yarn", TEXT), (4.0, F32)
+        values[prefix + key] = (value, F32)
+
+    return edit
+
+
 def shaped(name: str, shape: tuple[int, ...]) -> Callable[..., None]:
     kind = reference.GGMLQuantizationType.F32
     return lambda _, tensors: tensors.__setitem__(name, (np.ones(shape, np.float32), kind))
@@ -153,10 +162,30 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
         ("qwen3.expert_count = 8", "llama and qwen3moe", "use a dense model"),
         put("qwen3.expert_count", 8, U32),
     ),
-    "yarn": (
+    "longrope": (
         "BE1323",
-        ("qwen3.rope.scaling.type = yarn", "converted without this feature"),
+        ("qwen3.rope.scaling.type = longrope", "linear and yarn", "without this feature"),
+        put("qwen3.rope.scaling.type", "longrope", TEXT),
+    ),
+    "yarn_without_factor": (
+        "BE1321",
+        ("qwen3.rope.scaling.factor",),
         put("qwen3.rope.scaling.type", "yarn", TEXT),
+    ),
+    "yarn_blend": (
+        "BE1323",
+        ("qwen3.rope.scaling.yarn_ext_factor = 0.5", "1 is supported"),
+        yarn_with("yarn_ext_factor", 0.5),
+    ),
+    "yarn_log": (
+        "BE1323",
+        ("qwen3.rope.scaling.yarn_log_multiplier = 1", "0 is supported"),
+        yarn_with("yarn_log_multiplier", 1.0),
+    ),
+    "yarn_shrinks": (
+        "BE1322",
+        ("qwen3.rope.scaling.factor of", "is 0.5", "outside 1 to"),
+        yarn_with("factor", 0.5),
     ),
     "split": ("BE1323", ("split.count = 3", "merge"), put("split.count", 3, U32)),
     "rope_odd": (
