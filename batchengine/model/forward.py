@@ -2,8 +2,8 @@
 
 Owns `Model` (weights, RoPE table, page shape) and `Stepper` (the buffers of one lane: a step is
 set, run, logits). The layer kinds are in `batchengine.model.layers`. Everything here only orders
-kernel calls; no number of the model is computed in Python. One step costs ten calls per layer and
-no numpy allocation: 0.2 ms of Python and binding for 28 layers.
+kernel calls; no number of the model is computed in Python. One step costs ten calls per layer (13
+with experts) and no numpy allocation: 0.2 ms of Python and binding for 28 layers.
 NaN and infinity are never replaced: entries with such a row are returned as nonfinite.
 
 Rows of a step are the tokens of its entries in order; entries are independent timelines. The
@@ -12,16 +12,24 @@ result of a row depends on the tokens of its own timeline alone, never on the re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 import kernels
-from batchengine.model.layers import Attend, Attention, AttentionBuffers, DenseBuffers, DenseFfn
+from batchengine.model.layers import (
+    Attend,
+    Attention,
+    AttentionBuffers,
+    DenseBuffers,
+    DenseFfn,
+    MoeBuffers,
+    MoeFfn,
+)
 from batchengine.model.ops import I32, U64, Ops, is_float
-from batchengine.weights import Weights
+from batchengine.weights import DenseSpec, FfnSpec, FfnWeights, MoeRoles, Weights
 
 F32 = npt.NDArray[np.float32]
 
@@ -62,7 +70,7 @@ class Layer:
     """One layer of a lane, ready to run."""
 
     mixer: Attention
-    ffn: DenseFfn
+    ffn: DenseFfn | MoeFfn
 
 
 def make_layers(
@@ -81,15 +89,10 @@ def make_layers(
         )
         for spec in {layer.mixer for layer in specs.values()}
     }
-    dense = {
-        spec: DenseBuffers(
-            ops,
-            spec,
-            [weights[i].ffn for i, layer in specs.items() if layer.ffn == spec],
-            tokens_max,
-        )
-        for spec in {layer.ffn for layer in specs.values()}
-    }
+    ffns: dict[int, DenseFfn | MoeFfn] = {}
+    for spec in {layer.ffn for layer in specs.values()}:
+        equal = {i: weights[i].ffn for i, layer in specs.items() if layer.ffn == spec}
+        ffns |= _make_ffns(ops, model, spec, equal, tokens_max)
     return {
         index: Layer(
             Attention(
@@ -103,10 +106,28 @@ def make_layers(
                 kv_layer,
                 attention[layer.mixer],
             ),
-            DenseFfn(ops, weights[index].ffn, model.spec.eps, dense[layer.ffn]),
+            ffns[index],
         )
         for kv_layer, (index, layer) in enumerate(specs.items())
     }
+
+
+def _make_ffns(
+    ops: Ops,
+    model: Model,
+    spec: FfnSpec,
+    weights: Mapping[int, FfnWeights],
+    tokens_max: int,
+) -> dict[int, DenseFfn | MoeFfn]:
+    """The feed-forward parts of one spec, which share their buffers."""
+    eps = model.spec.eps
+    if isinstance(spec, DenseSpec):
+        dense = {i: w for i, w in weights.items() if not isinstance(w, MoeRoles)}
+        shared = DenseBuffers(ops, spec, dense.values(), tokens_max)
+        return {i: DenseFfn(ops, w, eps, shared) for i, w in dense.items()}
+    moe = {i: w for i, w in weights.items() if isinstance(w, MoeRoles)}
+    pairs = MoeBuffers(ops, spec, moe.values(), tokens_max, model.spec.n_embd)
+    return {i: MoeFfn(ops, spec, w, eps, pairs) for i, w in moe.items()}
 
 
 class Stepper:
@@ -138,7 +159,7 @@ class Stepper:
         keep_float = any(
             is_float(matrix)
             for w in weights.layer.values()
-            for matrix in (*w.mixer.qkv, w.ffn.gate, w.ffn.up)
+            for matrix in (*w.mixer.readers, *w.ffn.readers)
         )
         self.hidden = ops.make_rows(tokens_max, n_embd)  # residual stream, a row per token
         self._normed = ops.make_activations(tokens_max, n_embd, keep_float)

@@ -17,6 +17,12 @@ Weight = kernels.Matrix
 Bias = kernels.Vector | None
 
 
+# The operations that may be long.
+LONG = (
+    "linear", "linear_add", "linear_gated", "pairs_gated", "pairs_add", "place_kv", "attend",
+)  # fmt: skip
+
+
 class Ops(Protocol):
     """The functions of `kernels` that a forward pass calls, on one device.
 
@@ -32,6 +38,9 @@ class Ops(Protocol):
     def make_queries(self, tokens_max: int, n_head: int, head_dim: int) -> kernels.Queries: ...
     def make_batch(self, tokens_max: int, entries_max: int, pages_max: int) -> kernels.Batch: ...
     def make_kv_rows(self, tokens_max: int, shape: kernels.PageShape) -> kernels.KvRows: ...
+    def make_expert_pairs(
+        self, tokens_max: int, n_expert: int, n_used: int
+    ) -> kernels.ExpertPairs: ...
 
     def embed(self, matrix: Weight, tokens: I32, out: kernels.Rows) -> None: ...
     def norm_quantise(
@@ -58,6 +67,26 @@ class Ops(Protocol):
         up_bias: Bias,
         tokens: int,
         out: kernels.Rows,
+    ) -> None: ...
+    def select_experts(
+        self, logits: kernels.Rows, tokens: int, scale: float, pairs: kernels.ExpertPairs
+    ) -> None: ...
+    def gather_pairs(
+        self, x: kernels.Activations, pairs: kernels.ExpertPairs, out: kernels.Activations
+    ) -> None: ...
+    def pairs_gated(
+        self,
+        x: kernels.Activations,
+        gate: Weight,
+        up: Weight,
+        pairs: kernels.ExpertPairs,
+        out: kernels.Rows,
+    ) -> None: ...
+    def quantise_pairs(
+        self, x: kernels.Rows, pairs: kernels.ExpertPairs, out: kernels.Activations
+    ) -> None: ...
+    def pairs_add(
+        self, x: kernels.Activations, down: Weight, pairs: kernels.ExpertPairs, out: kernels.Rows
     ) -> None: ...
     def place_kv(
         self,
@@ -103,12 +132,18 @@ class CpuOps:
         self.make_queries = kernels.Queries
         self.make_batch = kernels.Batch
         self.make_kv_rows = kernels.KvRows
+        self.make_expert_pairs = kernels.ExpertPairs
         self.embed = partial(kernels.embed, pool)
         self.norm_quantise = partial(kernels.norm_quantise, pool)
         self.quantise = partial(kernels.quantise, pool)
         self.linear = partial(kernels.linear, pool)
         self.linear_add = partial(kernels.linear_add, pool)
         self.linear_gated = partial(kernels.linear_gated, pool)
+        self.select_experts = partial(kernels.select_experts, pool)
+        self.gather_pairs = partial(kernels.gather_pairs, pool)
+        self.pairs_gated = partial(kernels.pairs_gated, pool)
+        self.quantise_pairs = partial(kernels.quantise_pairs, pool)
+        self.pairs_add = partial(kernels.pairs_add, pool)
         self.place_kv = partial(kernels.place_kv, pool)
         self.step_digests = partial(kernels.step_digests, pool)
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
@@ -131,7 +166,7 @@ class CpuOps:
 
     def call_between(self, between: Callable[[], None]) -> None:
         """Call `between` after each operation from now on that may be long."""
-        for name in ("linear", "linear_add", "linear_gated", "place_kv", "attend"):
+        for name in LONG:
             setattr(self, name, _then(getattr(self, name), between))
 
 

@@ -4,5 +4,14 @@ from __future__ import annotations
 
 from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
+from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 
-__all__ = ["Attend", "Attention", "AttentionBuffers", "DenseBuffers", "DenseFfn"]
+__all__ = [
+    "Attend",
+    "Attention",
+    "AttentionBuffers",
+    "DenseBuffers",
+    "DenseFfn",
+    "MoeBuffers",
+    "MoeFfn",
+]

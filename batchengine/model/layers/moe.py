@@ -1,0 +1,61 @@
+"""The mixture of experts (`MoeSpec`): norm, selector, the chosen experts of each token, residual.
+
+A (token, expert) pair is a row of its own: the pairs of a step, sorted by expert, are computed
+group by group, so that each expert's weights are read once. The result of a pair depends on its
+token and expert alone, and a token's pairs are summed in the order of their experts: what else a
+step computes changes no bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import kernels
+from batchengine.model.ops import Ops, is_float
+from batchengine.weights import MoeSpec, MoeWeights
+
+
+class MoeBuffers:
+    """Rows of one step, and its pairs, shared by the mixtures of one spec."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        spec: MoeSpec,
+        weights: Iterable[MoeWeights],
+        tokens_max: int,
+        n_embd: int,
+    ) -> None:
+        banks = list(weights)
+        self.logits = ops.make_rows(tokens_max, spec.n_expert)
+        self.pairs = ops.make_expert_pairs(tokens_max, spec.n_expert, spec.n_used)
+        rows = self.pairs.rows_max
+        keep_float = any(is_float(m) for w in banks for m in (w.gate, w.up))
+        self.gathered = ops.make_activations(rows, n_embd, keep_float)
+        self.gated = ops.make_rows(rows, spec.n_ff)
+        self.gated_q8 = ops.make_activations(rows, spec.n_ff, any(is_float(w.down) for w in banks))
+
+
+@dataclass(frozen=True, slots=True)
+class MoeFfn:
+    """The feed-forward part of one layer of a lane."""
+
+    ops: Ops
+    spec: MoeSpec
+    weights: MoeWeights
+    eps: float
+    buffers: MoeBuffers
+
+    def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
+        """hidden += the weighted sum of what the chosen experts make of the normed rows, for the
+        first `n` rows. `normed` keeps floats, which the selector reads."""
+        ops, w, buffers = self.ops, self.weights, self.buffers
+        pairs = buffers.pairs
+        ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
+        ops.linear(normed, [w.selector], [None], n, buffers.logits)
+        ops.select_experts(buffers.logits, n, self.spec.scale, pairs)
+        ops.gather_pairs(normed, pairs, buffers.gathered)
+        ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, buffers.gated)
+        ops.quantise_pairs(buffers.gated, pairs, buffers.gated_q8)
+        ops.pairs_add(buffers.gated_q8, w.down, pairs, hidden)
