@@ -20,7 +20,7 @@ from msgspec import structs
 import kernels
 from batchengine.core import Sampling
 from bench.models.local_runner import LocalRunner, LocalSequence, RunnerError
-from bench.models.synthetic import Shape, write_synthetic
+from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 MIXED = Shape(
@@ -39,19 +39,28 @@ LLAMA = Shape(
     arch="llama", n_layer=2, n_embd=256, n_ff=320, n_head=4, n_kv_head=4, head_dim=64,
     tied=False, rope_factors=True, fused=True, bias=0.3, k_bias=2.0,
 )  # fmt: skip
+EXPERTS = PRESETS["moe-tiny"]
+# Eight experts of llama, of float and quantised banks.
+LLAMA_EXPERTS = replace(
+    EXPERTS, arch="llama", n_layer=2, n_embd=64, n_expert=8, n_used=2, n_ff=96, tied=True,
+    kinds={"ffn_gate_inp": "bf16", "ffn_gate": "f16", "ffn_up": "q8_0", "ffn_down": "bf16"},
+)  # fmt: skip
+SHAPES = {
+    "mixed": MIXED, "llama": LLAMA, "experts": EXPERTS, "llama_experts": LLAMA_EXPERTS
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, pocket_path: Path) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     paths = {"pocket": pocket_path}
-    for name, shape in (("mixed", MIXED), ("llama", LLAMA)):
+    for name, shape in SHAPES.items():
         paths[name] = folder / f"{name}.gguf"
         write_synthetic(paths[name], shape)
     return paths
 
 
-@pytest.fixture(params=["pocket", "mixed", "llama"])
+@pytest.fixture(params=["pocket", *SHAPES])
 def model(request: pytest.FixtureRequest, models: dict[str, Path]) -> Path:
     return models[request.param]
 
@@ -330,6 +339,58 @@ def test_an_overflow_in_any_matrix_is_reported(
         assert runner.stepper.run(np.array(last_rows, np.int32)) == [0, 1]
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize(
+    "matrix", ["ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"]
+)
+def test_an_overflow_in_experts_is_reported(
+    matrix: str, layer: int, tmp_path: Path, cache_dir: Path
+) -> None:
+    """In the selector, and in the bank of any expert that is chosen."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, EXPERTS)
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        rows, cols = {"ffn_gate_inp": (10, 96), "ffn_down_exps": (96, 64)}.get(matrix, (64, 96))
+        dims = (rows, cols) if matrix == "ffn_gate_inp" else (10, rows, cols)
+        values = np.full(dims, 3e38, np.float32), GGMLQuantizationType.F32
+        tensors[f"blk.{layer}.{matrix}.weight"] = values
+
+    with LocalRunner(edited(path, edit), cache_dir=cache_dir, n_pages=8) as runner:
+        last_rows = runner.set_step([(LocalSequence(), [1, 2]), (LocalSequence(), [3])])
+        assert runner.stepper.run(np.array(last_rows, np.int32)) == [0, 1]
+
+
+def test_a_token_without_a_choice_of_experts_stays_in_its_entry(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """The selector overflows for token 7 alone: the entries without it keep their bits."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, EXPERTS)
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        kind = GGMLQuantizationType.F32
+        embedding = np.random.default_rng(3).normal(size=(320, 96)).astype(np.float32)
+        embedding[:, 0] = 0.0
+        embedding[7] = 0.0
+        embedding[7, 0] = 1.0
+        selector = np.random.default_rng(4).normal(size=(10, 96)).astype(np.float32)
+        selector[:, 0] = 3e38
+        tensors["token_embd.weight"] = (embedding, kind)
+        tensors["blk.0.attn_output.weight"] = (np.zeros((96, 128), np.float32), kind)
+        tensors["blk.0.ffn_gate_inp.weight"] = (selector, kind)
+
+    with LocalRunner(edited(path, edit), cache_dir=cache_dir, n_pages=11) as runner:
+        good = [[1, 2, 3], [4, 5, 6, 8]]
+        expected = [runner.prefill(LocalSequence(), tokens).tobytes() for tokens in good]
+        for bad in ([9, 7, 9], [7], [9, 9, 7]):
+            tokens = [good[0], bad, good[1]]
+            last_rows = runner.set_step([(LocalSequence(), part) for part in tokens])
+            assert runner.stepper.run(np.array(last_rows, np.int32)) == [1]
+            rows = runner.stepper.logits(3).view(3)
+            assert [rows[0].tobytes(), rows[2].tobytes()] == expected
+
+
 # -- limits and cost
 
 
@@ -356,20 +417,25 @@ def test_a_token_outside_the_vocabulary_is_refused(
                 runner.step([(LocalSequence(), [token])])
 
 
-def test_python_time_per_layer_is_bounded(models: dict[str, Path], cache_dir: Path) -> None:
-    """With kernels that do nothing, 28 layers take at most 0.3 ms."""
-    with LocalRunner(models["pocket"], cache_dir=cache_dir, n_pages=2) as runner:
+@pytest.mark.parametrize("name", ["pocket", "experts"])
+def test_python_time_per_layer_is_bounded(
+    name: str, models: dict[str, Path], cache_dir: Path
+) -> None:
+    """With kernels that do nothing, 28 layers (27 with experts) take at most 0.3 ms."""
+    with LocalRunner(models[name], cache_dir=cache_dir, n_pages=2) as runner:
         runner.set_step([(LocalSequence(), [1])])
 
         def nothing(*_: Any) -> None: ...
 
         names = ("norm_quantise", "linear", "place_kv", "attend", "quantise", "linear_add")
-        for name in (*names, "linear_gated"):
-            setattr(runner.stepper.ops, name, nothing)
+        names += ("linear_gated", "select_experts", "gather_pairs", "pairs_gated")
+        for operation in (*names, "quantise_pairs", "pairs_add"):
+            setattr(runner.stepper.ops, operation, nothing)
+        n_layer = runner.spec.n_layer
         best = 1e9
         for _ in range(20):
             start = time.thread_time()
-            for _ in range(7):
-                runner.stepper.forward(range(4))
+            for _ in range(28 // n_layer):
+                runner.stepper.forward(range(n_layer))
             best = min(best, time.thread_time() - start)
     assert best < 0.3e-3
