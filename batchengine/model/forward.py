@@ -62,7 +62,7 @@ class Model:
 
 
 def _factors(factors: Sequence[float]) -> kernels.Vector | None:
-    return kernels.Vector(np.array(factors, np.float32)) if factors else None
+    return kernels.Vector(np.array(factors, np.float32).data) if factors else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """The hyper-parameters of a model, read from GGUF metadata and checked.
 
-Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys of the architectures
-llama, qwen2, qwen3 and qwen3moe (defaults included): later stages use the spec and never the name
-of the architecture. Refuses every feature it would otherwise ignore silently: experts that are
-chosen or summed in another way, unknown position scalings, layers of different shapes, split files.
+Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys (defaults included):
+later stages use the spec and never the name of the architecture. Refuses every feature it would
+otherwise ignore silently: experts that are chosen or summed in another way, unknown position
+scalings, layers of different shapes, split files.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, StringArray
 from batchengine.weights import yarn
+from batchengine.weights.architectures import ARCHITECTURES
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
-WITH_EXPERTS = ("llama", "qwen3moe")  # those that may have experts; qwen3moe has no others
 HEAD_DIM_MAX = 256
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
@@ -53,7 +52,10 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k."""
+    """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
+
+    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model.
+    """
 
     n_head: int
     n_kv_head: int
@@ -61,6 +63,7 @@ class AttentionSpec:
     scale: float
     has_qk_norm: bool
     rope: RopeSpec
+    has_rope: bool = True
 
     @property
     def q_rows(self) -> int:
@@ -180,7 +183,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         n_kv_head=n_kv_head,
         head_dim=head_dim,
         scale=_attention_scale(gguf, arch, head_dim),
-        has_qk_norm=arch in ("qwen3", "qwen3moe"),
+        has_qk_norm=ARCHITECTURES[arch].has_qk_norm,
         rope=_rope(gguf, arch, n_rot),
     )
     return ModelSpec(
@@ -192,17 +195,27 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         context_trained=_context_trained(gguf, arch),
         eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
         tied="output.weight" not in gguf.tensors,
-        layers=(LayerSpec(attention, ffn),) * n_layer,
+        layers=tuple(
+            LayerSpec(replace(attention, has_rope=_has_rope(arch, index)), ffn)
+            for index in range(n_layer)
+        ),
     )
+
+
+def _has_rope(arch: str, layer: int) -> bool:
+    every = ARCHITECTURES[arch].rope_every
+    return not every or (layer + 1) % every != 0
 
 
 def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     key = f"{arch}.expert_count"
-    n_expert = gguf.integer(key, None if arch == "qwen3moe" else 0)
-    if n_expert == 0 and arch != "qwen3moe":
+    experts = ARCHITECTURES[arch].experts
+    n_expert = gguf.integer(key, None if experts == "all" else 0)
+    if n_expert == 0 and experts != "all":
         return DenseSpec(_ffn_width(gguf, f"{arch}.feed_forward_length", n_layer))
-    if arch not in WITH_EXPERTS:
-        why = f"experts are supported in {' and '.join(WITH_EXPERTS)}"
+    if experts == "none":
+        known = [name for name, row in ARCHITECTURES.items() if row.experts != "none"]
+        why = f"experts are supported in {', '.join(known)}"
         raise unsupported(gguf, key, n_expert, why, "use a dense model, or one of these")
     if not 2 <= n_expert <= EXPERTS_MAX:
         raise unsupported(gguf, key, n_expert, f"2 to {EXPERTS_MAX} experts are supported")
@@ -246,12 +259,12 @@ def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
 
 
 def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:
-    """n_ff of one expert. Without a key of its own, qwen3moe has the width of all that a token uses
-    in feed_forward_length, llama that of one."""
+    """n_ff of one expert. Without a key of its own, feed_forward_length is the width of all that a
+    token uses where every model has experts, and that of one expert elsewhere."""
     key = f"{arch}.expert_feed_forward_length"
     if isinstance(gguf.values.get(key), np.ndarray) or gguf.integer(key, 0) != 0:
         return _ffn_width(gguf, key, n_layer)
-    parts = n_used if arch == "qwen3moe" else 1
+    parts = n_used if ARCHITECTURES[arch].experts == "all" else 1
     return _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer, parts)
 
 
@@ -267,7 +280,7 @@ def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
 
 def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
     rope = RopeSpec(
-        style="norm" if arch == "llama" else "neox",
+        style=ARCHITECTURES[arch].pairs,
         base=_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15),
         n_rot=n_rot,
         position_scale=_position_scale(gguf, arch),
@@ -280,28 +293,48 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
 
 def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
     prefix = f"{arch}.rope.scaling."
-    for key, only in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+    has_log = ARCHITECTURES[arch].has_log_multiplier
+    log_multiplier = gguf.number(prefix + "yarn_log_multiplier", 0.0)
+    for key, only in (
+        ("yarn_ext_factor", 1.0),
+        ("yarn_log_multiplier", log_multiplier if has_log else 0.0),
+    ):
         if (value := gguf.number(prefix + key, only)) != only:
             raise unsupported(gguf, prefix + key, value, f"{only:g} is supported")
+    if has_log:
+        log_multiplier = _between(gguf, prefix + "yarn_log_multiplier", 0.0, 0.0, 1e3)
     if rope.has_factors:
         why = "it has factors per pair (rope_freqs.weight) as well"
         raise unsupported(gguf, prefix + "type", "yarn", why)
     if rope.base < 2.0:
         raise unsupported(gguf, f"{arch}.rope.freq_base", rope.base, "YaRN needs 2 at least")
     factor = _between(gguf, prefix + "factor", None, 1.0, 1e6)
-    trained = _count(gguf, prefix + "original_context_length", _context_trained(gguf, arch))
+    trained = _first_context(gguf, arch)
     fast = _between(gguf, prefix + "yarn_beta_fast", 32.0, 1e-3, 1e6)
     slow = _between(gguf, prefix + "yarn_beta_slow", 1.0, 1e-3, 1e6)
     return replace(
         rope,
         position_scale=1.0,
-        attn_factor=rope.attn_factor * yarn.magnitude(factor),
+        attn_factor=rope.attn_factor * yarn.magnitude(factor, log_multiplier),
         factors=yarn.frequency_divisors(rope.n_rot, rope.base, factor, trained, fast, slow),
     )
 
 
+def _first_context(gguf: GgufFile, arch: str) -> int:
+    """Positions of the first training, before the context was made longer."""
+    key = f"{arch}.rope.scaling.original_context_length"
+    return _count(gguf, key, _count(gguf, f"{arch}.context_length"))
+
+
 def _context_trained(gguf: GgufFile, arch: str) -> int:
-    return _count(gguf, f"{arch}.context_length")
+    """Positions that a session may have. Queries behind the first training are scaled by their
+    position in some models, which is not computed: they end there."""
+    context = _count(gguf, f"{arch}.context_length")
+    is_cooled = (
+        ARCHITECTURES[arch].is_cooled
+        and gguf.number(f"{arch}.attention.temperature_scale", 0.0) != 0.0
+    )
+    return min(context, _first_context(gguf, arch)) if is_cooled else context
 
 
 def unsupported(

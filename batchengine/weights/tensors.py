@@ -17,6 +17,7 @@ import kernels
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, TensorInfo
+from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.spec import (
     AttentionSpec,
     DenseSpec,
@@ -161,7 +162,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     find = _Finder(gguf)
     if spec.experts:
         _refuse_other_experts(gguf)
-    rope = spec.attention.rope
+    rope, norm = spec.attention.rope, ARCHITECTURES[spec.arch].ffn_norm
     embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     head = embedding
     if not spec.tied:
@@ -175,7 +176,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         layers=tuple(
             LayerPlan(
                 _plan_attention(find, layer.mixer, spec.n_embd, f"blk.{i}."),
-                _plan_ffn(find, layer.ffn, spec.n_embd, f"blk.{i}."),
+                _plan_ffn(find, layer.ffn, spec.n_embd, f"blk.{i}.", norm),
             )
             for i, layer in enumerate(spec.layers)
         ),
@@ -208,16 +209,18 @@ def _refuse_other_experts(gguf: GgufFile) -> None:
                 raise unsupported(gguf, name, list(info.shape), why, fix)
 
 
-def _plan_ffn(find: _Finder, spec: FfnSpec, n_embd: int, prefix: str) -> DensePlan | MoePlan:
+def _plan_ffn(
+    find: _Finder, spec: FfnSpec, n_embd: int, prefix: str, norm: str
+) -> DensePlan | MoePlan:
     if isinstance(spec, DenseSpec):
-        return _plan_dense(find, spec, n_embd, prefix)
-    return _plan_moe(find, spec, n_embd, prefix)
+        return _plan_dense(find, spec, n_embd, prefix, norm)
+    return _plan_moe(find, spec, n_embd, prefix, norm)
 
 
-def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> MoePlan:
+def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str) -> MoePlan:
     n = spec.n_expert
     return MoePlan(
-        norm=find.vector(prefix + "ffn_norm.weight", n_embd),
+        norm=find.vector(prefix + norm, n_embd),
         selector=find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd),
         gate=find.bank(prefix + "ffn_gate_exps.weight", n, spec.n_ff, n_embd),
         up=find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, n_embd),
@@ -225,9 +228,9 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> MoePlan
     )
 
 
-def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str) -> DensePlan:
+def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str, norm: str) -> DensePlan:
     return DensePlan(
-        norm=find.vector(prefix + "ffn_norm.weight", n_embd),
+        norm=find.vector(prefix + norm, n_embd),
         gate=find.matrix(prefix + "ffn_gate.weight", spec.n_ff, n_embd),
         up=find.matrix(prefix + "ffn_up.weight", spec.n_ff, n_embd),
         down=find.matrix(prefix + "ffn_down.weight", n_embd, spec.n_ff),

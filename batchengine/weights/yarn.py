@@ -31,10 +31,12 @@ def frequency_divisors(
     return tuple(divisors)
 
 
-def magnitude(factor: float) -> float:
-    """The factor of cos and sin, 1 + ln(factor) / 10: attention stays as sharp over more tokens."""
+def magnitude(factor: float, log_multiplier: float = 0.0) -> float:
+    """The factor of cos and sin, by which attention stays as sharp over more tokens:
+    (1 + ln(factor) / 10) / (1 + log_multiplier · ln(factor) / 10)."""
     with localcontext(prec=_DIGITS):
-        return float(1 + Decimal(factor).ln() / 10)
+        tenth = Decimal(factor).ln() / 10
+        return float((1 + tenth) / (1 + Decimal(log_multiplier) * tenth))
 
 
 def _pair_that_turns(n_rot: int, base: float, trained: int, turns: float) -> Decimal:

@@ -22,6 +22,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from batchengine.weights.architectures import ARCHITECTURES
+
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
 Tensor = tuple[npt.NDArray[Any], str]  # data as the writer takes it, and its kind
@@ -45,7 +47,8 @@ class Shape:
     large K bias of qwen2 in the slowest RoPE pair of each head, which softmax nearly cancels but
     which dominates the scale of its block of int8 KV. rope_factors: llama 3 scaling baked as a
     tensor. linear_factor: rope.scaling.factor (0 = key absent), yarn_factor likewise of YaRN, whose
-    original context is yarn_trained. fused: one attn_qkv per layer.
+    original context is yarn_trained. temperature: that of attention (mistral3). fused: one attn_qkv
+    per layer.
     n_expert (0 = dense), n_used: experts of n_ff values each, of which a token uses some.
     selector_gain: standard deviation of the selector's logits. It gives the last of the chosen
     experts a small weight, so that rounding which chooses another one there changes little.
@@ -74,6 +77,7 @@ class Shape:
     linear_factor: float = 0.0
     yarn_factor: float = 0.0
     yarn_trained: int = 64
+    temperature: float = 0.0
     fused: bool = False
     seed: int = 1
     head_gain: float = 4.0
@@ -230,11 +234,11 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             for letter, rows in (("q", q), ("k", kv), ("v", kv)):
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         yield from _biases(shape, p)
-        if shape.arch in ("qwen3", "qwen3moe"):
+        if ARCHITECTURES[shape.arch].has_qk_norm:
             yield vector(p + "attn_q_norm.weight", shape.head_dim)
             yield vector(p + "attn_k_norm.weight", shape.head_dim)
         yield matrix(p + "attn_output", "attn_output", n, q)
-        yield vector(p + "ffn_norm.weight", n)
+        yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
         if shape.n_expert:
             gain = shape.selector_gain
             yield matrix(p + "ffn_gate_inp", "ffn_gate_inp", shape.n_expert, n, gain)
@@ -362,7 +366,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_block_count(shape.n_layer)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
-    if shape.arch == "qwen3moe":
+    if ARCHITECTURES[shape.arch].experts == "all":
         writer.add_feed_forward_length(shape.n_ff * shape.n_used)
         writer.add_expert_feed_forward_length(shape.n_ff)
     else:
@@ -378,6 +382,12 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
         writer.add_expert_used_count(shape.n_used)
+    if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
+        pairs = shape.head_dim // 2
+        writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if shape.temperature:
+        key = f"{shape.arch}.attention.temperature_scale"
+        writer.add_float32(key, shape.temperature)
     if shape.linear_factor:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.linear_factor)
@@ -385,6 +395,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(shape.yarn_factor)
         writer.add_rope_scaling_orig_ctx_len(shape.yarn_trained)
+        if ARCHITECTURES[shape.arch].has_log_multiplier:
+            writer.add_rope_scaling_yarn_log_mul(1.0)
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:

@@ -82,15 +82,6 @@ def drop(name: str) -> Callable[..., None]:
     return lambda values, tensors: (values.pop(name, None), tensors.pop(name, None))
 
 
-def yarn_with(key: str, value: float) -> Callable[..., None]:
-    def edit(values: dict[str, Any], _: Any) -> None:
-        prefix = "qwen3.rope.scaling."
-        values[prefix + "type"], values[prefix + "factor"] = ("yarn", TEXT), (4.0, F32)
-        values[prefix + key] = (value, F32)
-
-    return edit
-
-
 def shaped(name: str, shape: tuple[int, ...]) -> Callable[..., None]:
     kind = reference.GGMLQuantizationType.F32
     return lambda _, tensors: tensors.__setitem__(name, (np.ones(shape, np.float32), kind))
@@ -100,7 +91,7 @@ def shaped(name: str, shape: tuple[int, ...]) -> Callable[..., None]:
 WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
     "architecture": (
         "BE1323",
-        ("general.architecture", "mamba", "llama, qwen2, qwen3", "one of these architectures"),
+        ("general.architecture", "mamba", "llama, mistral3", "one of these architectures"),
         put("general.architecture", "mamba", TEXT),
     ),
     "no_layers": ("BE1322", ("qwen3.block_count",), put("qwen3.block_count", 0, U32)),
@@ -159,33 +150,13 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
     ),
     "experts": (
         "BE1323",
-        ("qwen3.expert_count = 8", "llama and qwen3moe", "use a dense model"),
+        ("qwen3.expert_count = 8", "llama, qwen3moe", "use a dense model"),
         put("qwen3.expert_count", 8, U32),
     ),
     "longrope": (
         "BE1323",
         ("qwen3.rope.scaling.type = longrope", "linear and yarn", "without this feature"),
         put("qwen3.rope.scaling.type", "longrope", TEXT),
-    ),
-    "yarn_without_factor": (
-        "BE1321",
-        ("qwen3.rope.scaling.factor",),
-        put("qwen3.rope.scaling.type", "yarn", TEXT),
-    ),
-    "yarn_blend": (
-        "BE1323",
-        ("qwen3.rope.scaling.yarn_ext_factor = 0.5", "1 is supported"),
-        yarn_with("yarn_ext_factor", 0.5),
-    ),
-    "yarn_log": (
-        "BE1323",
-        ("qwen3.rope.scaling.yarn_log_multiplier = 1", "0 is supported"),
-        yarn_with("yarn_log_multiplier", 1.0),
-    ),
-    "yarn_shrinks": (
-        "BE1322",
-        ("qwen3.rope.scaling.factor of", "is 0.5", "outside 1 to"),
-        yarn_with("factor", 0.5),
     ),
     "split": ("BE1323", ("split.count = 3", "merge"), put("split.count", 3, U32)),
     "rope_odd": (

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import gguf
 import pytest
 
+from batchengine.core import BatchEngineError
+from batchengine.gguf import GgufFile
+from batchengine.weights.spec import read_spec
 from batchengine.weights.yarn import frequency_divisors, magnitude
+from bench.models.synthetic import Shape, write_synthetic
+from tests.hostile.rewrite import edited
 
 
 def test_fast_pairs_are_left_alone_and_slow_ones_are_interpolated() -> None:
@@ -33,6 +41,7 @@ def test_fast_pairs_are_left_alone_and_slow_ones_are_interpolated() -> None:
 @pytest.mark.parametrize("factor", [1.0, 4.0, 40.0])
 def test_the_magnitude_grows_with_the_logarithm(factor: float) -> None:
     assert magnitude(factor) == pytest.approx(1 + math.log(factor) / 10, rel=1e-15)
+    assert magnitude(factor, 1.0) == 1.0
 
 
 def test_a_factor_of_one_changes_nothing() -> None:
@@ -45,3 +54,34 @@ def test_borders_that_meet_are_a_step() -> None:
     assert all(1.0 <= d <= 8.0 for d in divisors)
     same = frequency_divisors(64, 1e4, 8.0, 4096, 1.0, 1.0)
     assert set(same) == {1.0, 8.0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "code", "words"),
+    [
+        ("factor", None, "BE1321", ("qwen3.rope.scaling.factor",)),
+        ("factor", 0.5, "BE1322", ("qwen3.rope.scaling.factor", "is 0.5", "outside 1 to")),
+        ("yarn_ext_factor", 0.5, "BE1323", ("yarn_ext_factor = 0.5", "1 is supported")),
+        ("yarn_log_multiplier", 1.0, "BE1323", ("yarn_log_multiplier = 1", "0 is supported")),
+        ("yarn_beta_fast", 0.0, "BE1322", ("yarn_beta_fast", "outside")),
+        ("original_context_length", 0, "BE1322", ("original_context_length", "out of range")),
+    ],
+)
+def test_a_file_with_other_keys_is_refused(
+    key: str, value: float | None, code: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, Shape(n_layer=1, n_embd=64, n_ff=96, head_dim=32, yarn_factor=4.0))
+
+    def edit(values: dict[str, Any], _: Any) -> None:
+        name = f"qwen3.rope.scaling.{key}"
+        whole = gguf.GGUFValueType.UINT32 if value == 0 and "length" in key else None
+        values.pop(name, None)
+        if value is not None:
+            values[name] = (value, [whole or gguf.GGUFValueType.FLOAT32])
+
+    with GgufFile(edited(path, edit)) as file, pytest.raises(BatchEngineError) as caught:
+        read_spec(file)
+    assert caught.value.code == code, str(caught.value)
+    for word in words:
+        assert word in str(caught.value)

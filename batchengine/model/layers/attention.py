@@ -77,7 +77,7 @@ class Attention:
             w.q_norm,
             w.k_norm,
             self.eps,
-            self.rope,
+            self.rope if spec.has_rope else None,
             spec.scale,
             buffers.queries,
             self.rows,

@@ -207,7 +207,7 @@ def test_pairs_are_products_of_dense_layers_on_every_level(pool: k.Pool, kind: s
     layer = Layer(pool, kind, 6, n_embd, n_ff)
     x, logits = step_of(2, 40, n_embd, 6)
     logits[3:33, 2] += 20  # an expert of more than two groups
-    logits[:, 4] = -50  # one that nobody chose
+    logits[:, 4] = -50  # one that no token chose
     for level in LEVELS:
         k.set_isa(level)
         wanted = layer.by_dense_kernels(pool, x[:35], logits[:35], 2)

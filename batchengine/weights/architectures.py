@@ -1,0 +1,47 @@
+"""The architectures of model files: one row each, with what the name alone says of a model.
+
+Everything else is in the keys of the file. Later stages read `ModelSpec` and never the name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What an architecture has that no key of a file says.
+
+    pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
+    has_qk_norm: heads of Q and K are normed before RoPE. experts: whether a model has experts.
+    ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
+    layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
+    divided by the one that a key gives. is_cooled: queries far behind the positions of the first
+    training are scaled by their position (attention.temperature_scale).
+    """
+
+    pairs: Literal["norm", "neox"] = "neox"
+    has_qk_norm: bool = False
+    experts: Literal["none", "some", "all"] = "none"
+    ffn_norm: str = "ffn_norm.weight"
+    rope_every: int = 0
+    has_log_multiplier: bool = False
+    is_cooled: bool = False
+
+
+_QWEN3 = Architecture(has_qk_norm=True)
+_QWEN3_MOE = Architecture(has_qk_norm=True, experts="all")
+
+# Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
+ARCHITECTURES = {
+    "llama": Architecture(pairs="norm", experts="some"),
+    "mistral3": Architecture(pairs="norm", has_log_multiplier=True, is_cooled=True),
+    "smollm3": Architecture(pairs="norm", rope_every=4),
+    "qwen2": Architecture(),
+    "seed_oss": Architecture(ffn_norm="post_attention_norm.weight"),
+    "qwen3": _QWEN3,
+    "qwen3moe": _QWEN3_MOE,
+    "qwen3vl": _QWEN3,
+    "qwen3vlmoe": _QWEN3_MOE,
+}

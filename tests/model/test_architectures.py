@@ -1,0 +1,44 @@
+"""What the name of an architecture says of a model, as the spec has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchengine.gguf import GgufFile
+from batchengine.weights.architectures import ARCHITECTURES
+from batchengine.weights.spec import ModelSpec, read_spec
+from batchengine.weights.tensors import plan_tensors
+from bench.models.synthetic import Shape, write_synthetic
+
+TINY = Shape(n_layer=5, n_embd=64, n_ff=96, n_head=2, n_kv_head=1, head_dim=32, n_vocab=288)
+
+
+def spec_of(path: Path, shape: Shape) -> ModelSpec:
+    write_synthetic(path, shape)
+    with GgufFile(path) as file:
+        spec = read_spec(file)
+        plan_tensors(file, spec)
+        return spec
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
+    row = ARCHITECTURES[arch]
+    mixture = {"n_expert": 4, "n_used": 2} if row.experts == "all" else {}
+    spec = spec_of(tmp_path / "m.gguf", replace(TINY, arch=arch, **mixture))
+    assert spec.arch == arch
+    assert (spec.experts is not None) == (row.experts == "all")
+    assert spec.attention.has_qk_norm == row.has_qk_norm
+    assert spec.attention.rope.style == row.pairs
+    without = [i for i, layer in enumerate(spec.layers) if not layer.mixer.has_rope]
+    assert without == ([3] if arch == "smollm3" else [])
+
+
+def test_a_model_whose_queries_are_cooled_ends_with_its_first_context(tmp_path: Path) -> None:
+    shape = replace(TINY, arch="mistral3", yarn_factor=16.0, yarn_trained=512, temperature=0.1)
+    assert spec_of(tmp_path / "cooled.gguf", shape).context_trained == 512
+    uncooled = replace(shape, temperature=0.0)
+    assert spec_of(tmp_path / "m.gguf", uncooled).context_trained == shape.context
