@@ -33,6 +33,10 @@ F32 = npt.NDArray[np.float32]
 LLAMA = Shape(arch="llama", n_embd=256, n_ff=512, n_head=4, n_kv_head=2, head_dim=64)
 QWEN2 = replace(LLAMA, arch="qwen2", bias=0.3, k_bias=0.3, rope_base=1e6)
 QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
+QWEN3MOE = replace(
+    QWEN3, arch="qwen3moe", n_ff=128, n_expert=16, n_used=4, tied=False, kinds={"token_embd": "f32"}
+)
+LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
 SHAPES: dict[str, Shape] = {
@@ -93,7 +97,47 @@ SHAPES: dict[str, Shape] = {
     "float_mix": replace(LLAMA, kinds={"attn_q": "f16", "attn_v": "bf16", "ffn_up": "f32"}),
     "pure_q4_0": replace(QWEN3, kinds={"token_embd": "q4_0"}),
     "untied_f16_head": replace(QWEN3, tied=False, kinds={"output": "f16"}),
+    "qwen3moe": QWEN3MOE,
+    "qwen3moe_q4_k_m": replace(
+        QWEN3MOE, n_ff=256, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
+    ),
+    "qwen3moe_every_expert": replace(QWEN3MOE, n_expert=6, n_used=6),
+    "qwen3moe_many_experts": replace(QWEN3MOE, n_ff=32, n_expert=128, n_used=8),
+    "llama_experts": LLAMA_EXPERTS,
+    "llama_experts_f16": replace(LLAMA_EXPERTS, base="f16"),
+    "llama_experts_float_mix": replace(
+        LLAMA_EXPERTS, kinds={**LLAMA_EXPERTS.kinds, "ffn_up": "bf16", "ffn_down": "f32"}
+    ),
 }
+
+
+def with_clear_choices(path: Path, shape: Shape) -> Path:
+    """The model of a file with experts, of which no two are nearly equally good for a token.
+
+    Where they are, the rounding of either implementation chooses, and the outputs of two experts
+    have nothing in common. Here a token's embedding has a dimension for each expert, with the
+    numbers of a random order; no layer writes there, and the selector reads little else.
+    """
+    n, spacing = shape.n_expert, max(0.1, 4.0 / shape.n_expert)
+    rng = np.random.default_rng(7)
+    levels = (np.arange(n) - (n - 1) / 2) * spacing
+    spread = spacing / 10 / np.sqrt(shape.n_embd)  # of the rest: a tenth of what choices differ by
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        embedding = tensors["token_embd.weight"][0]
+        embedding[:, :n] = rng.permuted(np.tile(levels, (len(embedding), 1)), axis=1)
+        for i in range(shape.n_layer):
+            of = {role: tensors[f"blk.{i}.{role}.weight"][0] for role in WRITERS}
+            of["attn_output"][:n] = 0
+            of["ffn_down_exps"][:, :n] = 0
+            of["ffn_norm"][:n] = 1.0
+            of["ffn_gate_inp"][:] = rng.normal(0.0, spread, of["ffn_gate_inp"].shape)
+            of["ffn_gate_inp"][np.arange(n), rng.permutation(n)] += 1.0
+
+    return edited(path, edit)
+
+
+WRITERS = ("attn_output", "ffn_norm", "ffn_gate_inp", "ffn_down_exps")
 
 
 def cosines(ours: F32, theirs: F32) -> F32:
@@ -117,16 +161,23 @@ def ours_of(path: Path, tokens: list[int], cache_dir: Path) -> F32:
 def dequantise(_: Any, tensors: dict[str, Any]) -> None:
     """Every matrix as F32, its values unchanged."""
     for name, (data, kind) in tensors.items():
-        if data.ndim == 2:
+        if data.ndim >= 2:
             values = gguf.quants.dequantize(data, kind).astype(np.float32)
             tensors[name] = (values, gguf.GGMLQuantizationType.F32)
 
 
+def model_of(name: str, folder: Path) -> Path:
+    """The file of a shape, with clear choices if it has experts."""
+    path = folder / f"{name}.gguf"
+    write_synthetic(path, SHAPES[name])
+    if SHAPES[name].n_expert:
+        return with_clear_choices(path, SHAPES[name]).rename(path)
+    return path
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
-    shape = SHAPES[name]
-    path = tmp_path / f"{name}.gguf"
-    write_synthetic(path, shape)
+    shape, path = SHAPES[name], model_of(name, tmp_path)
     tokens = np.random.default_rng(5).integers(0, shape.n_vocab, 300).tolist()
     ours, theirs = ours_of(path, tokens, cache_dir), theirs_of(path, tokens)
     exact = cosines(ours, theirs_of(edited(path, dequantise), tokens))
@@ -143,17 +194,77 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe"])
 def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """1,300 tokens: six pages, two super-pages to fold."""
-    path = tmp_path / "m.gguf"
-    write_synthetic(path, SHAPES[name])
+    path = model_of(name, tmp_path)
     tokens = np.random.default_rng(6).integers(0, SHAPES[name].n_vocab, 1300).tolist()
     exact = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, dequantise), tokens))[
         256:
     ]
     print(f"AGREEMENT {name} tokens 256..1300 min={exact.min():.6f} median={np.median(exact):.6f}")
     assert float(exact.min()) > COSINE_MIN
+
+
+@pytest.mark.parametrize("name", ["qwen3_untied", "qwen3moe", "llama_experts"])
+def test_greedy_tokens_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
+    """Of 960 tokens that llama.cpp chose greedily. Logits of random models have near ties, so 94 %
+    are equal; but every token that leads by a fifth of the logits' deviation is."""
+    path = model_of(name, tmp_path)
+    rows: list[F32] = []
+    agreed: list[bool] = []
+    with (
+        LlamaModel(path) as model,
+        LlamaContext(model, kv_type="f32", threads=1) as context,
+        LocalRunner(path, cache_dir=cache_dir, n_pages=8, logits_max=64) as runner,
+    ):
+        for seed in range(20):
+            tokens = np.random.default_rng(seed).integers(0, 320, 16).tolist()
+            context.clear()
+            logits = context.prefill(tokens)
+            while True:
+                rows.append(logits)
+                tokens.append(int(logits.argmax()))
+                if len(tokens) == 16 + 48:
+                    break
+                logits = context.prefill(tokens[-1:], start=len(tokens) - 1)
+            ours = runner.all_logits(tokens[:-1])[15:]
+            agreed += (ours.argmax(1) == np.array(tokens[16:])).tolist()
+    best = np.sort(np.stack(rows), axis=1)
+    leads = (best[:, -1] - best[:, -2]) / np.stack(rows).std(1) > 0.2
+    print(f"AGREEMENT {name} greedy={sum(agreed)}/{len(agreed)} clear={leads.mean():.0%}")
+    assert len(agreed) == 960
+    assert sum(agreed) >= 0.94 * 960
+    assert leads.mean() > 0.5
+    assert np.array(agreed)[leads].all()
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen3moe_many_experts", "llama_experts"])
+def test_most_logits_agree_where_experts_are_nearly_equal(
+    name: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    """With a random selector: where rounding chooses, a row differs, and those are few."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, SHAPES[name])
+    tokens = np.random.default_rng(5).integers(0, 320, 300).tolist()
+    exact = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, dequantise), tokens))
+    share = float((exact < EXACT_WORST).mean())
+    print(f"AGREEMENT {name} random choices median={np.median(exact):.6f} other rows={share:.1%}")
+    assert float(np.median(exact)) > COSINE_MIN
+    assert share < 0.35
+
+
+@pytest.mark.parametrize("name", ["qwen3moe", "llama_experts"])
+def test_with_another_number_of_experts_used_the_logits_disagree(
+    name: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail."""
+    path = model_of(name, tmp_path)
+    key, n_used = f"{SHAPES[name].arch}.expert_used_count", SHAPES[name].n_used
+    fewer = edited(path, lambda values, _: values.update({key: (n_used - 1, values[key][1])}))
+    tokens = np.random.default_rng(5).integers(0, 320, 100).tolist()
+    found = cosines(ours_of(path, tokens, cache_dir), theirs_of(fewer, tokens))
+    assert float(np.median(found)) < COSINE_MIN - 0.01
 
 
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])

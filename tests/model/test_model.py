@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFValueType
 from msgspec import structs
 
 import kernels
@@ -218,6 +218,29 @@ def test_fused_qkv_equals_separate_matrices(tmp_path: Path, cache_dir: Path) -> 
         with LocalRunner(file, cache_dir=cache_dir, n_pages=8) as runner:
             results.append(runner.all_logits(tokens_of(runner, 40)).tobytes())
     assert results[0] == results[1]
+
+
+def test_a_scale_of_two_equals_experts_twice_as_large(tmp_path: Path, cache_dir: Path) -> None:
+    """Weights of experts times 2, or every scale of the down banks: both are exact."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, EXPERTS)
+    types = [GGUFValueType.FLOAT32]
+
+    def scale(values: dict[str, Any], _: Any) -> None:
+        values["qwen3moe.expert_weights_scale"] = (2.0, types)
+
+    def enlarge(_: Any, tensors: dict[str, Any]) -> None:
+        for i in range(EXPERTS.n_layer):
+            data = tensors[f"blk.{i}.ffn_down_exps.weight"][0]
+            blocks = data.reshape(-1, 18)  # of Q4_0
+            blocks[:, :2] = (blocks[:, :2].copy().view(np.float16) * 2).view(np.uint8)
+
+    results: list[bytes] = []
+    for edit in (scale, enlarge, lambda *_: None):
+        file = edited(path, edit)
+        with LocalRunner(file, cache_dir=cache_dir, n_pages=8) as runner:
+            results.append(runner.all_logits(tokens_of(runner, 40)).tobytes())
+    assert results[0] == results[1] != results[2]
 
 
 def test_skipping_unwanted_rows_changes_no_bit_of_the_others(model: Path, cache_dir: Path) -> None:
