@@ -481,6 +481,7 @@ def inspect_model(config: Config) -> ModelInfo:
     with GgufFile(config.model.path) as gguf:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
+        banks = [tensor for tensor in gguf.tensors.values() if len(tensor.shape) == 3]
         found = Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
     notes: list[str] = []
@@ -506,6 +507,10 @@ def inspect_model(config: Config) -> ModelInfo:
             "n_head": spec.attention.n_head,
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
+            "n_expert": spec.experts.n_expert if spec.experts else 0,
+            "n_expert_used": spec.experts.n_used if spec.experts else 0,
+            "expert_params": sum(math.prod(tensor.shape) for tensor in banks),
+            "expert_bytes": sum(tensor.n_bytes for tensor in banks),
         },
         created=int(found.st_mtime),
         notes=notes,
@@ -518,14 +523,20 @@ def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | Non
     n_head, n_kv_head, head_dim = (
         int(info.details[name]) for name in ("n_head", "n_kv_head", "head_dim")
     )
+    n_expert, n_used, expert_params, expert_bytes = (
+        int(info.details[name])
+        for name in ("n_expert", "n_expert_used", "expert_params", "expert_bytes")
+    )
+    unused_params = expert_params * (n_expert - n_used) // max(1, n_expert)
     size = capacity.ModelSize(
         info.file_bytes,
-        info.file_bytes,
-        info.n_params,
+        info.file_bytes - expert_bytes,
+        info.n_params - unused_params,
         n_layer * n_head * head_dim,
         PageLayout(n_layer, n_kv_head, head_dim).payload_bytes,
         PAGE_TOKENS,
         info.context_tokens,
+        capacity.Experts(n_expert, n_used, expert_bytes) if n_expert else None,
     )
     gpu = None if facts is None else facts.gpu
     if gpu is None:

@@ -1,10 +1,11 @@
 """Capacity of a processor for a model: what fits its memory, and how fast it should be.
 
-A roofline model, which measures nothing of the model itself: a decode step reads the weights once
-and the KV of its sessions, and computes one product per weight and session; prefill computes a
-product per weight and token, and two per pair of tokens and query value. `Processor` has what of
-the peaks kernels reach. Speeds are predictions, within a factor of two as a rule; `CostModel`
-begins with them (`prior_cost`) and replaces them once steps run.
+A roofline model, which measures nothing of the model itself: a step reads its weights once and the
+KV of its sessions, and computes one product per weight and token; prefill computes two more per
+pair of tokens and query value. Of experts, a step reads those that its tokens choose, and computes
+with those that a token uses. `Processor` has what of the peaks kernels reach. Speeds are
+predictions, within a factor of two as a rule; `CostModel` begins with them (`prior_cost`) and
+replaces them once steps run.
 """
 
 from __future__ import annotations
@@ -35,9 +36,18 @@ OPEN_PAGES_MIN = 8
 ENTRY_MS = 0.01  # of a decode beside its products: its token is sampled
 
 
+class Experts(NamedTuple):
+    """The experts of a model: n_used of n_expert in each layer for a token, n_bytes in all."""
+
+    n_expert: int
+    n_used: int
+    n_bytes: int
+
+
 class ModelSize(NamedTuple):
-    """Work and bytes of a model. `step_weight_bytes` are read by each step: all but the embedding,
-    of which a token reads one row. `attention_values`: query values of all layers and heads."""
+    """Work and bytes of a model. `step_weight_bytes` are read by each step: all but experts and the
+    embedding, of which a token reads one row. `attention_values`: query values of all layers and
+    heads."""
 
     weight_bytes: int
     step_weight_bytes: int
@@ -46,6 +56,7 @@ class ModelSize(NamedTuple):
     page_bytes: int  # of 256 tokens of KV
     page_tokens: int
     context_tokens: int
+    experts: Experts | None = None
 
 
 class Processor(NamedTuple):
@@ -171,18 +182,36 @@ def _by_sheet(name: str, sheet: GpuSheet) -> Processor:
     )
 
 
+def step_bytes(model: ModelSize, tokens: int) -> float:
+    """Bytes of weights that a step of `tokens` tokens reads. Their choices of experts are assumed
+    to be independent of each other, so those of n experts that one of them chooses are
+    n (1 - (1 - used / n)^tokens): of 128 of which a token uses 8, 40 % for 8 tokens, 87 % for 32.
+    """
+    if model.experts is None:
+        return model.step_weight_bytes
+    n_expert, n_used, n_bytes = model.experts
+    return model.step_weight_bytes + n_bytes * (1.0 - (1.0 - n_used / n_expert) ** tokens)
+
+
 def prior_cost(model: ModelSize, processor: Processor) -> StepCost:
     """What steps are assumed to cost until they were measured.
 
     Each coefficient is what the work costs alone: reads and products, which overlap, are added, so
-    a step is predicted at most twice as long as by `decode_ms`.
+    a step of one session or of BATCH is predicted at most twice as long as by `decode_ms`. Between
+    the two, reads of experts grow with each session by the same; a chunk of CHUNK_TOKENS reads
+    what it reads.
     """
     token_ms = _compute_ms(processor.linear_gops, model.products)
     pair_ms = _compute_ms(processor.attention_gops, 2 * model.attention_values)
+    one_ms, batch_ms, chunk_ms = (
+        _read_ms(processor, step_bytes(model, tokens)) for tokens in (1, BATCH, CHUNK_TOKENS)
+    )
+    entry_ms = (batch_ms - one_ms) / (BATCH - 1)
+    fixed_ms = one_ms - entry_ms
     return StepCost(
-        processor.step_ms + _read_ms(processor, model.step_weight_bytes),
-        token_ms,
-        token_ms + ENTRY_MS,
+        processor.step_ms + fixed_ms,
+        token_ms + (chunk_ms - fixed_ms) / CHUNK_TOKENS,
+        token_ms + entry_ms + ENTRY_MS,
         max(_read_ms(processor, model.page_bytes / model.page_tokens), pair_ms),
         pair_ms,
     )
@@ -208,7 +237,7 @@ def decode_ms(model: ModelSize, processor: Processor, sessions: int, context_tok
     """One decode step of `sessions` with `context_tokens` of KV each."""
     kv_bytes = sessions * context_tokens * model.page_bytes / model.page_tokens
     pairs = sessions * context_tokens * model.attention_values
-    reads = _read_ms(processor, model.step_weight_bytes)
+    reads = _read_ms(processor, step_bytes(model, sessions))
     products = _compute_ms(processor.linear_gops, sessions * model.products)
     # K and V are read while they are computed with; the slower of the two bounds attention.
     attention = max(_read_ms(processor, kv_bytes), _compute_ms(processor.attention_gops, 2 * pairs))
@@ -218,9 +247,11 @@ def decode_ms(model: ModelSize, processor: Processor, sessions: int, context_tok
 def prefill_ms(model: ModelSize, processor: Processor, tokens: int) -> float:
     """Prefill of `tokens` from the start."""
     pairs = tokens * tokens / 2 * model.attention_values
-    linear = _compute_ms(processor.linear_gops, tokens * model.products)
     steps = -(-tokens // CHUNK_TOKENS)
-    return steps * processor.step_ms + linear + _compute_ms(processor.attention_gops, 2 * pairs)
+    products = _compute_ms(processor.linear_gops, tokens * model.products)
+    reads = steps * _read_ms(processor, step_bytes(model, min(tokens, CHUNK_TOKENS)))
+    attention = _compute_ms(processor.attention_gops, 2 * pairs)
+    return steps * processor.step_ms + max(reads, products) + attention
 
 
 def _read_ms(processor: Processor, n_bytes: float) -> float:

@@ -112,6 +112,11 @@ class DenseRoles(Generic[M, V]):
         """The matrices that read the normed row."""
         return [self.gate, self.up]
 
+    @property
+    def banks(self) -> list[M]:
+        """The matrices of which a token uses a part."""
+        return []
+
 
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
@@ -127,6 +132,11 @@ class MoeRoles(Generic[M, V]):
     def readers(self) -> list[M]:
         """The matrices that read the normed row: experts read a copy of those that chose them."""
         return [self.selector]
+
+    @property
+    def banks(self) -> list[M]:
+        """The matrices of which a token uses a part."""
+        return [self.gate, self.up, self.down]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -155,6 +156,25 @@ class RandomTensor(NamedTuple):
 
 def write_synthetic(path: Path, shape: Shape) -> None:
     """Writes the model file, a tensor at a time; the same shape gives the same bytes."""
+    writer, tensors = _begin(path, shape)
+    rng = _generator(shape)
+    for tensor in tensors:
+        writer.write_tensor_data(tensor(rng))
+    writer.close()
+
+
+def write_sparse(path: Path, shape: Shape) -> None:
+    """Writes the header of the model file alone, and a hole in place of every number: what reads
+    the header finds a file of the whole size, which takes no room."""
+    writer, tensors = _begin(path, shape)
+    writer.close()
+    align = writer.data_alignment
+    sizes = [path.stat().st_size, *(tensor.n_bytes for tensor in tensors)]
+    os.truncate(path, sum(-(-size // align) * align for size in sizes))
+
+
+def _begin(path: Path, shape: Shape) -> tuple[gguf.GGUFWriter, list[RandomTensor]]:
+    """The writer of a file of which everything is written but the numbers of these tensors."""
     writer = _writer(path, shape)
     tensors = list(_tensors_of(shape))
     for tensor in tensors:
@@ -163,10 +183,7 @@ def write_synthetic(path: Path, shape: Shape) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    rng = _generator(shape)
-    for tensor in tensors:
-        writer.write_tensor_data(tensor(rng))
-    writer.close()
+    return writer, tensors
 
 
 def write_tensors(path: Path, shape: Shape, tensors: Mapping[str, Tensor]) -> None:

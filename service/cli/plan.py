@@ -84,7 +84,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     """Facts of a model to show, and its `ModelSize`; BatchEngineError as `serve` would raise it."""
     import kernels
     from batchengine.gguf import GgufFile
-    from batchengine.policy.capacity import ModelSize
+    from batchengine.policy.capacity import BATCH, Experts, ModelSize, step_bytes
     from batchengine.text.vocab import Tokenizer
     from batchengine.weights import plan_tensors, read_spec
     from kv_store.layout import PAGE_TOKENS, PageLayout
@@ -96,29 +96,44 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     Tokenizer(path).close()
     sizes = {m.name: kernels.packed_bytes(m.kind, m.rows, m.cols) for m in tensors.matrices}
     weight_bytes = sum(sizes.values()) + 4 * sum(v.size for v in tensors.vectors)
-    products = sum(m.rows * m.cols for m in tensors.matrices)
+    parameters = sum(m.rows * m.cols for m in tensors.matrices)
+    experts, unused, bank_bytes = None, 0, 0  # unused: parameters of experts that a token leaves
+    if spec.experts is not None:
+        n_expert, n_used = spec.experts.n_expert, spec.experts.n_used
+        banks = [m for layer in tensors.layers for m in layer.ffn.banks]
+        bank_bytes = sum(sizes[m.name] for m in banks)
+        experts = Experts(n_expert, n_used, bank_bytes)
+        unused = sum(m.rows * m.cols for m in banks) * (n_expert - n_used) // n_expert
     embedding = tensors.embedding
-    step_bytes = weight_bytes
+    read_bytes, products = weight_bytes - bank_bytes, parameters - unused
     if not spec.tied:  # a tied one is the head too, which every step reads
-        step_bytes -= sizes[embedding.name]
+        read_bytes -= sizes[embedding.name]
         products -= embedding.rows * embedding.cols
     attention = spec.attention
     layout = PageLayout(spec.n_layer, attention.n_kv_head, attention.head_dim)
     context = min(context_tokens or spec.context_trained, spec.context_trained)
     size = ModelSize(
         weight_bytes,
-        step_bytes,
+        read_bytes,
         products,
         spec.n_layer * attention.n_head * attention.head_dim,
         layout.page_bytes,
         PAGE_TOKENS,
         context,
+        experts,
     )
     facts: dict[str, Any] = {
         "name": spec.name or path.stem,
         "arch": spec.arch,
         "quantisation": spec.quantisation,
         "layers": spec.n_layer,
+        "parameters": parameters,
+        "parameters_used": parameters - unused,  # by one token
+        "experts": experts.n_expert if experts else 0,
+        "experts_used": experts.n_used if experts else 0,
+        "step_bytes": round(step_bytes(size, 1)),  # that a step of one token reads
+        "batch": BATCH,
+        "batch_step_bytes": round(step_bytes(size, BATCH)),
         "file_bytes": file_bytes,
         "packed_bytes": weight_bytes,
         "kv_bytes_per_token": layout.page_bytes // PAGE_TOKENS,
@@ -172,6 +187,7 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
         f"model    {facts['name']}  {facts['quantisation']}  {facts['layers']} layers"
         f"  {_gib(facts['packed_bytes'])} packed  KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a"
         f" token  context {facts['context_tokens']:,}",
+        *_expert_lines(facts),
         f"machine  {machine['threads']} cores, {machine['isa']}: reads {machine['read_gbps']} GB/s,"
         f" computes {machine['int8_gops']:,} GOPS of int8 (measured now)",
         f"memory   {_gib(machine['memory_bytes'])}, {_gib(machine['memory_free_bytes'])} free",
@@ -184,6 +200,18 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
         lines += ["", *_lane_lines(facts, one)]
     lines += ["", "Speeds are predictions from the peaks above; `batchengine bench` measures them."]
     return lines
+
+
+def _expert_lines(facts: dict[str, Any]) -> list[str]:
+    """What of a model with experts a token computes with, and a step reads."""
+    if not facts["experts"]:
+        return []
+    used, parameters = facts["parameters_used"] / 1e9, facts["parameters"] / 1e9
+    return [
+        f"experts  {facts['experts_used']} of {facts['experts']} for a token: {used:.2f} of"
+        f" {parameters:.2f} G parameters; a step reads {_gib(facts['step_bytes'])} for one session,"
+        f" {_gib(facts['batch_step_bytes'])} for {facts['batch']}"
+    ]
 
 
 def _packed(facts: dict[str, Any]) -> str:

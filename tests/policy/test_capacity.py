@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
@@ -13,6 +14,7 @@ from batchengine.policy.capacity import (
     ENTRY_MS,
     GPU_STEP_MS,
     GPUS,
+    Experts,
     ModelSize,
     Processor,
     capacity,
@@ -22,6 +24,7 @@ from batchengine.policy.capacity import (
     gpu_processor,
     prefill_ms,
     prior_cost,
+    step_bytes,
     unmeasured_cpu,
 )
 from batchengine.policy.cost import CostModel, StepCost, StepWork, work_of
@@ -37,7 +40,19 @@ MODEL = ModelSize(
     page_tokens=256,
     context_tokens=32768,
 )
+# 30B-A3B of Q4_0: most of it is experts, of which a token uses a sixteenth.
+MIXTURE = ModelSize(
+    weight_bytes=16 * GIB,
+    step_weight_bytes=GIB,
+    products=3 * 10**9,
+    attention_values=48 * 4096,
+    page_bytes=13 << 20,
+    page_tokens=256,
+    context_tokens=32768,
+    experts=Experts(n_expert=128, n_used=8, n_bytes=15 * GIB),
+)
 CPU = cpu_processor("cpu", 40.0, 1000.0, 16 * GIB)
+models = st.sampled_from((MODEL, MIXTURE))
 CONTEXTS = (2048, 8192, 32768, 131072)
 
 processors = st.builds(
@@ -66,15 +81,53 @@ def test_what_is_planned_fits(processor: Processor, disk_bytes: int) -> None:
         assert plan.batch_tpot_ms >= plan.tpot_ms
 
 
-@given(processors)
-def test_a_step_takes_no_less_than_its_reads_and_its_products(processor: Processor) -> None:
+@given(processors, models)
+def test_a_step_takes_no_less_than_its_reads_and_its_products(
+    processor: Processor, model: ModelSize
+) -> None:
     for sessions in (1, 4, 16):
         for tokens in (256, 8192):
-            ms = decode_ms(MODEL, processor, sessions, tokens)
-            kv_bytes = sessions * tokens * MODEL.page_bytes // MODEL.page_tokens
-            assert ms * processor.read_gbps * 1e6 >= 0.999 * (MODEL.step_weight_bytes + kv_bytes)
-            assert ms * processor.linear_gops * 1e6 >= 0.999 * 2 * sessions * MODEL.products
-    assert prefill_ms(MODEL, processor, 4096) >= 1.999 * prefill_ms(MODEL, processor, 2048)
+            ms = decode_ms(model, processor, sessions, tokens)
+            kv_bytes = sessions * tokens * model.page_bytes // model.page_tokens
+            read_bytes = step_bytes(model, sessions) + kv_bytes
+            assert ms * processor.read_gbps * 1e6 >= 0.999 * read_bytes
+            assert ms * processor.linear_gops * 1e6 >= 0.999 * 2 * sessions * model.products
+    assert prefill_ms(model, processor, 4096) >= 1.999 * prefill_ms(model, processor, 2048)
+    steps_of_prefill = 4096 / 512
+    read_ms = steps_of_prefill * step_bytes(model, 512) / (processor.read_gbps * 1e6)
+    assert prefill_ms(model, processor, 4096) >= 0.999 * read_ms
+
+
+@given(st.integers(2, 1024), st.data())
+def test_a_step_reads_the_experts_that_its_tokens_choose(
+    n_expert: int, data: st.DataObject
+) -> None:
+    """From those of one token to all, by ever less with each token, and never more than all."""
+    n_used = data.draw(st.integers(1, n_expert))
+    model = MIXTURE._replace(experts=Experts(n_expert, n_used, 15 * GIB))
+    found = [step_bytes(model, tokens) - GIB for tokens in range(65)]
+    assert found[0] == 0.0
+    assert found[1] == pytest.approx(15 * GIB * n_used / n_expert)
+    growth = [b - a for a, b in itertools.pairwise(found)]
+    assert all(a + 1.0 >= b >= -1.0 for a, b in itertools.pairwise(growth))
+    assert found[-1] <= 15 * GIB
+    assert step_bytes(model, 1 << 20) == pytest.approx(16 * GIB)
+    assert step_bytes(MODEL, 1) == step_bytes(MODEL, 512) == MODEL.step_weight_bytes
+
+
+@pytest.mark.parametrize(("tokens", "share"), [(1, 0.0625), (8, 0.40), (32, 0.87), (512, 1.0)])
+def test_the_share_of_experts_that_a_batch_reads(tokens: int, share: float) -> None:
+    """Of 128 experts of which a token uses 8."""
+    assert (step_bytes(MIXTURE, tokens) - GIB) / (15 * GIB) == pytest.approx(share, abs=0.005)
+
+
+def test_a_batch_gains_less_from_experts_than_from_dense_weights() -> None:
+    """A step of 16 sessions takes over four times as long as one of one session; of a dense model
+    that reads as much for one session it takes little longer."""
+    dense = MIXTURE._replace(experts=None, step_weight_bytes=GIB + 15 * GIB // 16)
+    fast = cpu_processor("cpu", 40.0, 1e6, 64 * GIB)  # bound by what it reads
+    slower = decode_ms(MIXTURE, fast, 16, 256) / decode_ms(MIXTURE, fast, 1, 256)
+    assert slower > 4 > 1.5 > decode_ms(dense, fast, 16, 256) / decode_ms(dense, fast, 1, 256)
 
 
 def test_contexts_end_at_the_model_and_at_memory() -> None:
@@ -107,15 +160,29 @@ def test_the_prior_of_a_cpu_has_the_right_order_of_magnitude() -> None:
     assert 4 < prior.predict_ms(StepWork(0, 1, 100, 0.0)) < 40
 
 
-@given(processors)
-def test_a_prior_is_no_less_than_the_roofline_and_at_most_twice(processor: Processor) -> None:
-    prior = prior_cost(MODEL, processor)
+@given(processors, models)
+def test_a_prior_is_no_less_than_the_roofline_and_at_most_twice(
+    processor: Processor, model: ModelSize
+) -> None:
+    prior = prior_cost(model, processor)
     CostModel(prior)  # which takes positive coefficients only
     for sessions in (1, 16):
         for tokens in (256, 8192):
             ms = prior.predict_ms(work_of([(tokens - 1, 1)] * sessions)) - sessions * ENTRY_MS
-            least = decode_ms(MODEL, processor, sessions, tokens)
+            least = decode_ms(model, processor, sessions, tokens)
             assert 0.999 * least <= ms <= 2.001 * least
+    chunk_ms = prior.predict_ms(work_of([(0, 512)]))
+    least = prefill_ms(model, processor, 512)
+    assert 0.999 * least <= chunk_ms <= 2.001 * least + prior.fixed_ms
+
+
+@given(processors, st.integers(2, 15))
+def test_the_prior_of_a_small_batch_of_experts_is_three_quarters_of_the_roofline_at_least(
+    processor: Processor, sessions: int
+) -> None:
+    """The reads of experts grow most with the first sessions; a prior is linear."""
+    ms = prior_cost(MIXTURE, processor).predict_ms(work_of([(255, 1)] * sessions))
+    assert ms >= 0.75 * decode_ms(MIXTURE, processor, sessions, 256)
 
 
 @pytest.mark.parametrize(

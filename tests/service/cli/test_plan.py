@@ -15,10 +15,12 @@ import kernels
 from batchengine import config
 from batchengine.core import BatchEngineError
 from batchengine.policy.capacity import cpu_processor
+from bench.models.synthetic import PRESETS, write_sparse
 from service.cli import main, plan
 from service.cli.machine import check as checks
 from tests.hostile.rewrite import edited
 
+GIB = 1 << 30
 POCKET = Path(__file__).resolve().parents[3] / "pocket/pocket-q4_0.gguf"
 MACHINE = {
     "threads": 2, "isa": "any", "read_gbps": 30.0, "int8_gops": 900, "memory_bytes": 16 << 30,
@@ -55,6 +57,34 @@ def test_the_plan_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "2 MiB beside the model's 2 MiB, made at the first start" in text
     assert found["model"]["packed_file"] in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_plan_of_a_model_with_experts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Qwen3-30B-A3B as Q4_0: the parameters of its card, and a sixteenth of its experts a token."""
+    path = tmp_path / "m.gguf"
+    write_sparse(path, PRESETS["30b-a3b"])
+    main.run(["plan", str(path), "--gpu", "h200", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    model, gpu = found["model"], found["lanes"][1]
+    assert model["parameters"] / 1e9 == pytest.approx(30.53, abs=0.01)
+    assert model["parameters_used"] / 1e9 == pytest.approx(3.35, abs=0.01)
+    assert (model["experts"], model["experts_used"]) == (128, 8)
+    assert 15 * GIB < model["packed_bytes"] < 17 * GIB
+    assert 1.5 * GIB < model["step_bytes"] < 2 * GIB  # 0.9 of experts, 0.5 of attention, the head
+    assert 10 * GIB < model["batch_step_bytes"] < 11 * GIB
+    alone = gpu["contexts"][0]
+    assert 2.5 < alone["batch_tpot_ms"] / alone["tpot_ms"] < 5.0
+    main.run(["plan", str(path)])
+    text = capsys.readouterr().out
+    assert "experts  8 of 128 for a token: 3.35 of 30.53 G parameters; a step reads 1.7 GiB" in text
+    assert max(map(len, text.splitlines())) <= 120
+    assert main.run(["plan", str(POCKET), "--json"]) == 0
+    dense = json.loads(capsys.readouterr().out)["model"]
+    assert dense["experts"] == 0
+    assert dense["parameters"] == dense["parameters_used"]
+    assert dense["step_bytes"] == dense["batch_step_bytes"]
 
 
 def test_a_model_that_does_not_fit(
