@@ -10,7 +10,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
+class ModelArchitecture:
     """What an architecture has that no key of a file says.
 
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
@@ -30,16 +30,16 @@ class Architecture:
     is_cooled: bool = False
 
 
-_QWEN3 = Architecture(has_qk_norm=True)
-_QWEN3_MOE = Architecture(has_qk_norm=True, experts="all")
+_QWEN3 = ModelArchitecture(has_qk_norm=True)
+_QWEN3_MOE = ModelArchitecture(has_qk_norm=True, experts="all")
 
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
-    "llama": Architecture(pairs="norm", experts="some"),
-    "mistral3": Architecture(pairs="norm", has_log_multiplier=True, is_cooled=True),
-    "smollm3": Architecture(pairs="norm", rope_every=4),
-    "qwen2": Architecture(),
-    "seed_oss": Architecture(ffn_norm="post_attention_norm.weight"),
+    "llama": ModelArchitecture(pairs="norm", experts="some"),
+    "mistral3": ModelArchitecture(pairs="norm", has_log_multiplier=True, is_cooled=True),
+    "smollm3": ModelArchitecture(pairs="norm", rope_every=4),
+    "qwen2": ModelArchitecture(),
+    "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,
     "qwen3vl": _QWEN3,
