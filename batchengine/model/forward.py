@@ -55,6 +55,8 @@ class Model:
             weights.rope_factors or _factors(rope.factors),
             rope.position_scale,
             rope.attn_factor,
+            rope.query_log,
+            rope.query_span,
         )
 
     def __repr__(self) -> str:

@@ -17,8 +17,8 @@ class ModelArchitecture:
     has_qk_norm: heads of Q and K are normed before RoPE. experts: whether a model has experts.
     ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
     layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
-    divided by the one that a key gives. is_cooled: queries far behind the positions of the first
-    training are scaled by their position (attention.temperature_scale).
+    divided by the one that a key gives. scales_queries: queries are scaled by their position, which
+    a key says (attention.temperature_scale).
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -27,7 +27,7 @@ class ModelArchitecture:
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
     has_log_multiplier: bool = False
-    is_cooled: bool = False
+    scales_queries: bool = False
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -36,7 +36,7 @@ _QWEN3_MOE = ModelArchitecture(has_qk_norm=True, experts="all")
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
     "llama": ModelArchitecture(pairs="norm", experts="some"),
-    "mistral3": ModelArchitecture(pairs="norm", has_log_multiplier=True, is_cooled=True),
+    "mistral3": ModelArchitecture(pairs="norm", has_log_multiplier=True, scales_queries=True),
     "smollm3": ModelArchitecture(pairs="norm", rope_every=4),
     "qwen2": ModelArchitecture(),
     "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),

@@ -38,7 +38,7 @@ class RopeSpec:
 
     style "norm" rotates the pairs (2i, 2i+1), "neox" the pairs (i, i+n_rot/2). attn_factor
     multiplies cos and sin. has_factors: the file has a factor per pair; else they are `factors`, or
-    all 1 if these are empty.
+    all 1 if these are empty. Queries are scaled by 1 + query_log · ln(1 + floor(p / query_span)).
     """
 
     style: str
@@ -48,6 +48,8 @@ class RopeSpec:
     attn_factor: float
     has_factors: bool
     factors: tuple[float, ...] = ()
+    query_log: float = 0.0
+    query_span: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +194,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         quantisation=_FILE_TYPES.get(gguf.integer("general.file_type", -1), "mixed"),
         n_embd=n_embd,
         n_vocab=_vocab_size(gguf, arch),
-        context_trained=_context_trained(gguf, arch),
+        context_trained=_count(gguf, f"{arch}.context_length"),
         eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
         tied="output.weight" not in gguf.tensors,
         layers=tuple(
@@ -287,6 +289,9 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
         attn_factor=_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3),
         has_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
     )
+    if ARCHITECTURES[arch].scales_queries:
+        log = _between(gguf, f"{arch}.attention.temperature_scale", 0.0, 0.0, 1e3)
+        rope = replace(rope, query_log=log, query_span=_first_context(gguf, arch))
     is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
 
@@ -324,17 +329,6 @@ def _first_context(gguf: GgufFile, arch: str) -> int:
     """Positions of the first training, before the context was made longer."""
     key = f"{arch}.rope.scaling.original_context_length"
     return _count(gguf, key, _count(gguf, f"{arch}.context_length"))
-
-
-def _context_trained(gguf: GgufFile, arch: str) -> int:
-    """Positions that a session may have. Queries behind the first training are scaled by their
-    position in some models, which is not computed: they end there."""
-    context = _count(gguf, f"{arch}.context_length")
-    is_cooled = (
-        ARCHITECTURES[arch].is_cooled
-        and gguf.number(f"{arch}.attention.temperature_scale", 0.0) != 0.0
-    )
-    return min(context, _first_context(gguf, arch)) if is_cooled else context
 
 
 def unsupported(

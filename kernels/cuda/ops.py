@@ -103,6 +103,7 @@ class CudaOps:
         self._gpu = gpu
         self._pool = pool
         self._held: dict[Held, int] = {}
+        self._query_scales: dict[kernels.RopeTable | None, int] = {}  # of tables that have any
         self._indices = Scratch(gpu)
         self._staged: list[tuple[I32, int]] = []  # with their addresses
         self._given = Parcel(gpu)  # parameters of `sample`
@@ -131,10 +132,17 @@ class CudaOps:
             address += view.nbytes
 
     def upload_rope(self, table: kernels.RopeTable, positions: int) -> None:
-        """Copy the cosines and sines of the first positions. Raises MemoryError."""
-        rows = np.array([table.row(position) for position in range(positions)], np.float32)
-        self._held[table] = self._gpu.allocate(rows.nbytes)
-        self._gpu.copy_in(self._held[table], rows)
+        """Copy what a table has of the first positions. Raises MemoryError."""
+        self._held[table] = self._hold([table.row(position) for position in range(positions)])
+        if table.scales_queries:
+            scales = [table.query_scale(position) for position in range(positions)]
+            self._query_scales[table] = self._hold(scales)
+
+    def _hold(self, values: Sequence[Sequence[float]] | Sequence[float]) -> int:
+        array = np.array(values, np.float32)
+        address = self._gpu.allocate(array.nbytes)
+        self._gpu.copy_in(address, array)
+        return address
 
     def _address(self, held: Held | None) -> int:
         return 0 if held is None else self._held[held]
@@ -353,7 +361,8 @@ class CudaOps:
                 *(layer, shape.n_layer, n_head, shape.n_kv_head, shape.head_dim),
                 *(self._address(q_norm), self._address(k_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
-                *(LOG2_E * scale / hadamard_width, queries.q, queries.scale, rows.address),
+                *(LOG2_E * scale / hadamard_width, self._query_scales.get(rope, 0)),
+                *(queries.q, queries.scale, rows.address),
             ],
         )
 

@@ -37,8 +37,11 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert without == ([3] if arch == "smollm3" else [])
 
 
-def test_a_model_whose_queries_are_cooled_ends_with_its_first_context(tmp_path: Path) -> None:
+def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:
     shape = replace(TINY, arch="mistral3", yarn_factor=16.0, yarn_trained=512, temperature=0.1)
-    assert spec_of(tmp_path / "cooled.gguf", shape).context_trained == 512
-    uncooled = replace(shape, temperature=0.0)
-    assert spec_of(tmp_path / "m.gguf", uncooled).context_trained == shape.context
+    spec = spec_of(tmp_path / "m.gguf", shape)
+    rope = spec.attention.rope
+    assert (rope.query_log, rope.query_span) == (pytest.approx(0.1), 512)
+    assert spec.context_trained == shape.context
+    others = replace(shape, arch="llama")
+    assert spec_of(tmp_path / "l.gguf", others).attention.rope.query_log == 0.0

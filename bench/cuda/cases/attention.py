@@ -132,7 +132,10 @@ class Attention:
         self.shape = shape = kernels.PageShape(self.N_LAYER, n_kv, head_dim)
         self.style = str(rng.choice(["norm", "neox"]))
         n_rot = head_dim if self.style == "norm" else 2 * int(rng.integers(1, head_dim // 2 + 1))
-        self.rope = kernels.RopeTable(self.style, head_dim, n_rot, 10000.0)
+        scaling = (0.5, int(rng.integers(1, 300))) if rng.integers(2) else (0.0, 1)
+        self.rope = kernels.RopeTable(
+            self.style, head_dim, n_rot, 10000.0, None, 1.0, 1.0, *scaling
+        )
         self.scale = 1 / math.sqrt(head_dim)
         self.tokens = sum(n for n, _ in entries)
         self.width = (n_head + 2 * n_kv) * head_dim
@@ -342,6 +345,10 @@ class Attention:
             rows = arrays.empty(np.uint8, tokens, self.shape.row_bytes)
             geometry = [self.LAYER, self.N_LAYER, n_head, n_kv, head_dim]
             rotation = [rope.address, self.rope.n_rot, int(self.style == "neox")]
+            query_scales = 0
+            if self.has_rope and self.rope.scales_queries:
+                scales = [self.rope.query_scale(p) for p in range(max(positions) + 1)]
+                query_scales = arrays.put(np.array(scales, np.float32)).address
             factor = float(np.float32(LOG2_E * self.scale / (head_dim & -head_dim)))
             gpu.launch(
                 "place_kv",
@@ -357,6 +364,7 @@ class Attention:
                     self.EPS,
                     *(rotation if self.has_rope else [0, 0, 0]),
                     factor,
+                    query_scales,
                     q.address,
                     scale.address,
                     rows.address,

@@ -100,7 +100,9 @@ struct PlaceJob {
         const size_t group = queries.n_head / shape.n_kv_head;
         const size_t row = queries.row(shape.n_kv_head, head / group, token, head % group);
         const size_t blocks = shape.blocks();
-        ops.quantise_query(y, blocks, factor, queries.q.data() + row * shape.head_dim,
+        const RopeTable* rope = params.rope;
+        const float scale = rope ? rope->query_scale(batch.position(token)) : 1.0f;
+        ops.quantise_query(y, blocks, ca::mul_rn(factor, scale), queries.q.data() + row * shape.head_dim,
                            queries.scale.data() + row * blocks,
                            queries.offset.data() + row * blocks);
     }

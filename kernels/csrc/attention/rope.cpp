@@ -85,14 +85,17 @@ void rope_sincos(double x, double* sine, double* cosine) {
 }  // namespace
 
 RopeTable::RopeTable(bool neox_, size_t head_dim_, size_t n_rot, double base, const Vector* factors,
-                     double position_scale, double attn_factor)
+                     double position_scale, double attn_factor, double query_log, size_t query_span)
     : neox(neox_), head_dim(head_dim_), half(n_rot / 2), attn_factor_(attn_factor),
+      query_log_(query_log), query_span_(query_span),
       chunks_(new std::atomic<const float*>[POSITIONS_MAX / CHUNK]()) {
     if (n_rot == 0 || n_rot % 2 != 0 || n_rot > head_dim)
         throw std::invalid_argument("RopeTable: n_rot must be even, positive and at most head_dim");
     if (!(base > 0.0) || !std::isnormal(base) || !std::isfinite(position_scale) ||
         !std::isfinite(attn_factor))
         throw std::invalid_argument("RopeTable: base, position_scale or attn_factor is unusable");
+    if (!(query_log >= 0.0 && query_log <= 1e3) || query_span == 0)
+        throw std::invalid_argument("RopeTable: query_log or query_span is unusable");
     if (factors && factors->size != half)
         throw std::invalid_argument("RopeTable: factors must have n_rot/2 values");
     const FloatEnvironment environment;
@@ -120,6 +123,10 @@ void RopeTable::fill(size_t chunk, float* out) const {
             out[half + i] = static_cast<float>(sine * attn_factor_);
         }
     }
+    for (size_t p = 0; p < CHUNK; p++) {
+        const auto spans = static_cast<double>((chunk * CHUNK + p) / query_span_);
+        out[p] = static_cast<float>(1.0 + query_log_ * rope_log(1.0 + spans));
+    }
 }
 
 void RopeTable::cover(size_t first, size_t end) {
@@ -131,7 +138,7 @@ void RopeTable::cover(size_t first, size_t end) {
         const std::lock_guard<std::mutex> lock(mutex_);
         if (chunks_[chunk].load(std::memory_order_relaxed)) continue;
         const FloatEnvironment environment;
-        Buffer<float> values(CHUNK * 2 * half);
+        Buffer<float> values(CHUNK * (2 * half + 1));
         fill(chunk, values.data());
         owned_.push_back(std::move(values));
         chunks_[chunk].store(owned_.back().data(), std::memory_order_release);
@@ -144,6 +151,10 @@ std::string RopeTable::digest() {
     uint64_t hash = xxh3_64(shape, sizeof shape, 0);
     hash = xxh3_64(frequency_.data(), frequency_.size() * sizeof(double), hash);
     hash = xxh3_64(cosines(0), CHUNK * 2 * half * sizeof(float), hash);
+    if (scales_queries()) {
+        const double scaling[2] = {query_log_, static_cast<double>(query_span_)};
+        hash = xxh3_64(scaling, sizeof scaling, hash);
+    }
     char text[17];
     static const char digits[] = "0123456789abcdef";
     for (int i = 0; i < 16; i++) text[i] = digits[(hash >> (60 - 4 * i)) & 15];

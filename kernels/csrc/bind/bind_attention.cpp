@@ -26,15 +26,16 @@ void bind_rope(nb::module_& module) {
         .def(
             "__init__",
             [](RopeTable* self, const std::string& style, size_t head_dim, size_t n_rot, double base,
-               const Vector* factors, double position_scale, double attn_factor) {
+               const Vector* factors, double position_scale, double attn_factor, double query_log,
+               size_t query_span) {
                 require(style == "norm" || style == "neox",
                         "RopeTable: style is '" + style + "', expected 'norm' or 'neox'");
                 new (self) RopeTable(style == "neox", head_dim, n_rot, base, factors, position_scale,
-                                     attn_factor);
+                                     attn_factor, query_log, query_span);
             },
             nb::arg("style"), nb::arg("head_dim"), nb::arg("n_rot"), nb::arg("base"),
             nb::arg("factors").none() = nb::none(), nb::arg("position_scale") = 1.0,
-            nb::arg("attn_factor") = 1.0)
+            nb::arg("attn_factor") = 1.0, nb::arg("query_log") = 0.0, nb::arg("query_span") = 1)
         .def("digest", &RopeTable::digest,
              "Hex hash of the parameters and of the first 256 positions.")
         .def(
@@ -45,6 +46,15 @@ void bind_rope(nb::module_& module) {
                 return std::vector<float>(row, row + 2 * self.half);
             },
             nb::arg("position"), "The n_rot/2 cosines, then the n_rot/2 sines of a position.")
+        .def(
+            "query_scale",
+            [](RopeTable& self, size_t position) {
+                self.cover(position, position + 1);
+                return self.query_scale(position);
+            },
+            nb::arg("position"), "The scale of queries at a position.")
+        .def_prop_ro("scales_queries", &RopeTable::scales_queries,
+                     "Whether any query has another scale than 1.")
         .def_prop_ro("head_dim", [](const RopeTable& self) { return self.head_dim; })
         .def_prop_ro("n_rot", [](const RopeTable& self) { return 2 * self.half; })
         .def_prop_ro("style", [](const RopeTable& self) { return self.neox ? "neox" : "norm"; });

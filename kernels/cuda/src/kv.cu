@@ -140,12 +140,13 @@ GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t
 }  // namespace
 
 // qkv: rows of q heads, k heads, v heads. pages: per token the address of the page of its position.
-// rope: per position n_rot / 2 cosines and as many sines, or null. rows: [token][layer][KV head] as
+// rope: per position n_rot / 2 cosines and as many sines, or null. query_scales: per position the scale of
+// queries, or null. rows: [token][layer][KV head] as
 // KvRows. q_norm, k_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), 64 threads.
 KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> positions,
        gpu::In<uint64_t> pages, int layer, int n_layer, int n_head, int n_kv_head, int head_dim,
        gpu::In<float> q_norm, gpu::In<float> k_norm, float eps, gpu::In<float> rope, int n_rot,
-       int is_neox, float factor, gpu::Out<int8_t> q, gpu::Out<float> q_scale,
+       int is_neox, float factor, gpu::In<float> query_scales, gpu::Out<int8_t> q, gpu::Out<float> q_scale,
        gpu::Out<uint8_t> rows) {
     gpu::begin();
     __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> x;
@@ -165,6 +166,7 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
     }
     if (is_query) {
         const int64_t row = token * n_head + index;
+        if (query_scales) factor = ca::mul_rn(factor, query_scales[position]);
         put_query(x, head_dim, factor, q + row * head_dim, q_scale + row * (head_dim / ca::BLOCK));
         return;
     }

@@ -151,7 +151,8 @@ def place_kv(move: Move, a: Arguments) -> tuple[int, int, int]:
     move.table(a, 3, np.uint64, 1, {0: -LAYERS_FAR * n_kv * shape.head_bytes})
     rows = (FAR * n_layer + LAYERS_FAR) * shape.row_bytes
     q = FAR * n_head * head_dim
-    back(a, {0: 4 * FAR * a[1], 12: 4 * POSITIONS_FAR * a[13], 16: q, 17: q // 8, 18: rows})
+    back(a, {0: 4 * FAR * a[1], 12: 4 * POSITIONS_FAR * a[13], 16: 4 * POSITIONS_FAR})
+    back(a, {17: q, 18: q // 8, 19: rows})
     a[4] += LAYERS_FAR
     return FAR, 0, 0
 
