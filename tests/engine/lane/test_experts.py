@@ -1,0 +1,89 @@
+"""A whole engine that serves a model with experts: the tokens of a session stay the same."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from batchengine.config import LaneConfig, load
+from batchengine.core import Sampling
+from batchengine.engine.boot import inspect_model, prior_cost
+from batchengine.policy.cost import StepWork
+from bench.models.synthetic import PRESETS, write_synthetic
+from tests.support.engines import Reference, Site, read, request, running_engine, started, words
+
+SHAPE = dataclasses.replace(PRESETS["moe-tiny"], n_vocab=2000, tied=True)
+LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
+OTHER = {"left": "right", "right": "left"}
+SAMPLING = Sampling(temperature=0.7, seed=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "experts.gguf"
+    write_synthetic(path, SHAPE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, cache_dir: Path) -> Iterator[Reference]:
+    """Answers when the model computes one timeline alone."""
+    made = Reference(model, cache_dir)
+    yield made
+    made.close()
+
+
+async def test_sessions_of_a_model_with_experts_survive_moves_and_a_restart(
+    model: Path, alone: Reference, tmp_path: Path, cache_dir: Path
+) -> None:
+    """One moves between two lanes while it computes, others compute in the same steps; the next
+    engine goes on with all of them."""
+    site = Site(model, tmp_path, cache_dir)
+    prompts = {name: words(seed, n) for seed, (name, n) in enumerate((("s", 300), ("t", 40)))}
+    timelines: dict[str, list[int]] = {}
+    async with running_engine(site, lanes=LANES, router__promote_auto=False) as engine:
+        asked = {
+            name: await started(engine, request(prompt, 4000, session=name, sampling=SAMPLING), 3)
+            for name, prompt in prompts.items()
+        }
+        for _ in range(4):
+            at = {row["session_id"]: row["lane"] for row in engine.sessions()}
+            report = await engine.promote("", "s", to=OTHER[at["s"]])
+            assert report["result"] == "moved", report
+            await asyncio.sleep(0.01)
+        for name, (generation, reader) in asked.items():
+            assert not generation.finished
+            generation.cancel()
+            answer = await reader
+            expected = alone.tokens(prompts[name], len(answer.tokens), SAMPLING)
+            assert answer.tokens == expected
+            timelines[name] = [*prompts[name], *answer.tokens]
+    async with running_engine(site, lanes=LANES) as engine:
+        for name, timeline in timelines.items():
+            longer = [*timeline, 77]
+            again = await read(engine.submit(request(longer, 30, session=name)))
+            assert again.tokens == alone.tokens(longer, 30)
+            assert again.done is not None
+            assert again.done.usage.cached_tokens >= len(timeline) - 1
+
+
+def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(model: Path) -> None:
+    """A step reads and computes less than a dense one of as many bytes; more with each session."""
+    info = inspect_model(load(None, {"model.path": str(model)}))
+    assert (info.details["n_expert"], info.details["n_expert_used"]) == (10, 3)
+    banks = SHAPE.n_layer * SHAPE.n_expert * 3 * SHAPE.n_embd * SHAPE.n_ff
+    assert info.details["expert_params"] == banks
+    assert info.details["expert_bytes"] == banks // 32 * 18
+    found = prior_cost(info, LANES[0], None)
+    dense_details = {**info.details, "n_expert": 0, "expert_bytes": 0}
+    dense = prior_cost(dataclasses.replace(info, details=dense_details), LANES[0], None)
+    assert found.fixed_ms < dense.fixed_ms
+    read_ms = found.decode_entry_ms - found.prefill_token_ms
+    assert read_ms > dense.decode_entry_ms - dense.prefill_token_ms
+    for sessions in (1, 16):
+        work = StepWork(0, sessions, 0, 0.0)
+        assert found.predict_ms(work) < dense.predict_ms(work)
