@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 import kernels
 from bench import report
+from bench.cuda import faulty
 from bench.cuda.assembly.ptx import faults
 from bench.cuda.cases import Differs, cases
 from bench.cuda.gpus import BUILD, open_gpu
@@ -34,6 +35,7 @@ FLIPPED = (
     "attention",
     "sample",
     "embed q4_0",
+    "select experts",
 )  # cases that compare all they copy first
 
 
@@ -76,9 +78,12 @@ def plant(gpu: Gpu, pool: kernels.Pool) -> dict[str, bool]:
         except Differs:
             found[f"one bit of {name}"] = True
     if isinstance(gpu, Emulator):
-        faulty = Emulator(compile_kernels(BUILD / "simt", [planted.SOURCE]))
+        one = Emulator(compile_kernels(BUILD / "simt", [planted.SOURCE]))
         for name in planted.PLANTED:
-            found[name] = all(planted.is_caught(faulty, name, seed) for seed in planted.SEEDS)
+            found[name] = all(planted.is_caught(one, name, seed) for seed in planted.SEEDS)
+        of_experts = faulty.compiled(BUILD / "simt")
+        for name in faulty.FAULTS:
+            found[name] = faulty.is_found(of_experts, pool, name)
     return found
 
 

@@ -354,7 +354,7 @@ GPU_FN void barrier(int line = __builtin_LINE()) { simt::barrier(line); }
 GPU_FN void warp_barrier(int line = __builtin_LINE()) { simt::warp_barrier(line); }
 
 // Collectives that exchange values; every thread of a warp must be in the same.
-enum Collective { SHUFFLE, SHUFFLE_XOR, BALLOT, K32_SS, K32_US, K16_SS };
+enum Collective { SHUFFLE, SHUFFLE_XOR, BALLOT, SMALLEST, K32_SS, K32_US, K16_SS };
 
 template <class T>
 T exchanged(T value, int other, Collective kind, int line) {
@@ -385,7 +385,17 @@ GPU_FN uint32_t ballot(bool x, int line = __builtin_LINE()) {
     });
     return static_cast<uint32_t>(words[0]);
 }
+GPU_FN uint32_t min_of_lanes(uint32_t x, int line = __builtin_LINE()) {
+    simt::Words words = {x};
+    simt::exchange(words, SMALLEST, line, [](simt::Words* lanes) {
+        uint64_t smallest = lanes[0][0];
+        for (int i = 1; i < WARP; i++) smallest = lanes[i][0] < smallest ? lanes[i][0] : smallest;
+        for (int i = 0; i < WARP; i++) lanes[i][0] = smallest;
+    });
+    return static_cast<uint32_t>(words[0]);
+}
 GPU_FN int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
+GPU_FN int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
 GPU_FN bool any(bool x, int line = __builtin_LINE()) { return ballot(x, line) != 0; }
 
 // c += A * B of a warp with k bytes a row, from the fragments as gpu.h lays them out. The words of a lane:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -129,21 +130,33 @@ class Activations:
     """Quantised activations of one step, as activations.h has them.
 
     Float matrices read fp32 rows at `values`: those that were quantised, or, with `keep_float`,
-    the normed ones, which have memory of their own.
+    the normed ones, which have memory of their own. gathered: the activations of tokens that
+    products of pairs read instead (experts.py); then these have no memory, nor before they are
+    written.
     """
 
     def __init__(self, gpu: Gpu, tokens_max: int, width: int, keep_float: bool) -> None:
         self.tokens_max, self.width = tokens_max, width
-        spans = -(-width // SPAN_VALUES)
-        self.q = gpu.allocate(tokens_max * spans * SPAN_VALUES)
-        self.scale = gpu.allocate(4 * tokens_max * spans * (SPAN_VALUES // BLOCK))
-        self.sums = gpu.allocate(4 * tokens_max * spans * (SPAN_VALUES // BLOCK))
-        self.kept = gpu.allocate(4 * tokens_max * width) if keep_float else 0
-        self.values = self.kept
+        self._gpu, self._keep_float = gpu, keep_float
+        self.gathered: Activations | None = None
+        self.values = 0
+
+    @cached_property
+    def addresses(self) -> list[int]:
+        """Of q, scale and sums. Raises MemoryError."""
+        spans = -(-self.width // SPAN_VALUES)
+        blocks = 4 * self.tokens_max * spans * (SPAN_VALUES // BLOCK)
+        sizes = self.tokens_max * spans * SPAN_VALUES, blocks, blocks
+        return [self._gpu.allocate(size) for size in sizes]
 
     @property
-    def addresses(self) -> list[int]:
-        return [self.q, self.scale, self.sums]
+    def scale(self) -> int:
+        return self.addresses[1]
+
+    @cached_property
+    def kept(self) -> int:
+        """The memory of normed rows; 0: they are not kept. Raises MemoryError."""
+        return self._gpu.allocate(4 * self.tokens_max * self.width) if self._keep_float else 0
 
 
 class Queries:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
+from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
@@ -29,18 +30,23 @@ from kernels.cuda.memory import (
     Rows,
     Scratch,
 )
+from kernels.cuda.products import (
+    ADD,
+    FEW_TOKENS_MAX,
+    FLOATS,
+    GATE,
+    NO_GATE,
+    STORE,
+    THREADS,
+    TILE_ROWS,
+    WARP,
+    GateAt,
+    MatrixAt,
+    OutputAt,
+    Products,
+)
 
-FLOATS = ("f16", "bf16", "f32")
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
-STORE, ADD, GATE = range(3)  # what follows a product: `Then` of linear.cu
-WEIGHT_TILE_ROWS = 16  # rows of a tile of packed weights
-# Up to FEW_TOKENS_MAX a block reads a tile of weights for FEW_TOKENS or for all of them, up to
-# SOME_TOKENS four tiles for so many, else for MANY_TOKENS. A multiprocessor has MANY_AT_ONCE blocks
-# of these at once; where there are fewer, their segments are parted.
-FEW_TOKENS, FEW_TOKENS_MAX, SOME_TOKENS, MANY_TOKENS = 8, 16, 32, 64
-MANY_TILES, MANY_THREADS, MANY_AT_ONCE = 4, 128, 3
-FEW_WARPS_MIN, FEW_WARPS_MAX, SEGMENT = 4, 8, 1024
-THREADS, WARP = 256, 32
 NORM_THREADS_MAX = 512
 QUANTISE_SPANS = 4  # of a block, a warp each
 LOG2_E = 1.4426950408889634
@@ -58,13 +64,6 @@ BIAS = np.dtype([("token", np.int32), ("value", np.float32)])
 Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
 Taken = Mapping[int, int]  # where a token goes, and of which row it is the sample
 NOTHING_TAKEN: Taken = {}
-
-
-def few_threads(cols: int, matrices: int = 1) -> int:
-    """Threads of a block of `linear_few`: a warp a segment of a row, in rounds of equal size."""
-    segments = -(-cols // SEGMENT) * matrices
-    rounds = -(-segments // FEW_WARPS_MAX)
-    return WARP * max(FEW_WARPS_MIN, -(-segments // rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +107,16 @@ class CudaOps:
         self._staged: list[tuple[I32, int]] = []  # with their addresses
         self._given = Parcel(gpu)  # parameters of `sample`
         self._adjusted, self._weights, self._out = Scratch(gpu), Scratch(gpu), Scratch(gpu)
-        self._partials = Scratch(gpu)  # sums of segments
+        self._products = Products(gpu)
+        experts = ExpertOps(gpu, self._products, self._address)
+        self.select_experts, self.gather_pairs = experts.select_experts, experts.gather_pairs
+        self.pairs_gated, self.pairs_add = experts.pairs_gated, experts.pairs_add
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)
         self.make_batch = partial(Batch, gpu)
         self.make_kv_rows = partial(KvRows, gpu)
+        self.make_expert_pairs = partial(ExpertPairs, gpu)
 
     # -- weights
 
@@ -196,6 +199,10 @@ class CudaOps:
         grid = tokens, -(-spans // QUANTISE_SPANS), 1
         self._gpu.launch("quantise", grid, WARP * QUANTISE_SPANS, arguments)
 
+    def quantise_pairs(self, x: Rows, pairs: ExpertPairs, out: Activations) -> None:
+        """As `kernels.quantise_pairs`; float matrices read the rows of `x` itself."""
+        self.quantise(x, pairs.tokens * pairs.n_used, out)
+
     def take_rows(self, x: Rows, indices: I32, out: Rows) -> None:
         """As `kernels.take_rows`."""
         at = self._indices_of(indices)
@@ -223,8 +230,10 @@ class CudaOps:
         for i, matrix in enumerate(matrices):
             if i + 1 < len(matrices) and self._is_followed(i, matrices, biases):
                 continue
-            rows = sum([one.rows for one in matrices[first:i]]) + matrix.rows
-            self._product(x, matrices[first], rows, biases[first], tokens, STORE, out, column)
+            rows = sum([one.rows for one in matrices[first : i + 1]])
+            address = self._address(matrices[first])
+            to = OutputAt(self._address(biases[first]), STORE, out.address + 4 * column, out.width)
+            self._products.launch(x, MatrixAt(address, matrix.kind, rows, matrix.cols), tokens, to)
             column, first = column + rows, i + 1
 
     def _is_followed(
@@ -233,7 +242,7 @@ class CudaOps:
         """Whether matrix i + 1 and its bias lie directly behind matrix i and its bias in the memory
         of the GPU, so that a product can treat both as one."""
         (matrix, other), (bias, other_bias) = matrices[i : i + 2], biases[i : i + 2]
-        if (matrix.kind, matrix.cols) != (other.kind, other.cols) or matrix.rows % WEIGHT_TILE_ROWS:
+        if (matrix.kind, matrix.cols) != (other.kind, other.cols) or matrix.rows % TILE_ROWS:
             return False
         if self._held[other] != self._held[matrix] + matrix.bytes:
             return False
@@ -250,7 +259,7 @@ class CudaOps:
         out: Rows,
     ) -> None:
         """As `kernels.linear_add`."""
-        self._product(x, matrix, matrix.rows, bias, tokens, ADD, out)
+        self._product(x, matrix, bias, tokens, ADD, out)
 
     def linear_gated(
         self,
@@ -265,72 +274,25 @@ class CudaOps:
         """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
         is_one = gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX
         if is_one:
-            first = self._address(gate), self._address(gate_bias)
-            self._product(x, up, up.rows, up_bias, tokens, GATE, out, gate=first)
+            first = GateAt(self._address(gate), self._address(gate_bias))
+            self._product(x, up, up_bias, tokens, GATE, out, first)
         else:
-            self._product(x, gate, gate.rows, gate_bias, tokens, STORE, out)
-            self._product(x, up, up.rows, up_bias, tokens, GATE, out)
+            self._product(x, gate, gate_bias, tokens, STORE, out)
+            self._product(x, up, up_bias, tokens, GATE, out)
 
     def _product(
         self,
         x: Activations,
         matrix: kernels.Matrix,
-        rows: int,
         bias: kernels.Vector | None,
         tokens: int,
         then: int,
         out: Rows,
-        column: int = 0,
-        gate: tuple[int, int] = (0, 0),
+        gate: GateAt = NO_GATE,
     ) -> None:
-        """The product of `rows` rows from a matrix on, to columns of `out` from `column` on.
-
-        gate: addresses of the gate's matrix and bias, for the kernels for few tokens.
-        """
-        tiles, weights = -(-rows // WEIGHT_TILE_ROWS), [self._address(matrix), rows, matrix.cols]
-        after = [self._address(bias), then, out.address + 4 * column, out.width]
-        quantised = [*weights, x.q, x.scale, x.sums, tokens, *after]
-        grid = -(-tokens // FEW_TOKENS), tiles, 1
-        if matrix.kind in FLOATS:
-            arguments = [*weights, x.values, x.width, x.scale, tokens, *after]
-            self._gpu.launch(f"linear_{matrix.kind}", grid, 128, arguments)
-        elif tokens <= FEW_TOKENS_MAX:
-            threads = few_threads(matrix.cols, 1 + (gate[0] > 0))
-            name = "few" if tokens <= FEW_TOKENS else "few2"
-            arguments = [*quantised, *gate]
-            self._gpu.launch(f"linear_{name}_{matrix.kind}", (1, tiles, 1), threads, arguments)
-        else:
-            self._product_of_many(matrix.kind, rows, matrix.cols, tokens, quantised, after)
-
-    def _product_of_many(
-        self,
-        kind: str,
-        rows: int,
-        cols: int,
-        tokens: int,
-        arguments: list[int],
-        after: list[int],
-    ) -> None:
-        """The product of quantised rows for more than FEW_TOKENS_MAX tokens. `after`: those of
-        `arguments` that say what follows it."""
-        name, group = ("some", SOME_TOKENS) if tokens <= SOME_TOKENS else ("many", MANY_TOKENS)
-        blocks = -(-tokens // group), -(-rows // (WEIGHT_TILE_ROWS * MANY_TILES))
-        segments = -(-cols // SEGMENT)
-        parts = MANY_AT_ONCE * self._gpu.facts.multiprocessors // (blocks[0] * blocks[1])
-        each = -(-segments // max(1, parts))
-        parts = -(-segments // each)
-        partials = self._partials.reserve(4 * segments * tokens * rows) if parts > 1 else 0
-        self._gpu.launch(
-            f"linear_{name}_{kind}",
-            (*blocks, parts),
-            MANY_THREADS,
-            [*arguments, partials, each],
-        )
-        if parts > 1:
-            grid = tokens, -(-rows // THREADS), 1
-            self._gpu.launch(
-                "add_segments", grid, THREADS, [partials, segments, rows, tokens, *after]
-            )
+        at = MatrixAt(self._address(matrix), matrix.kind, matrix.rows, matrix.cols)
+        to = OutputAt(self._address(bias), then, out.address, out.width)
+        self._products.launch(x, at, tokens, to, gate)
 
     # -- attention
 

@@ -20,6 +20,7 @@ from bench.cuda.cases.attention import (
     attention_spans_case,
     random_page,
 )
+from bench.cuda.cases.experts import experts_case, select_case
 from bench.cuda.cases.linear import embed_case, linear_case, quantise_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
@@ -30,6 +31,7 @@ __all__ = [
     "Differs",
     "cases",
     "compare",
+    "experts_case",
     "linear_case",
     "packed_with_bytes",
     "random_page",
@@ -49,8 +51,10 @@ def cases() -> dict[str, Case]:
         "attention, long": attention_long_case,
         "sample": sample_case,
         "take samples": take_samples_case,
+        "select experts": select_case,
     }
     for kind in kernels.KINDS:
         table[f"linear {kind}"] = partial(linear_case, kind=kind)
         table[f"embed {kind}"] = partial(embed_case, kind=kind)
+        table[f"experts {kind}"] = partial(experts_case, kind=kind)
     return table

@@ -16,7 +16,8 @@ from bench.cuda.cases.values import (
     some_values,
 )
 from kernels.cuda.gpu import Gpu
-from kernels.cuda.ops import ADD, FLOATS, GATE, KIND_INDEX, STORE
+from kernels.cuda.ops import KIND_INDEX
+from kernels.cuda.products import ADD, FLOATS, GATE, STORE
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -110,7 +111,10 @@ def linear_case(
         f"linear_many_{kind}": ((-(-tokens // 64), *groups), 128),
     }
     if kind in FLOATS:
-        shapes = {f"linear_{kind}": ((eights, tiles, 1), 128)}
+        shapes = {
+            f"linear_{kind}": ((eights, tiles, 1), 128 * int(rng.integers(1, 5))),
+            f"linear_many_{kind}": ((-(-tokens // 32), tiles, 1), 128 * int(rng.integers(1, 3))),
+        }
     with Arrays(gpu) as arrays:
         x = Quantised.empty(arrays, tokens, cols)
         gpu.copy_in(x.values.address, values)
@@ -136,7 +140,8 @@ def linear_case(
             out = arrays.put(given)
             after = [b, then, out.address, rows]
             arguments = [weights.address, rows, cols, *source, tokens, *after]
-            gpu.launch(kernel, *shapes[kernel], [*arguments, *rest])
+            of_pairs = [0, 0, 1, 1] if "_few" in kernel else [0, 0, 1]
+            gpu.launch(kernel, *shapes[kernel], [*arguments, *rest, *of_pairs])
             if rest[:1] == [partials] != [0]:
                 threads = any_threads(rng)
                 grid = tokens, -(-rows // threads), 1

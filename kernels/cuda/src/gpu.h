@@ -105,9 +105,12 @@ GPU_FN T shuffle_xor(T value, int mask) {
 }
 GPU_FN bool any(bool x) { return __any_sync(0xFFFFFFFFu, x); }
 GPU_FN uint32_t ballot(bool x) { return __ballot_sync(0xFFFFFFFFu, x); }
+// The smallest value of all lanes.
+GPU_FN uint32_t min_of_lanes(uint32_t x) { return __reduce_min_sync(0xFFFFFFFFu, x); }
 
 // The number of the lowest bit that is set; some bit is.
 GPU_FN int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
+GPU_FN int count_bits(uint32_t bits) { return __popc(bits); }
 
 // Integer sums over threads in any order; the result is exact, so the order does not matter.
 template <class T>

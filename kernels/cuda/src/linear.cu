@@ -9,12 +9,16 @@
 // well before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are
 // neighbours in the grid, so that one of them reads weights from memory and the others from the cache.
 // That one asks for its weights while the launch before still computes the activations.
-#include "activations.h"
-#include "blocks.h"
+#include "products.h"
 
 namespace {
 
+using gpu::Columns;
+using gpu::Gate;
 using gpu::Kind;
+using gpu::Pairs;
+using gpu::Target;
+using gpu::Then;
 
 constexpr int FEW_WARPS = 8;
 constexpr int FEW_BLOCK_TOKENS = 8;
@@ -24,43 +28,6 @@ constexpr int ADD_THREADS = 256;
 constexpr int SOME_TOKENS = 32, MANY_TOKENS = 64;
 constexpr int STAGES = 3;  // spans of k whose activations a block of `many` holds or copies
 constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spreads rows over the banks
-
-// What becomes of a product y.
-enum class Then : int {
-    store,  // out = y + bias
-    add,    // out = out + (y + bias): the residual stream
-    gate,   // out = silu(gate) * (y + bias)
-};
-
-// The gate's matrix, of the size of the other one, and its bias, which may be null. Without a matrix, `out`
-// holds the gate's product.
-struct Gate {
-    gpu::In<uint8_t> matrix;
-    gpu::In<float> bias;
-};
-
-struct Target {
-    gpu::In<float> bias;  // or null
-    gpu::Out<float> out;
-    int64_t stride;
-    int rows;
-    int tokens;
-    Then then;
-};
-
-// gate_y: the gate's product, if `gate` has a matrix.
-GPU_FN void put(const Target& to, int token, int row, float y, const Gate& gate = {}, float gate_y = 0.0f) {
-    if (row >= to.rows || token >= to.tokens) return;
-    if (to.bias) y = ca::add_rn(y, to.bias[row]);
-    const int64_t at = token * to.stride + row;
-    if (to.then == Then::add) y = ca::add_rn(to.out[at], y);
-    if (to.then == Then::gate) {
-        if (!gate.matrix) gate_y = to.out[at];
-        if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[row]);
-        y = ca::mul_rn(ca::silu(gate_y), y);
-    }
-    to.out[at] = y;
-}
 
 // Kinds of which t * I, with I = Σ n q before a factor, has at most 24 significant bits (7 of t, 17 of I). So
 // t * I, (a factor) * d and t * S are exact floats, and a step is one fma of two of them: the same sum of the
@@ -112,14 +79,14 @@ GPU_FN Block block_of(const gpu::Packed& from, int t) {
 }
 
 // Of the two tokens 2t, 2t + 1 whose outputs a lane holds, in a block of k: t, -M * t and t * S.
-struct Pair {
+struct TwoTokens {
     float scale[2], offset[2], sum[2];
 };
 
 // scales, sums: of both tokens; kinds without a minimum do not read the sums.
 template <Kind kind>
-GPU_FN Pair pair_of(const uint32_t (&scales)[2], const uint32_t (&sums)[2]) {
-    Pair to = {};
+GPU_FN TwoTokens two_of(const uint32_t (&scales)[2], const uint32_t (&sums)[2]) {
+    TwoTokens to = {};
     GPU_UNROLL
     for (int i = 0; i < 2; i++) {
         to.scale[i] = ca::float_of(scales[i]);
@@ -132,7 +99,7 @@ GPU_FN Pair pair_of(const uint32_t (&scales)[2], const uint32_t (&sums)[2]) {
 
 // One block of k into the four chains of a lane (rows 2g, 2g, 2g + 1, 2g + 1; tokens 2t, 2t + 1 of each).
 template <Kind kind>
-GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const Pair& x) {
+GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const TwoTokens& x) {
     int32_t first[4], second[4];
     GPU_UNROLL
     for (int i = 0; i < 4; i++) first[i] = second[i] = static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
@@ -164,28 +131,17 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
     }
 }
 
-// Quantised activations from the first token of a block on, so that indices of spans fit 32 bits.
-struct Tokens {
-    gpu::In<gpu::Words4> q, scale, sums;  // of a token and a span 8 times 16 bytes, and 16 bytes
-    int last;
-
-    // Tokens past the last compute what is not stored, from the last one's activations.
-    GPU_FN int held(int token) const { return token < last ? token : last; }
+// Quantised activations from the first row of a block on, so that indices of spans fit 32 bits; of pairs, from that
+// of the first token: a step has fewer than 2^31 times 16 bytes of them.
+struct Rows {
+    gpu::In<gpu::Words4> q, scale, sums;  // of a row and a span 8 times 16 bytes, and 16 bytes
 };
-GPU_FN Tokens tokens_from(int first, int tokens, int64_t spans, gpu::In<uint32_t> q,
-                          gpu::In<float> scale, gpu::In<int32_t> sums) {
+GPU_FN Rows rows_from(int first, int64_t spans, gpu::In<uint32_t> q, gpu::In<float> scale,
+                      gpu::In<int32_t> sums) {
     const int64_t at = first * spans;
     return {gpu::in_as<gpu::Words4>(q + at * gpu::SPAN_WORDS),
             gpu::in_as<gpu::Words4>(scale + at * gpu::SPAN),
-            gpu::in_as<gpu::Words4>(sums + at * gpu::SPAN), tokens - 1 - first};
-}
-
-// Before the activations are there, the blocks of the first tokens ask for their weights.
-template <class Ask>
-GPU_FN void begin_with(Ask ask) {
-    gpu::launch_dependents();
-    if (gpu::block() == 0) ask();
-    gpu::dependency_wait();
+            gpu::in_as<gpu::Words4>(sums + at * gpu::SPAN)};
 }
 
 // How many blocks of weights `few` loads before it uses the first of them, and again meanwhile: as many as
@@ -206,13 +162,13 @@ GPU_FN constexpr bool loads_early(Kind kind, int groups) {
 // tokens 2t and 2t + 1.
 template <int groups>
 struct FewTokens {
-    int q[groups], pair[groups][2];
+    int q[groups], two[groups][2];
 };
 
 // `few` blocks from b on, of which those from `end` on are not there unless `is_whole`.
 template <Kind kind, int groups, bool is_whole, int few>
 GPU_FN void add_blocks(float (&acc)[groups][4], const gpu::Packed (&packed)[few],
-                       const Tokens& x, const FewTokens<groups>& mine, int b, int end, int t) {
+                       const Rows& x, const FewTokens<groups>& mine, int b, int end, int t) {
     constexpr int SPAN = gpu::SPAN;
     GPU_UNROLL
     for (int part = 0; part < few; part += SPAN) {
@@ -222,7 +178,7 @@ GPU_FN void add_blocks(float (&acc)[groups][4], const gpu::Packed (&packed)[few]
         GPU_UNROLL
         for (int i = 0; i < 2 * groups; i++) {
             const int group = i / 2, one = i % 2;
-            const int at = mine.pair[group][one] + span;
+            const int at = mine.two[group][one] + span;
             right[group][one] = x.q[(mine.q[group] + span) * (gpu::SPAN_WORDS / 4) + 2 * t + one];
             of[group][one] = x.scale[at];
             sum[group][one] = {{0, 0, 0, 0}};
@@ -238,45 +194,53 @@ GPU_FN void add_blocks(float (&acc)[groups][4], const gpu::Packed (&packed)[few]
                 const uint32_t both[2] = {q[i / 2].word[i % 2 * 2], q[i / 2].word[i % 2 * 2 + 1]};
                 const uint32_t scales[2] = {of[group][0].word[i], of[group][1].word[i]};
                 const uint32_t sums[2] = {sum[group][0].word[i], sum[group][1].word[i]};
-                step<kind>(acc[group], a, both, pair_of<kind>(scales, sums));
+                step<kind>(acc[group], a, both, two_of<kind>(scales, sums));
             }
         }
     }
 }
 
-// Grid: `groups` groups of 8 tokens, tiles of 16 rows. The segments of a gate come before those of the matrix.
+// Grid: `groups` groups of 8 columns, groups of `tiles` tiles of 16 rows. Each tile has a share of the warps; more than
+// one need a warp for each segment. The segments of a gate come before those of the matrix.
 template <Kind kind, int groups>
 GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
-                gpu::In<int32_t> sums, const Target& to, const Gate& gate) {
+                gpu::In<int32_t> sums, const Target& to, const Gate& gate, const Pairs& pairs, int tiles) {
     constexpr int AHEAD = ahead_of(kind, groups), TOKENS = groups * FEW_BLOCK_TOKENS;
     constexpr bool is_early = loads_early(kind, groups);
     __shared__ gpu::Shared<float, FEW_WARPS * gpu::TILE * TOKENS> partial;
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int segments = (blocks + gpu::SEGMENT_BLOCKS - 1) / gpu::SEGMENT_BLOCKS;
     const int spans = static_cast<int>(gpu::spans_of(cols));
-    const int all = gate.matrix ? 2 * segments : segments;
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * TOKENS;
-    const int64_t bytes = gpu::tile_bytes(kind, cols), tile_at = gpu::block_y() * bytes;
-    begin_with([&] {
-        if (gate.matrix) gpu::prefetch(gate.matrix + tile_at, bytes);
-        gpu::prefetch(matrix + tile_at, bytes);
+    const int all = gate.matrix ? 2 * segments : segments, share = gpu::warps() / tiles;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
+    const int64_t bytes = gpu::tile_bytes(kind, cols);
+    const int all_tiles = (to.rows + gpu::TILE - 1) / gpu::TILE, first_tile = gpu::block_y() * tiles;
+    const Columns columns = gpu::begin_with(pairs, to.tokens, TOKENS, [&](int expert) {
+        const int64_t at = (int64_t{expert} * all_tiles + first_tile) * bytes;
+        const int n = first_tile + tiles < all_tiles ? tiles : all_tiles - first_tile;
+        if (gate.matrix) gpu::prefetch(gate.matrix + at, n * bytes);
+        gpu::prefetch(matrix + at, n * bytes);
     });
-    const Tokens x = tokens_from(token0, to.tokens, spans, q, scale, sums);
+    if (columns.last < 0) return;
+    const Rows x = rows_from(columns.base(), spans, q, scale, sums);
     FewTokens<groups> mine;
     GPU_UNROLL
     for (int group = 0; group < groups; group++) {
         const int first = group * FEW_BLOCK_TOKENS;
-        mine.q[group] = x.held(first + g) * spans;
-        for (int i = 0; i < 2; i++) mine.pair[group][i] = x.held(first + 2 * t + i) * spans;
+        mine.q[group] = columns.held(first + g) * spans;
+        for (int i = 0; i < 2; i++) mine.two[group][i] = columns.held(first + 2 * t + i) * spans;
     }
+    const int own_tile = first_tile + gpu::warp() / share;
+    const int64_t tile_at =
+        (int64_t{columns.expert} * all_tiles + (own_tile < all_tiles ? own_tile : all_tiles - 1)) * bytes;
     // The 128 outputs of a tile and a group belong to the first 128 threads, which add the segments in order.
     const int row = gpu::thread() / FEW_BLOCK_TOKENS, token = gpu::thread() % FEW_BLOCK_TOKENS;
     float y[groups], gate_y[groups];
     GPU_UNROLL
     for (int group = 0; group < groups; group++) y[group] = gate_y[group] = 0.0f;
-    for (int first = 0; first < all; first += gpu::warps()) {
-        const int index = first + gpu::warp();
-        if (index < all) {
+    for (int first = 0; first < all; first += share) {
+        const int index = first + gpu::warp() % share;
+        if (index < all && gpu::warp() < tiles * share) {
             float acc[groups][4];
             GPU_UNROLL
             for (int i = 0; i < 4 * groups; i++) acc[i / 4][i % 4] = 0.0f;
@@ -314,24 +278,30 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
             }
         }
         gpu::barrier();
-        const int now = all - first < gpu::warps() ? all - first : gpu::warps();
-        if (row < gpu::TILE)
+        const int now = all - first < share ? all - first : share;
+        for (int tile = 0; tile < tiles && row < gpu::TILE; tile++) {
             for (int s = 0; s < now; s++)
                 GPU_UNROLL
                 for (int group = 0; group < groups; group++) {
                     const int column = group * FEW_BLOCK_TOKENS + token;
-                    const float part = partial[(s * gpu::TILE + row) * TOKENS + column];
+                    const float part =
+                        partial[((tile * share + s) * gpu::TILE + row) * TOKENS + column];
                     if (first + s == segments) gate_y[group] = y[group];
                     const bool is_first = first + s == 0 || first + s == segments;
                     y[group] = is_first ? part : ca::add_rn(y[group], part);
                 }
+            if (first + share < all) continue;
+            const Columns at = gpu::columns_of(pairs, to.tokens, TOKENS);  // again: registers are few
+            GPU_UNROLL
+            for (int group = 0; group < groups; group++) {
+                const int column = group * FEW_BLOCK_TOKENS + token;
+                if (column <= at.last)
+                    gpu::put(to, at.row(column), (first_tile + tile) * gpu::TILE + row, y[group], gate,
+                             gate_y[group]);
+            }
+        }
         gpu::barrier();
     }
-    if (row < gpu::TILE)
-        GPU_UNROLL
-        for (int group = 0; group < groups; group++)
-            put(to, token0 + group * FEW_BLOCK_TOKENS + token, gpu::block_y() * gpu::TILE + row, y[group],
-                gate, gate_y[group]);
 }
 
 // Sums of segments, which are added later: [segment][token][row]. Each block has `each` segments.
@@ -340,15 +310,15 @@ struct Segments {
     int each;
 };
 
-// Calls `put_one` with each output of a lane, its token and row, and where it lies in the accumulators. (No
+// Calls `put_one` with each output of a lane, its column and row, and where it lies in the accumulators. (No
 // lambda with a parameter of type auto: NVRTC 13.0 takes one in a template for a function of the host.)
 template <int parts, class PutOne>
-GPU_FN void for_outputs(int token0, int row0, PutOne put_one) {
+GPU_FN void for_outputs(int row0, PutOne put_one) {
     const int g = gpu::lane() / 4, t = gpu::lane() % 4;
     GPU_UNROLL
     for (int p = 0; p < parts; p++)
         GPU_UNROLL
-        for (int i = 0; i < 4; i++) put_one(token0 + p * 8 + 2 * t + i % 2, row0 + 2 * g + i / 2, p, i);
+        for (int i = 0; i < 4; i++) put_one(p * 8 + 2 * t + i % 2, row0 + 2 * g + i / 2, p, i);
 }
 
 // Activations of a block of `many`, STAGES spans at once.
@@ -359,14 +329,14 @@ struct Staged {
     gpu::Shared<gpu::Words4, n_sums>& sums;
 };
 
-// One or two blocks of k into the chains of a lane: pair `two` of a span. No branch is between two products, so
+// One or two blocks of k into the chains of a lane: half `half` of a span. No branch is between two products, so
 // that they are computed at once.
 template <Kind kind, int count, int tokens, int n_sums>
-GPU_FN void add_pair(float (&acc)[tokens / 8][4], const Block (&a)[2], const Staged<tokens, n_sums>& x,
-                     int span, int two) {
+GPU_FN void add_two(float (&acc)[tokens / 8][4], const Block (&a)[2], const Staged<tokens, n_sums>& x,
+                     int span, int half) {
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, row = span % STAGES * tokens;
-    const int right_at = (row + g) * STAGE_ROW + 2 * t + two;
-    const int scale_at = (row + 2 * t) * 4 + 2 * two;
+    const int right_at = (row + g) * STAGE_ROW + 2 * t + half;
+    const int scale_at = (row + 2 * t) * 4 + 2 * half;
     GPU_UNROLL
     for (int p = 0; p < tokens / 8; p++) {
         const gpu::Words4 right = x.values[right_at + p * 8 * STAGE_ROW];
@@ -380,25 +350,26 @@ GPU_FN void add_pair(float (&acc)[tokens / 8][4], const Block (&a)[2], const Sta
                 if constexpr (gpu::has_minimum(kind)) sums[token] = gpu::shared_word(x.sums, at);
             }
             const uint32_t both[2] = {right.word[2 * i], right.word[2 * i + 1]};
-            step<kind>(acc[p], a[i], both, pair_of<kind>(scales, sums));
+            step<kind>(acc[p], a[i], both, two_of<kind>(scales, sums));
         }
     }
 }
 
-// Grid: groups of `tokens` tokens, groups of 64 rows (a tile of 16 for each warp), groups of segments.
+// Grid: groups of `tokens` columns, groups of 64 rows (a tile of 16 for each warp), groups of segments.
 template <Kind kind, int tokens>
 GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
-                 gpu::In<int32_t> sums, const Target& to, const Segments& segments) {
+                 gpu::In<int32_t> sums, const Target& to, const Segments& segments, const Pairs& pairs) {
     constexpr int PARTS = tokens / 8, COPIES = gpu::SPAN_WORDS / 4;  // of 16 bytes, per token
     constexpr int SEGMENT_SPANS = gpu::SEGMENT_BLOCKS / gpu::SPAN;
     constexpr bool has_sums = gpu::has_minimum(kind);
     constexpr int THREADS = MANY_WARPS * gpu::WARP;
     static_assert(2 * tokens <= THREADS && THREADS % COPIES == 0);
-    constexpr int PAIRS = kind == Kind::q4_0 ? gpu::SPAN / 2 : 1;  // of a round: others lack registers for two
+    constexpr int TWOS = kind == Kind::q4_0 ? gpu::SPAN / 2 : 1;  // of a round: others lack registers for two
     constexpr int N_SUMS = has_sums ? STAGES * tokens : 1;
     __shared__ gpu::Shared<gpu::Words4, STAGES * tokens * STAGE_ROW> values;
     __shared__ gpu::Shared<gpu::Words4, STAGES * tokens> scales;
     __shared__ gpu::Shared<gpu::Words4, N_SUMS> all_sums;
+    __shared__ gpu::Shared<int32_t, tokens> held;  // rows of activations of the columns
     const Staged<tokens, N_SUMS> staged = {values, scales, all_sums};
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int all_spans = static_cast<int>(gpu::spans_of(cols));
@@ -406,20 +377,24 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     const int behind = first_span + segments.each * SEGMENT_SPANS;
     const int spans = behind < all_spans ? behind : all_spans;
     const int end = spans * gpu::SPAN < blocks ? spans * gpu::SPAN : blocks;
-    const int g = gpu::lane() / 4, t = gpu::lane() % 4, token0 = gpu::block() * tokens;
+    const int g = gpu::lane() / 4, t = gpu::lane() % 4;
     const int tiles = (to.rows + gpu::TILE - 1) / gpu::TILE, first_tile = gpu::block_y() * MANY_WARPS;
     const int tile_index = first_tile + gpu::warp(), row0 = tile_index * gpu::TILE;
     const bool has_tile = tile_index < tiles;
     const int64_t bytes = gpu::tile_bytes(kind, cols);
-    const gpu::In<uint8_t> tile = matrix + (has_tile ? tile_index : tiles - 1) * bytes;
-    begin_with([&] {
+    const Columns columns = gpu::begin_with(pairs, to.tokens, tokens, [&](int expert) {
         const int64_t from = gpu::tile_bytes(kind, first_span * gpu::SPAN * ca::BLOCK);
         const int64_t end =
             spans < all_spans ? gpu::tile_bytes(kind, spans * gpu::SPAN * ca::BLOCK) : bytes;
         for (int i = first_tile; i < first_tile + MANY_WARPS && i < tiles; i++)
-            gpu::prefetch(matrix + (i * bytes + from), end - from);
+            gpu::prefetch(matrix + ((int64_t{expert} * tiles + i) * bytes + from), end - from);
     });
-    const Tokens x = tokens_from(token0, to.tokens, all_spans, q, scale, sums);
+    if (columns.last < 0) return;
+    const gpu::In<uint8_t> tile =
+        matrix + (int64_t{columns.expert} * tiles + (has_tile ? tile_index : tiles - 1)) * bytes;
+    const Rows x = rows_from(columns.base(), all_spans, q, scale, sums);
+    if (gpu::thread() < tokens) held[gpu::thread()] = columns.held(gpu::thread());
+    gpu::barrier();
     // Copies the activations of a span, in the background.
     const auto fetch = [&](int span) {
         const int stage = span % STAGES * tokens, part = gpu::thread() % COPIES;
@@ -428,9 +403,9 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
             for (int i = 0; i < tokens; i += THREADS / COPIES) {
                 const int token = i + gpu::thread() / COPIES;
                 gpu::copy_async(values[(stage + token) * STAGE_ROW + part],
-                                x.q + ((x.held(token) * all_spans + span) * COPIES + part));
+                                x.q + ((held[token] * all_spans + span) * COPIES + part));
             }
-            const int token = gpu::thread() % tokens, at = x.held(token) * all_spans + span;
+            const int token = gpu::thread() % tokens, at = held[token] * all_spans + span;
             if (gpu::thread() < tokens)
                 gpu::copy_async(scales[stage + token], x.scale + at);
             else if (has_sums && gpu::thread() < 2 * tokens)
@@ -465,17 +440,17 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
         const int segment_end = first + gpu::SEGMENT_BLOCKS < end ? first + gpu::SEGMENT_BLOCKS : end;
         int b = first;
         GPU_NO_UNROLL  // fewer registers, so that three blocks share a multiprocessor
-        for (; b + 2 * PAIRS <= segment_end; b += 2 * PAIRS) {
+        for (; b + 2 * TWOS <= segment_end; b += 2 * TWOS) {
             arrive(b);
             GPU_UNROLL
-            for (int i = 0; i < PAIRS; i++) {
+            for (int i = 0; i < TWOS; i++) {
                 const Block a[2] = {block_of<kind>(next[0], t), block_of<kind>(next[1], t)};
-                if (i + 1 < PAIRS)
+                if (i + 1 < TWOS)
                     load_two(b + 2 * i + 2);
                 else
                     load(b + 2 * i + 2);
-                add_pair<kind, 2, tokens>(acc, a, staged, b / gpu::SPAN,
-                                          PAIRS == 1 ? b % gpu::SPAN / 2 : i);
+                add_two<kind, 2, tokens>(acc, a, staged, b / gpu::SPAN,
+                                          TWOS == 1 ? b % gpu::SPAN / 2 : i);
             }
         }
         GPU_NO_UNROLL
@@ -484,15 +459,16 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
             const Block a[2] = {block_of<kind>(next[0], t), block_of<kind>(next[1], t)};
             load(b + 2);
             if (b + 1 < segment_end)
-                add_pair<kind, 2, tokens>(acc, a, staged, b / gpu::SPAN, b % gpu::SPAN / 2);
+                add_two<kind, 2, tokens>(acc, a, staged, b / gpu::SPAN, b % gpu::SPAN / 2);
             else
-                add_pair<kind, 1, tokens>(acc, a, staged, b / gpu::SPAN, b % gpu::SPAN / 2);
+                add_two<kind, 1, tokens>(acc, a, staged, b / gpu::SPAN, b % gpu::SPAN / 2);
         }
         const int segment = first / gpu::SEGMENT_BLOCKS;
         if (segments.partials)
-            for_outputs<PARTS>(token0, row0, [&](int token, int row, int p, int i) {
-                if (row < to.rows && token < to.tokens)
-                    segments.partials[(segment * int64_t{to.tokens} + token) * to.rows + row] = acc[p][i];
+            for_outputs<PARTS>(row0, [&](int column, int row, int p, int i) {  // of tokens
+                const int token = gpu::block() * tokens + column;
+                if (row >= to.rows || token >= to.tokens) return;
+                segments.partials[(segment * int64_t{to.tokens} + token) * to.rows + row] = acc[p][i];
             });
         GPU_UNROLL
         for (int p = 0; p < PARTS; p++)
@@ -504,60 +480,37 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     }
     gpu::copies_wait<0>();
     if (has_tile && !segments.partials)
-        for_outputs<PARTS>(token0, row0, [&](int token, int row, int p, int i) {
-            put(to, token, row, y[p][i]);
+        for_outputs<PARTS>(row0, [&](int column, int row, int p, int i) {
+            if (column <= columns.last) gpu::put(to, columns.row(column), row, y[p][i]);
         });
-}
-
-// Float weights: a thread per row and token, the row's floats as they are.
-template <Kind kind>
-GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int64_t stride,
-                   gpu::In<float> scale, const Target& to) {
-    const int row = gpu::thread() % gpu::TILE;
-    const int token = gpu::block() * FEW_BLOCK_TOKENS + gpu::thread() / gpu::TILE;
-    const int64_t bytes = gpu::tile_bytes(kind, cols);
-    const gpu::In<uint8_t> tile = matrix + gpu::block_y() * bytes;
-    begin_with([&] { gpu::prefetch(tile, bytes); });
-    if (token >= to.tokens) return;
-    float y = 0.0f;
-    for (int first = 0; first < cols; first += ca::SEGMENT) {
-        const int end = first + ca::SEGMENT < cols ? first + ca::SEGMENT : cols;
-        float acc = 0.0f;
-        for (int k = first; k < end; k++)
-            acc = ca::fma_rn(gpu::float_at<kind>(tile, row, k), values[token * stride + k], acc);
-        y = first == 0 ? acc : ca::add_rn(y, acc);
-    }
-    const gpu::In<float> scales = scale + token * gpu::spans_of(cols) * gpu::SPAN;
-    for (int b = 0; b * ca::BLOCK < cols; b++)  // a value may be too large for rule 1, and finite
-        if (!ca::is_finite(scales[b])) y = ca::canonical_nan();
-    put(to, token, gpu::block_y() * gpu::TILE + row, y);
 }
 
 }  // namespace
 
-// matrix: `rows` of `cols`; q, scale, sums: activations of `tokens`; bias: or null; then: see
-// Then; gate, gate_bias: see Gate; partials, each: see Segments. few and few2: grid (groups of 8 or 16 tokens,
-// tiles), at least 128 threads. some and many: grid (groups of 32 or 64 tokens, groups of 4 tiles, groups of
-// segments), 128 threads.
+// matrix: `rows` of `cols`, or a bank of so many an expert; q, scale, sums: activations of `tokens`; bias: or null;
+// then: see Then; gate, gate_bias: see Gate; partials, each: see Segments; portions, order, of_row: see Pairs, of
+// which `tokens` are. few and few2: grid (groups of 8 or 16 columns, groups of `tiles` tiles), at least 128 threads.
+// some and many: grid (groups of 32 or 64 columns, groups of 4 tiles, groups of segments), 128 threads.
 #define MANY(name, group, kind)                                                                    \
     KERNEL_AT_ONCE(linear_##name##_##kind, MANY_WARPS* gpu::WARP, MANY_AT_ONCE,                    \
                    gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \
                    gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, gpu::In<float> bias,   \
-                   int then, gpu::Out<float> out, int stride, gpu::Out<float> partials,            \
-                   int each) {                                                                     \
+                   int then, gpu::Out<float> out, int stride, gpu::Out<float> partials, int each,  \
+                   gpu::In<gpu::Words4> portions, gpu::In<int32_t> order, int of_row) {               \
         many<Kind::kind, group>(matrix, cols, q, scale, sums,                                      \
                                 {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
-                                {partials, each});                                                 \
+                                {partials, each}, {portions, order, of_row});                         \
     }
 #define FEW(name, groups, kind)                                                                    \
     KERNEL_AT_ONCE(linear_##name##_##kind, FEW_WARPS* gpu::WARP, FEW_AT_ONCE,                      \
                    gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \
                    gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, gpu::In<float> bias,   \
                    int then, gpu::Out<float> out, int stride, gpu::In<uint8_t> gate,               \
-                   gpu::In<float> gate_bias) {                                                     \
+                   gpu::In<float> gate_bias, gpu::In<gpu::Words4> portions, gpu::In<int32_t> order,   \
+                   int of_row, int tiles) {                                                        \
         few<Kind::kind, groups>(matrix, cols, q, scale, sums,                                      \
                                 {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
-                                {gate, gate_bias});                                                \
+                                {gate, gate_bias}, {portions, order, of_row}, tiles);                 \
     }
 #define QUANTISED(kind)                                                                            \
     FEW(few, 1, kind)                                                                              \
@@ -574,18 +527,6 @@ QUANTISED(q4_k)
 QUANTISED(q5_k)
 QUANTISED(q6_k)
 
-// As linear_few, from fp32 rows. Grid (groups of 8 tokens, tiles), 128 threads.
-#define FLOATS(kind)                                                                               \
-    KERNEL(linear_##kind, FEW_BLOCK_TOKENS* gpu::TILE, gpu::In<uint8_t> matrix, int rows, int cols,      \
-           gpu::In<float> values, int values_stride, gpu::In<float> scale, int tokens,             \
-           gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {                       \
-        floats<Kind::kind>(matrix, cols, values, values_stride, scale,                             \
-                           {bias, out, stride, rows, tokens, static_cast<Then>(then)});            \
-    }
-FLOATS(f16)
-FLOATS(bf16)
-FLOATS(f32)
-
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).
 KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int rows, int tokens,
@@ -599,5 +540,5 @@ KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int row
     float y = at(0);
     GPU_UNROLL_4
     for (int segment = 1; segment < segments; segment++) y = ca::add_rn(y, at(segment));
-    put({bias, out, stride, rows, tokens, static_cast<Then>(then)}, token, row, y);
+    gpu::put({bias, out, stride, rows, tokens, static_cast<Then>(then)}, token, row, y);
 }

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import kernels
-from bench.cuda.cases import Differs, cases, compare, linear_case
+from bench.cuda.cases import Differs, cases, compare, experts_case, linear_case
 from bench.simt.emulator import KERNELS, Emulator
-from kernels.cuda import ops
+from kernels.cuda import experts, products
 
 CASES = cases()
 
@@ -31,20 +31,55 @@ def test_the_comparison_can_fail() -> None:
         compare(a, a[:1], "sizes")
 
 
+def constants(source: str) -> dict[str, int]:
+    text = (KERNELS / source).read_text()
+    return {name: int(n) for name, n in re.findall(r"\b([A-Z_]+) = (\d+)[,;]", text)}
+
+
 def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
-    source = (KERNELS / "linear.cu").read_text()
-    found = {name: int(n) for name, n in re.findall(r"\b([A-Z_]+) = (\d+)[,;]", source)}
-    assert found["FEW_WARPS"] == ops.FEW_WARPS_MAX
-    assert found["MANY_WARPS"] * ops.WARP == ops.MANY_THREADS
-    assert found["MANY_WARPS"] == ops.MANY_TILES
-    assert (found["SOME_TOKENS"], found["MANY_TOKENS"]) == (ops.SOME_TOKENS, ops.MANY_TOKENS)
-    assert found["FEW_BLOCK_TOKENS"] == ops.FEW_TOKENS == ops.FEW_TOKENS_MAX // 2
-    assert found["MANY_AT_ONCE"] == ops.MANY_AT_ONCE
+    found = constants("linear.cu")
+    assert found["FEW_WARPS"] == products.FEW_WARPS_MAX
+    assert found["MANY_WARPS"] * products.WARP == products.MANY_THREADS
+    assert found["MANY_WARPS"] == products.MANY_TILES
+    some_and_many = products.SOME_TOKENS, products.MANY_TOKENS
+    assert (found["SOME_TOKENS"], found["MANY_TOKENS"]) == some_and_many
+    assert found["FEW_BLOCK_TOKENS"] == products.FEW_TOKENS == products.FEW_TOKENS_MAX // 2
+    assert found["MANY_AT_ONCE"] == products.MANY_AT_ONCE
+    assert constants("floats.cu")["SLOTS"] * products.TILE_ROWS == products.FLOAT_THREADS
+    found = constants("experts.cu")
+    assert found["THREADS_MAX"] == experts.EXPERTS_MAX
+    assert found["PAIRS_MAX"] == experts.CHUNK_PAIRS_MAX
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x7F])
-@pytest.mark.parametrize("kind", [kind for kind in kernels.KINDS if kind not in ops.FLOATS])
+@pytest.mark.parametrize("kind", [kind for kind in kernels.KINDS if kind not in products.FLOATS])
 def test_the_largest_sums_of_products_are_exact(
     gpu: Emulator, pool: kernels.Pool, kind: str, byte: int
 ) -> None:
     linear_case(gpu, pool, np.random.default_rng(byte), kind, (20, 256, 9), byte)
+
+
+@pytest.mark.parametrize("kind", ["q4_0", "q6_k", "bf16"])
+@pytest.mark.parametrize(
+    ("counts", "columns"),
+    [((5, 7, 3), 8), ((30, 6, 1), 8), ((50, 6, 2), 32), ((30, 5, 2), 16), ((60, 3, 2), 64)],
+)
+def test_portions_of_every_size(
+    gpu: Emulator, pool: kernels.Pool, kind: str, counts: tuple[int, int, int], columns: int
+) -> None:
+    """Of a bank of few experts, so that a token count has portions that are full, and others."""
+    assert experts.portion_columns(*counts) == columns
+    gpu.seed = 1
+    experts_case(gpu, pool, np.random.default_rng(columns), kind, counts)
+
+
+@pytest.mark.parametrize(("n_expert", "n_used"), [(1, 1), (8, 1), (8, 2), (128, 8), (1024, 1024)])
+def test_a_launch_has_a_block_for_every_portion(n_expert: int, n_used: int) -> None:
+    """Most portions have pairs of as many experts as there can be, with full ones but for a pair
+    more."""
+    for tokens in (1, 2, 8, 9, 17, 64, 65, 200, 1000):
+        pairs, columns = tokens * n_used, experts.portion_columns(tokens, n_expert, n_used)
+        with_one = min(n_expert, pairs)
+        full = (pairs - with_one) // columns
+        assert experts.portions_max(pairs, n_expert, columns) == with_one + full
+        assert tokens > products.FEW_TOKENS or columns == products.FEW_TOKENS

@@ -17,6 +17,7 @@ from bench.cuda.arrays import Arrays
 from bench.cuda.cases import Attention, Differs, cases, linear_case
 from bench.simt.emulator import Emulator, EmulatorFault
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.products import FLOATS
 
 FAR = 1 << 24  # tokens or blocks
 ROWS_FAR = 60_000  # blocks of rows of a matrix: a grid has up to 65,535
@@ -24,7 +25,10 @@ LAYERS_FAR, POSITIONS_FAR, RESULTS_FAR = 100_000, 1 << 26, 1 << 28
 QUERY_DWORDS = 1 << 31  # a step has fewer: 524,288 tokens of 64 heads of 256
 INTS = 1 << 28
 # Of a kernel of products: tiles and tokens of a block.
-GROUPS = {"few": (1, 8), "few2": (1, 16), "some": (4, 32), "many": (4, 64), "": (1, 8)}
+GROUPS = {"few": (1, 8), "few2": (1, 16), "some": (4, 32), "many": (4, 64)}
+GROUPS_OF_FLOATS = {"": (1, 8), "many": (1, 32)}
+EXPERTS_FAR = 1 << 22
+PAIRS_FAR, PAIR_SPANS = 1 << 26, 1 << 27  # of less than 2^31 times 16 bytes of activations
 Arguments = list[Any]
 
 
@@ -77,6 +81,15 @@ class Move:
             values[:, column] += np.array(change).astype(kind)
         arguments[at] = self._arrays.put(values).address - FAR * values[0].nbytes
 
+    def values(
+        self, arguments: Arguments, at: int, kind: type[np.generic], change: int, moved: int
+    ) -> None:
+        """Add to all values of an array, and move its pointer back by `moved` bytes."""
+        values = np.empty(self._gpu.size_of(arguments[at]) // np.dtype(kind).itemsize, kind)
+        self._gpu.copy_out(arguments[at], values)
+        values += np.array(change).astype(kind)
+        arguments[at] = self._arrays.put(values).address - moved
+
     def pages(self, arguments: Arguments, at: int, n_bytes: int) -> None:
         """Move all addresses of a table back."""
         values = np.empty(self._gpu.size_of(arguments[at]) // 8, np.uint64)
@@ -98,22 +111,40 @@ def activations(at: int, tokens: int, width: int) -> dict[int, int]:
 
 def linear(move: Move, a: Arguments) -> tuple[int, int, int]:
     group, _, kind = move.kernel.removeprefix("linear_").partition("_")
-    if group not in GROUPS:
+    if group in FLOATS:
         group, kind = "", group
-    tiles, of_block = GROUPS[group]
-    rows, tokens = 16 * tiles * ROWS_FAR, of_block * FAR
     cols, stride = a[2], a[10]
+    at = 11 if kind in FLOATS else 13
+    if a[at]:
+        return pairs(move, a, kind, at)
+    tiles, of_block = (GROUPS_OF_FLOATS if kind in FLOATS else GROUPS)[group]
+    rows, tokens = 16 * tiles * ROWS_FAR, of_block * FAR
     packed = kernels.packed_bytes(kind, 16, cols) * (rows // 16)
     back(a, {0: packed, 7: 4 * rows, 9: 4 * (tokens * stride + rows)})
     if group in ("few", "few2"):
         back(a, {11: packed, 12: 4 * rows})
-    if group:
-        back(a, activations(3, tokens, cols))
-    else:
-        back(a, {3: 4 * tokens * a[4], 5: tokens * -(-cols // 128) * 16})
+    back(a, inputs(a, kind, tokens))
     a[1] += rows
     a[6] += tokens
     return FAR, ROWS_FAR, 0
+
+
+def inputs(a: Arguments, kind: str, tokens: int) -> dict[int, int]:
+    """Moves of the activations of a product."""
+    if kind in FLOATS:
+        return {3: 4 * tokens * a[4], 5: tokens * -(-a[2] // 128) * 16}
+    return activations(3, tokens, a[2])
+
+
+def pairs(move: Move, a: Arguments, kind: str, at: int) -> tuple[int, int, int]:
+    """Of a product of pairs, from argument `at` on: other experts, and pairs of other tokens."""
+    bank, of_row = EXPERTS_FAR * kernels.packed_bytes(kind, a[1], a[2]), a[at + 2]
+    tokens = min(PAIRS_FAR, PAIR_SPANS // -(-a[2] // 128)) // of_row
+    back(a, {0: bank, 9: 4 * tokens * of_row * a[10]} | inputs(a, kind, tokens))
+    back(a, {11: bank} if "_few" in move.kernel else {})
+    move.values(a, at + 1, np.int32, tokens * of_row, 4 * FAR)
+    move.table(a, at, np.uint32, 4, {0: EXPERTS_FAR, 1: FAR})
+    return FAR, 0, 0
 
 
 def embed(move: Move, a: Arguments) -> tuple[int, int, int]:
@@ -190,6 +221,22 @@ def gather_partials(move: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def select_experts(_: Move, a: Arguments) -> tuple[int, int, int]:
+    """Not moved: a step has less than 2^31 pairs, and their numbers are those of tokens."""
+    return 0, 0, 0
+
+
+def sort_pairs(_: Move, a: Arguments) -> tuple[int, int, int]:
+    """See `select_experts`."""
+    return 0, 0, 0
+
+
+def add_pairs(_: Move, a: Arguments) -> tuple[int, int, int]:
+    pairs = FAR * a[2]
+    back(a, {0: 4 * pairs * a[3], 1: 4 * pairs, 4: 4 * FAR * a[5]})
+    return FAR, 0, 0
+
+
 def sample(_: Move, a: Arguments) -> tuple[int, int, int]:
     vocab, top = 4 * FAR * a[2], 4 * FAR * a[14]
     back(a, {0: 4 * FAR * a[1], 3: 72 * FAR, 8: vocab, 9: vocab})
@@ -197,12 +244,19 @@ def sample(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
-MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = {
-    one.__name__: one
-    for one in (linear, embed, norm_quantise, quantise, take_rows, nonfinite_rows, place_kv)
-} | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample)}
-QUICK = ("quantise", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32")
-NEAR = {"take samples"}  # its numbers are those of the entries of a step
+MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
+    {
+        one.__name__: one
+        for one in (linear, embed, norm_quantise, quantise, take_rows, nonfinite_rows, place_kv)
+    }
+    | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample)}
+    | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
+)
+QUICK = (
+    *("quantise", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
+    *("experts q4_0", "experts q6_k", "experts f16"),
+)
+NEAR = {"take samples", "select experts"}  # their numbers are those of the tokens of a step
 SEEDS = 3, 4, 5, 6
 SHAPE = 20, 4096, 9  # rows, columns, tokens: 60,000 tiles of 4,096 columns have more than 2 GiB
 

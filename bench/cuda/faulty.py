@@ -1,0 +1,130 @@
+"""Kernels of experts with one fault each, and whether the emulator or the comparison finds it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+import kernels
+from bench.cuda.cases import Differs, experts_case
+from bench.simt.emulator import KERNELS, Emulator, EmulatorFault, compile_kernels
+from kernels.cuda.gpu import Gpu
+
+KIND = "q4_0"
+ONE_A_KIND, KEPT = "QUANTISED(", f"QUANTISED({KIND})"  # lines of linear.cu
+SOURCES = "experts.cu", "linear.cu", "rows.cu"  # that a feed-forward part needs
+# Tokens, experts, experts of a token: of one chunk, and of several.
+COUNTS = (3, 5, 2), (40, 6, 3), (70, 4, 2)
+SEEDS = 3
+LAST = "    for (int i = gpu::thread(); i < n; i += gpu::threads())\n        to.order["
+
+
+class Fault(NamedTuple):
+    """A text of a source, and what stands there instead."""
+
+    source: str
+    right: str
+    wrong: str
+
+
+FAULTS = {
+    "the matrix of another expert, few": Fault(
+        "linear.cu", "expert} * all_tiles + (own_tile", "expert} * (all_tiles - 1) + (own_tile"
+    ),
+    "the matrix of another expert, many": Fault(
+        "linear.cu", "expert} * tiles + (has_tile", "expert} * (tiles - 1) + (has_tile"
+    ),
+    "experts summed from the last one": Fault(
+        "experts.cu",
+        "for (int j = 0; j < n_used; j++)\n        sum = ca::add_expert",
+        "for (int j = n_used - 1; j >= 0; j--)\n        sum = ca::add_expert",
+    ),
+    "experts of a token from the last one": Fault(
+        "experts.cu",
+        "gpu::count_bits(chosen & ((1u << gpu::lane()) - 1u))",
+        "gpu::count_bits(chosen >> gpu::lane()) - 1",
+    ),
+    "equal logits by the higher id": Fault("experts.cu", "&& i > last)", "&& i < last)"),
+    "pairs of an expert at one place": Fault("experts.cu", "+ ranks[i]]", "+ 0 * ranks[i]]"),
+    "each chunk sorted as the first one": Fault(
+        "experts.cu", "= first + earlier;", "= first + 0 * earlier;"
+    ),
+    "no barrier before pairs are placed": Fault("experts.cu", "    gpu::barrier();\n" + LAST, LAST),
+    "no barrier before pairs are counted": Fault(
+        "experts.cu", "    gpu::barrier();\n    const int count", "    const int count"
+    ),
+    "no barrier before a token's sum": Fault("experts.cu", "    gpu::warp_barrier();\n", ""),
+    "portions that are not there": Fault(
+        "experts.cu", "i < to.portions_max && has_portions;", "i < 0;"
+    ),
+    "a portion with a pair of the next one": Fault(
+        "experts.cu", "columns, static_cast<uint32_t>(i)}}", "columns + 1, uint32_t(i)}}"
+    ),
+}
+
+
+class Replaced:
+    """Another GPU, some of whose kernels have a prefix in their names."""
+
+    def __init__(self, gpu: Emulator, prefix: str) -> None:
+        self._gpu, self._prefix = gpu, prefix
+        self._names = set(gpu.kernels())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def launch(self, kernel: str, *launch: Any) -> None:
+        """Run the kernel with the prefix, if there is one."""
+        replaced = self._prefix + kernel
+        self._gpu.launch(replaced if replaced in self._names else kernel, *launch)
+
+
+def compiled(folder: Path) -> Emulator:
+    """A GPU with the kernels as they are, and with each fault, by the prefix of its number."""
+    written = folder / "faulty"
+    written.mkdir(parents=True, exist_ok=True)
+    sources = [_written(name, written, "", None) for name in SOURCES]
+    sources += [
+        _written(fault.source, written, _prefix(name), fault) for name, fault in FAULTS.items()
+    ]
+    return Emulator(compile_kernels(folder, sources))
+
+
+def is_found(gpu: Emulator, pool: kernels.Pool, name: str | None) -> bool:
+    """Whether a fault of FAULTS is found in one of a few cases; None: a fault, where there is none.
+    gpu: of `compiled`."""
+    faulty = cast(Gpu, Replaced(gpu, "" if name is None else _prefix(name)))
+    for seed, counts in _cases():
+        gpu.seed = seed
+        try:
+            experts_case(faulty, pool, np.random.default_rng(seed), KIND, counts)
+        except (Differs, EmulatorFault):
+            return True
+    return False
+
+
+def _cases() -> Sequence[tuple[int, tuple[int, int, int]]]:
+    return [(seed, counts) for seed in range(SEEDS) for counts in COUNTS]
+
+
+def _prefix(name: str) -> str:
+    return f"fault{list(FAULTS).index(name)}_"
+
+
+def _written(source: str, folder: Path, prefix: str, fault: Fault | None) -> Path:
+    """A copy of a source with a fault, whose kernels of quantised matrices are those of KIND."""
+    text = (KERNELS / source).read_text()
+    if fault is not None:
+        if (count := text.count(fault.right)) != 1:
+            raise ValueError(f"{source} has {count} times {fault.right!r}")
+        text = text.replace(fault.right, fault.wrong)
+    text = re.sub(r"\b(KERNEL|KERNEL_AT_ONCE)\(", rf"\1({prefix}", text)
+    lines = text.splitlines()
+    kept = [x for x in lines if not x.startswith(ONE_A_KIND) or x.startswith(KEPT)]
+    path = folder / f"{prefix}{source}"
+    path.write_text("\n".join(kept) + "\n")
+    return path
