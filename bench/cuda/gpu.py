@@ -11,6 +11,8 @@ begins that might end after `--seconds`; the last line is the RESULT so far, wit
 figure that is null:
 `identical` (golden hashes, random cases, whole models and sessions that move), `cases`,
 `decode_b1_of_copy` and `prefill_of_ceiling` (of the 8B shape; prefill of 8,192 tokens),
+`experts_decode_b1_of_copy` and `experts_prefill_of_ceiling` (the same of the 30B-A3B shape, of the
+experts that are chosen),
 `promote_vs_prefill_8k` (time of a prefill over that of a move, of the 0.6B shape) and
 `coexec_goodput` (of GPU and CPU over that of the GPU alone; `_of_part`: with a part of the GPU),
 `decode_b64_vs_llama` (tokens a second of 64 entries over llama.cpp's, of the 0.6B shape).
@@ -35,7 +37,7 @@ from typing import Any
 from batchengine.child.command import python_command
 from bench import report
 from bench.cuda import steps
-from bench.cuda.steps import MAIN_MODEL, Part, Place, Result, Step
+from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, Part, Place, Result, Step
 from kernels.cuda.compile import texts, units
 
 # A step is ended that is still at work so long after the end of the run, or after STUCK times as
@@ -228,6 +230,8 @@ def summary(
         "cases": sum(results[n]["cases"] for n in counted if n in results),
         "decode_b1_of_copy": None,
         "prefill_of_ceiling": None,
+        "experts_decode_b1_of_copy": None,
+        "experts_prefill_of_ceiling": None,
         "promote_vs_prefill_8k": None,
         "coexec_goodput": None,
         "coexec_goodput_of_part": None,
@@ -239,6 +243,8 @@ def summary(
     for figure, step, row, key in (
         ("decode_b1_of_copy", f"{MAIN_MODEL} decode", decode, "of_copy"),
         ("prefill_of_ceiling", f"{MAIN_MODEL} prefill", prefill, "of_ceiling"),
+        ("experts_decode_b1_of_copy", f"{MOE_MODEL} decode", decode, "of_copy"),
+        ("experts_prefill_of_ceiling", f"{MOE_MODEL} prefill", prefill, "of_ceiling"),
     ):
         if not lacking(figure, step):
             rows = results[step]

@@ -25,10 +25,11 @@ from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.model import CpuOps, Ops, Stepper
 from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds
-from bench.cuda.weights import layer_parameters, random_model, streamed_bytes
+from bench.cuda.weights import expert_bytes, random_model, streamed_bytes, token_parameters
 from bench.models.synthetic import Shape
 from bench.models.tensors import aligned
 from kernels.cuda.driver import CudaGpu
+from kernels.cuda.experts import ExpertPairs
 from kernels.cuda.gpu import Gpu, Mark
 from kernels.cuda.memory import BadRows, Batch
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, CudaOps
@@ -88,6 +89,7 @@ class Passes:
         self._rng = np.random.default_rng(3)
         self._page = random_page(model.shape, self._rng)
         self._pages: list[int] = []
+        self._experts: dict[int, int] = {}  # see _experts_of
         self._on_host = kernels.Batch(self._tokens_max, entries_max, pages_max)
         self._host_pages: list[NDArray[np.uint8]] = []
         self._late = LateRows(self._pool, model.shape, self._host_page, lambda *_: None)
@@ -207,7 +209,8 @@ class Passes:
 
     def decode(self, copy_gbps: float) -> dict[str, Row]:
         """Medians of steps with a token of each entry, by entries. of_copy: the bytes that a step
-        must read, at the rate of a copy, over its time."""
+        must read, at the rate of a copy, over its time. experts: those of all layers that are
+        among them."""
         sizes, found = self._sizes, dict[str, Row]()
         per_entry = -(-(sizes.context + 2 * sizes.steps) // kernels.PAGE_TOKENS)
         for batch in sizes.batches:
@@ -227,13 +230,36 @@ class Passes:
                 "of_copy": round(n_bytes / step_s / 1e9 / copy_gbps, 4),
                 "graphs": len(self._steps.graphs),
             }
+            if experts := self._experts_of(batch):
+                found[str(batch)]["experts"] = experts
             if not len(self._steps.graphs):
                 raise RuntimeError(f"no step of {batch} entries was captured: see the log")
         return found
 
     def _step_bytes(self, batch: int) -> float:
         kv = self._model.shape.payload_bytes / kernels.PAGE_TOKENS * self._sizes.context
-        return streamed_bytes(self._model) + batch * kv
+        experts = self._experts_of(batch) * expert_bytes(self._model)
+        return streamed_bytes(self._model) + experts + batch * kv
+
+    def _experts_of(self, batch: int) -> int:
+        """How many experts of all layers together the tokens of a step choose. Raises
+        MemoryError."""
+        if self._model.spec.experts is None:
+            return 0
+        if batch not in self._experts:
+            select, counts = self._ops.select_experts, list[int]()
+
+            def counting(logits: Any, tokens: int, scale: float, pairs: ExpertPairs) -> None:
+                select(logits, tokens, scale, pairs)
+                counts.append(len(np.unique(pairs.unpack()[0])))
+
+            self._ops.select_experts = counting
+            try:
+                self._launches(batch)()
+            finally:
+                self._ops.select_experts = select
+            self._experts[batch] = sum(counts)
+        return self._experts[batch]
 
     def _decode(self, batch: int, per_entry: int, pages: NDArray[np.uint64]) -> list[float]:
         """Decode, a token of each entry in a step; when the GPU had computed each step (s)."""
@@ -289,7 +315,7 @@ class Passes:
         """Prompts of one entry, by length. of_ceiling: of the ceiling of canonical products; the
         operations are those of the matrices, without attention."""
         found, rate = dict[str, Row](), 0.0  # tokens a second, of the length before
-        parameters = layer_parameters(self._model)
+        parameters = token_parameters(self._model)
         for length in self._sizes.lengths:
             if rate and length / rate > LENGTH_S_MAX:
                 why = f"about {length / rate:.0f} s are expected"

@@ -9,23 +9,30 @@ takes longer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import kernels
 from bench.cuda.arrays import Arrays
 from bench.cuda.cases import random_page
 from bench.cuda.gpus import seconds
 from bench.cuda.weights import RandomMatrices
+from kernels.cuda.experts import ExpertPairs
 from kernels.cuda.gpu import Gpu
-from kernels.cuda.ops import FLOATS, CudaOps
+from kernels.cuda.ops import CudaOps
+from kernels.cuda.products import FLOATS
 
 Row = dict[str, float]
 Ceilings = Mapping[str, float]
 
 TOKENS, TINY_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048), (1, 20)
 LINEAR, TINY_LINEAR = (14336, 4096), (64, 256)  # rows, columns
+# Experts, those of a token, n_embd, n_ff; and how many layers of them take turns.
+EXPERTS, TINY_EXPERTS = (128, 8, 2048, 768), (6, 2, 256, 256)
+EXPERT_LAYERS, SELECTORS = 2, 48
 COLD_BYTES = 512 << 20  # of matrices, or pages, that take turns, so that none stays in a cache
 N_HEAD, N_KV, HEAD_DIM = 32, 8, 128
 # Queries of an entry, context, entries.
@@ -64,8 +71,7 @@ class Speeds:
         for matrix in matrices:
             ops.upload(matrix)
         x, out = ops.make_rows(max(counts), cols), ops.make_rows(max(counts), rows)
-        values = self._rng.standard_normal((max(counts), cols)).astype(np.float32)
-        self._gpu.copy_in(x.address, values)
+        self._gpu.copy_in(x.address, self._random(max(counts), cols))
         activations = ops.make_activations(max(counts), cols, kind in FLOATS)
         found: dict[str, Row] = {}
         gops = self._ceilings["floats_gops" if kind in FLOATS else "epilogue_gops"]
@@ -83,6 +89,73 @@ class Speeds:
             gbps = self._ceilings["copy_gbps"]
             found[str(tokens)] = of_ceiling(took_s, n_bytes, operations, gbps, gops)
         return found
+
+    def experts(self, kind: str) -> dict[str, Row]:
+        """The launches of a feed-forward part of experts, by tokens, which choose at random.
+        gated, add: of the least time to read the experts that are chosen."""
+        n_expert, n_used, n_embd, n_ff = TINY_EXPERTS if self._tiny else EXPERTS
+        counts = TINY_TOKENS if self._tiny else TOKENS
+        ops, source = CudaOps(self._gpu, self._pool), RandomMatrices(self._pool)
+        shapes = (n_expert * n_ff, n_embd), (n_expert * n_ff, n_embd), (n_expert * n_embd, n_ff)
+        layers = [[source.make(kind, *shape) for shape in shapes] for _ in range(EXPERT_LAYERS)]
+        selectors = [source.make("f32", n_expert, n_embd) for _ in range(SELECTORS)]
+        for matrix in (*selectors, *[bank for banks in layers for bank in banks]):
+            ops.upload(matrix)
+        one = sum(bank.bytes for bank in layers[0]) / n_expert / len(shapes)  # matrix of an expert
+        most = max(counts)
+        x, logits, out = (ops.make_rows(most, width) for width in (n_embd, n_expert, n_embd))
+        gathered, gated = (
+            ops.make_activations(most * n_used, n_embd, False),
+            ops.make_rows(most * n_used, n_ff),
+        )
+        gated_q8 = ops.make_activations(most * n_used, n_ff, False)
+        self._gpu.copy_in(x.address, self._random(most, n_embd))
+        normed = ops.make_activations(most, n_embd, False)
+        ops.quantise(x, most, normed)
+        found: dict[str, Row] = {}
+        for tokens in counts:
+            chosen = min(float(n_expert), tokens * n_used)
+            n = 1 if self._tiny else max(2, -(-COLD_BYTES // int(chosen * one)))
+            turns = [ops.make_expert_pairs(tokens, n_expert, n_used) for _ in range(n)]
+            read = 0
+            for pairs in turns:
+                self._gpu.copy_in(logits.address, self._random(tokens, n_expert))
+                ops.select_experts(logits, tokens, 1.0, pairs)
+                read += len(np.unique(pairs.unpack()[0]))
+            ops.gather_pairs(normed, turns[0], gathered)
+
+            def select(tokens: int = tokens, turns: list[ExpertPairs] = turns) -> None:
+                for pairs, selector in zip(turns, cycle(selectors), strict=False):
+                    ops.linear(normed, [selector], [None], tokens, logits)
+                    ops.select_experts(logits, tokens, 1.0, pairs)
+
+            def gate(turns: list[ExpertPairs] = turns) -> None:
+                for pairs, banks in zip(turns, cycle(layers), strict=False):
+                    ops.pairs_gated(gathered, banks[0], banks[1], pairs, gated)
+                    ops.quantise_pairs(gated, pairs, gated_q8)
+
+            def add(turns: list[ExpertPairs] = turns) -> None:
+                for pairs, banks in zip(turns, cycle(layers), strict=False):
+                    ops.pairs_add(gated_q8, banks[2], pairs, out)
+
+            rows = tokens * n_used
+            values = rows * n_ff * 4.0 + tokens * n_embd * 1.25
+            products = 2.0 * n_ff * n_embd * rows
+            sizes = {
+                "gated": (gate, 2 * one * read / n + values, 2 * products),
+                "add": (add, one * read / n + rows * (n_ff * 1.25 + 8.0 * n_embd), products),
+                # Last: it chooses others.
+                "select": (select, 4.0 * n_expert * n_embd, 2.0 * n_expert * n_embd * tokens),
+            }
+            for what, (run, n_bytes, operations) in sizes.items():
+                took_s = seconds(self._gpu, run, 5) / n
+                gbps = self._ceilings["copy_gbps"]
+                gops = self._ceilings["floats_gops" if what == "select" else "epilogue_gops"]
+                found[f"{tokens} {what}"] = of_ceiling(took_s, n_bytes, operations, gbps, gops)
+        return found
+
+    def _random(self, rows: int, width: int) -> NDArray[np.float32]:
+        return self._rng.standard_normal((rows, width)).astype(np.float32)
 
     def attend(self) -> dict[str, Row]:
         """Attention of one layer: decoding and prefill, by entries, queries and context."""
@@ -108,8 +181,7 @@ class Speeds:
         ]
         held = ops.make_queries(tokens, N_HEAD, HEAD_DIM)
         rows = ops.make_kv_rows(tokens, shape)
-        values = self._rng.standard_normal((tokens, width)).astype(np.float32)
-        self._gpu.copy_in(qkv.address, values)
+        self._gpu.copy_in(qkv.address, self._random(tokens, width))
         page = random_page(shape, self._rng)
         table = np.array([[queries, context - queries, n_pages]] * entries, np.int32)
         with Arrays(self._gpu) as arrays:

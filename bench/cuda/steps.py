@@ -36,8 +36,11 @@ from kernels.cuda.gpu import Gpu
 CASES, CHUNK = 10_000, 500  # random cases, and those of a step
 EMULATED_CASES, EMULATED_CHUNK = 300, 100
 QUICK_CASES, QUICK_CHUNK = 4, 2
-MODELS = ("0.6b", "8b", "27b")
+MODELS = ("0.6b", "8b", "27b", "30b-a3b")
 MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
+MOE_MODEL = "30b-a3b"  # with experts
+TINY_MODEL, TINY_MODELS = "tiny", {MOE_MODEL: "moe-tiny"}
+EXPERT_KINDS = ("q4_0", "q4_k", "q6_k")  # of common files
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
 PARTED = [(f"co-execution {lanes}", lanes) for lanes in goodput.PARTED]
@@ -85,7 +88,8 @@ class Place:
     def passes(self, model: str) -> Passes:
         """The forward passes of a model, which one process has at a time."""
         if self._passes is None or self._passes[0] != model:
-            preset = PRESETS["tiny" if self.tiny else model]
+            tiny = TINY_MODELS.get(model, TINY_MODEL)
+            preset = PRESETS[tiny if self.tiny else model]
             sizes = TINY if self.tiny else REAL
             self._passes = model, Passes(self.gpu, self.pool, preset, sizes)
         return self._passes[1]
@@ -134,9 +138,11 @@ def run_first(place: Place, name: str) -> Result:
 
 
 def run_first_model(place: Place) -> Result:
-    """Two steps of a tiny model, launched as those of a lane."""
-    passes = Passes(place.gpu, place.pool, PRESETS["tiny"], TINY)
-    return {"differences": [] if passes.is_identical() else ["logits or rows"]}
+    """Two steps of tiny models, launched as those of a lane."""
+    names = TINY_MODEL, *TINY_MODELS.values()
+    made = {name: Passes(place.gpu, place.pool, PRESETS[name], TINY) for name in names}
+    differs = [name for name, passes in made.items() if not passes.is_identical()]
+    return {"differences": [f"{name}: logits or rows" for name in differs]}
 
 
 def sanitize(place: Place, tool: str) -> Result:
@@ -283,7 +289,9 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
     kinds = kernels.KINDS if not quick else kernels.KINDS[:1]
     linear = [Step(f"linear {k}", lambda p, k=k: dict(p.speeds.linear(k)), 30.0) for k in kinds]
     attend = Step("attend", lambda p: dict(p.speeds.attend()))
-    models = MODELS if not quick else (MAIN_MODEL,)
+    banks = EXPERT_KINDS if not quick else EXPERT_KINDS[:1]
+    experts = [Step(f"experts {k}", lambda p, k=k: dict(p.speeds.experts(k)), 30.0) for k in banks]
+    models = MODELS if not quick else (MAIN_MODEL, MOE_MODEL)
     each = [Step(f"first {name}", partial(run_first, name=name), 30.0) for name in cases()]
     each.append(Step("first model", run_first_model))
     longest_s = first.SANITIZED_S + 10.0
@@ -311,7 +319,7 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
             [Step(f"cases {c.start}", partial(compare, numbers=c), 90.0) for c in chunks],
             jobs=1 if quick else jobs,
         ),
-        Part("kernels", [*linear, attend], needs=("build", "ceilings")),
+        Part("kernels", [*linear, *experts, attend], needs=("build", "ceilings")),
         *(of_model(name) for name in models if name != MAIN_MODEL),
         Part("promotion", [Step("promotion", promote, 150.0)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),

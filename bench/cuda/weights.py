@@ -19,7 +19,11 @@ from batchengine.weights import (
     AttentionWeights,
     DenseSpec,
     DenseWeights,
+    FfnWeights,
     ModelSpec,
+    MoeRoles,
+    MoeSpec,
+    MoeWeights,
     Weights,
 )
 from batchengine.weights.packed import LayerWeights
@@ -28,7 +32,8 @@ from bench.models.synthetic import Shape, random_matrix
 from bench.models.tensors import aligned
 
 PACKED_ROWS = 256  # that are packed, and repeated
-HEAD_KIND = "q6_k"
+HEAD_KIND, NARROW_HEAD_KIND = "q6_k", "q8_0"  # a narrow one has no whole blocks of 256
+SELECTOR_KIND = "f32"
 EPS = 1e-6
 
 
@@ -59,7 +64,8 @@ class RandomMatrices:
 
 
 def random_model(shape: Shape, pool: kernels.Pool) -> Model:
-    """A model of matrices of `shape.base`, with a head of HEAD_KIND."""
+    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts if the shape
+    has them."""
     matrices = RandomMatrices(pool)
     attention = AttentionSpec(
         n_head=shape.n_head,
@@ -69,8 +75,12 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
         has_qk_norm=True,
         rope=RopeSpec("neox", shape.rope_base, shape.head_dim, 1.0, 1.0, has_factors=False),
     )
+    if shape.n_expert:
+        ffn = MoeSpec(shape.n_expert, shape.n_used, shape.n_ff, 1.0)
+    else:
+        ffn = DenseSpec(shape.n_ff)
     spec = ModelSpec(
-        arch="qwen3",
+        arch="qwen3moe" if shape.n_expert else "qwen3",
         name="random",
         quantisation=shape.base,
         n_embd=shape.n_embd,
@@ -78,7 +88,7 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
         context_trained=shape.context,
         eps=EPS,
         tied=shape.tied,
-        layers=(LayerSpec(attention, DenseSpec(shape.n_ff)),) * shape.n_layer,
+        layers=(LayerSpec(attention, ffn),) * shape.n_layer,
     )
 
     def matrix(rows: int, cols: int) -> kernels.Matrix:
@@ -99,18 +109,31 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
                 output=matrix(n, q),
                 output_bias=None,
             ),
-            DenseWeights(
-                norm=ones(n),
-                gate=matrix(shape.n_ff, n),
-                up=matrix(shape.n_ff, n),
-                down=matrix(n, shape.n_ff),
-                gate_bias=None,
-                up_bias=None,
-                down_bias=None,
-            ),
+            ffn_part(),
         )
 
-    head = matrices.make(HEAD_KIND, shape.n_vocab, shape.n_embd)
+    def ffn_part() -> FfnWeights:
+        n = shape.n_embd
+        if shape.n_expert:
+            return MoeWeights(
+                norm=ones(n),
+                selector=matrices.make(SELECTOR_KIND, shape.n_expert, n),
+                gate=matrix(shape.n_expert * shape.n_ff, n),
+                up=matrix(shape.n_expert * shape.n_ff, n),
+                down=matrix(shape.n_expert * n, shape.n_ff),
+            )
+        return DenseWeights(
+            norm=ones(n),
+            gate=matrix(shape.n_ff, n),
+            up=matrix(shape.n_ff, n),
+            down=matrix(n, shape.n_ff),
+            gate_bias=None,
+            up_bias=None,
+            down_bias=None,
+        )
+
+    head_kind = NARROW_HEAD_KIND if shape.n_embd % 256 else HEAD_KIND
+    head = matrices.make(head_kind, shape.n_vocab, shape.n_embd)
     embedding = head if shape.tied else matrix(shape.n_vocab, shape.n_embd)
     layers = {index: layer() for index in range(shape.n_layer)}
     weights = Weights(
@@ -130,15 +153,33 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
 
 
 def streamed_bytes(model: Model) -> int:
-    """Bytes of the matrices that every step reads: all but an embedding of its own."""
-    weights = model.weights
-    matrices = [t for t in weights.tensors() if isinstance(t, kernels.Matrix)]
+    """Bytes of the matrices that every step reads: all but experts, and an embedding of its own."""
+    weights, banks = model.weights, _banks(model)
+    matrices = [t for t in weights.tensors() if isinstance(t, kernels.Matrix) and t not in banks]
     is_read = [m for m in matrices if m is not weights.embedding or m is weights.head]
     return sum(m.bytes for m in is_read)
 
 
-def layer_parameters(model: Model) -> int:
-    """Parameters of the matrices that every token of a prefill is multiplied with."""
-    ends = model.weights.embedding, model.weights.head
+def expert_bytes(model: Model) -> int:
+    """Bytes of one expert of a layer; 0: there are none."""
+    experts = model.spec.experts
+    return (
+        sum(m.bytes for m in _banks(model)) // (experts.n_expert * len(model.layers))
+        if experts
+        else 0
+    )
+
+
+def token_parameters(model: Model) -> int:
+    """Parameters of the matrices of layers that a token of a prefill is multiplied with."""
+    ends, banks = (model.weights.embedding, model.weights.head), _banks(model)
     matrices = [t for t in model.weights.tensors() if isinstance(t, kernels.Matrix)]
-    return sum(m.rows * m.cols for m in matrices if m not in ends)
+    experts = model.spec.experts
+    share = experts.n_used / experts.n_expert if experts else 1.0
+    sizes = {m: m.rows * m.cols for m in matrices if m not in ends}
+    return round(sum(size * (share if m in banks else 1.0) for m, size in sizes.items()))
+
+
+def _banks(model: Model) -> set[kernels.Matrix]:
+    ffns = [layer.ffn for layer in model.weights.layer.values()]
+    return {bank for ffn in ffns if isinstance(ffn, MoeRoles) for bank in ffn.banks}

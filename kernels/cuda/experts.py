@@ -150,7 +150,7 @@ class ExpertOps:
     ) -> None:
         """As `kernels.pairs_add`. Raises MemoryError."""
         n, width = pairs.tokens * pairs.n_used, out.width
-        outputs = self._outputs.reserve(4 * n * width)
+        outputs = self._outputs.reserve(4 * pairs.rows_max * width)  # it grows in no later step
         stored = OutputAt(0, STORE, outputs, width)
         self._products.launch(x, self._bank(down, pairs), n, stored, pairs=pairs.at(1))
         arguments = [outputs, pairs.weights, pairs.n_used, width, out.address, width]

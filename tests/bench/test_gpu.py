@@ -23,8 +23,9 @@ from bench.cuda.gpus import seconds
 from bench.cuda.passes import TINY, Passes
 from bench.cuda.serving.engines import Stream
 from bench.cuda.serving.goodput import CLASSES, CONTEXT_MAX, REAL, arrivals, highest, is_good
-from bench.cuda.speed import TINY_LINEAR, Speeds
-from bench.cuda.steps import MAIN_MODEL, Part, Step
+from bench.cuda.speed import TINY_EXPERTS, TINY_LINEAR, Speeds
+from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, Part, Step
+from bench.cuda.weights import expert_bytes, random_model, streamed_bytes, token_parameters
 from bench.models.synthetic import PRESETS
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda.compile import units
@@ -37,6 +38,8 @@ FIGURES = {
     "identical",
     "decode_b1_of_copy",
     "prefill_of_ceiling",
+    "experts_decode_b1_of_copy",
+    "experts_prefill_of_ceiling",
     "promote_vs_prefill_8k",
     "coexec_goodput",
     "coexec_goodput_of_part",
@@ -104,6 +107,48 @@ def test_speeds_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernel
         assert row["gops"] == pytest.approx(operations / 0.0012 / 1e9, abs=0.01)
         assert row["of_ceiling"] == pytest.approx(operations / 0.0012 / 1e9, rel=1e-3)
     assert len(speeds.attend()) == 2
+
+
+@needs_compiler
+def test_speeds_of_experts_through_the_driver(
+    monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
+) -> None:
+    names = ("copy_gbps", "epilogue_gops", "floats_gops")
+    speeds = Speeds(driven(monkeypatch, units()), pool, dict.fromkeys(names, 1.0), tiny=True)
+    n_expert, n_used, n_embd, n_ff = TINY_EXPERTS
+    rows = speeds.experts("q4_0")
+    assert list(rows) == [f"{n} {what}" for n in (1, 20) for what in ("gated", "add", "select")]
+    read = 2 * kernels.packed_bytes("q4_0", n_ff, n_embd)  # gate and up
+    one, all_chosen = (rows[f"{tokens} gated"]["gbps"] * 0.0012e9 for tokens in (1, 20))
+    values = [tokens * (n_used * n_ff * 4 + n_embd * 1.25) for tokens in (1, 20)]
+    assert one == pytest.approx(n_used * read + values[0], abs=0.01 * 0.0012e9)
+    assert all_chosen == pytest.approx(n_expert * read + values[1], abs=0.01 * 0.0012e9)
+
+
+@needs_compiler
+def test_a_step_reads_the_experts_that_are_chosen(
+    monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
+) -> None:
+    shape = PRESETS["moe-tiny"]
+    passes = Passes(driven(monkeypatch, units()), pool, shape, TINY)
+    assert passes.is_identical()
+    assert passes.replays_agree()
+    row = passes.decode(1.0)["2"]
+    least, most = (shape.n_layer * n * shape.n_used for n in (1, 2))
+    assert least <= row["experts"] <= most
+    model = random_model(shape, pool)
+    expert = sum(
+        kernels.packed_bytes(shape.base, *of)
+        for of in 2 * [(shape.n_ff, shape.n_embd)] + [(shape.n_embd, shape.n_ff)]
+    )
+    assert expert_bytes(model) == expert
+    matrices = [t for t in model.weights.tensors() if isinstance(t, kernels.Matrix)]
+    every = sum(m.bytes for m in matrices) - model.weights.embedding.bytes
+    assert streamed_bytes(model) == every - shape.n_layer * shape.n_expert * expert
+    banks = 3 * shape.n_layer * shape.n_used * shape.n_ff * shape.n_embd
+    attention = 2 * (shape.n_head + shape.n_kv_head) * shape.head_dim
+    others = shape.n_layer * shape.n_embd * (attention + shape.n_expert)
+    assert token_parameters(model) == banks + others
 
 
 @needs_compiler
@@ -210,12 +255,16 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     results["llama.cpp"] = {"rows": rows}
     results[f"{MAIN_MODEL} decode"] = {"1": {"of_copy": 0.5}}
     results[f"{MAIN_MODEL} prefill"] = {"8192": {"not_measured": "about 99 s are expected"}}
+    results[f"{MOE_MODEL} decode"] = {"1": {"of_copy": 0.25}}
+    results[f"{MOE_MODEL} prefill"] = {"8192": {"of_ceiling": 0.75}}
     found = summary(results, every, {}, tiny=False)
     assert found == {
         "identical": True,
         "cases": 10_000,
         "decode_b1_of_copy": 0.5,
         "prefill_of_ceiling": None,
+        "experts_decode_b1_of_copy": 0.25,
+        "experts_prefill_of_ceiling": 0.75,
         "promote_vs_prefill_8k": 7.0,
         "coexec_goodput": 1.5,
         "coexec_goodput_of_part": 1.25,

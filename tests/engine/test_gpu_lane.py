@@ -17,6 +17,7 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError, Sampling
 from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
+from bench.models.synthetic import PRESETS, write_synthetic
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
 from tests.engine.lane.test_prompt_scores import asking, scores_of
 from tests.engine.lane.test_prompt_scores import expected as expected_scores
@@ -139,6 +140,37 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         answer = await reader
         assert answer.error is None
         assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+
+
+@pytest.mark.parametrize("device", [GOOD, QUEUED])
+async def test_streams_of_a_model_with_experts_go_to_the_gpu_and_back(
+    tmp_path: Path, cache_dir: Path, device: int
+) -> None:
+    """Beside a session whose tokens choose other experts in the same steps, on either lane."""
+    path = tmp_path / "experts.gguf"
+    write_synthetic(path, replace(PRESETS["moe-tiny"], n_vocab=2000))
+    reference = Reference(path, cache_dir)
+    try:
+        async with gpu_engine(Site(path, tmp_path, cache_dir), device) as engine:
+            prompts = await prepared(engine, [words(i, n) for i, n in ((1, 250), (2, 40))])
+            asked = [request(prompt, 1500, session=f"s{i}") for i, prompt in enumerate(prompts)]
+            streams = [await started(engine, one, 2) for one in asked]
+            for lane in ("cpu", "gpu", "cpu"):
+                await moved(engine, "s0", lane)
+                for generation, _ in streams:
+                    n = generation.completion_tokens
+                    await eventually(
+                        lambda n=n, generation=generation: generation.completion_tokens > n + 2
+                    )
+            assert engine.state.lanes[1].meter.ahead
+            for generation, _ in streams:
+                generation.cancel()
+            answers = [await reader for _, reader in streams]
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.error is None
+            assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+    finally:
+        reference.close()
 
 
 async def test_pages_begin_and_end_in_steps_that_the_gpu_has_early(

@@ -16,6 +16,7 @@ from batchengine.lanes.gpu.device import upload_weights
 from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.model import Ops, Stepper
 from bench.cuda.cases import packed_with_bytes, rows_of
+from bench.cuda.cases.experts import cpu_part
 from bench.cuda.weights import random_model
 from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import PRESETS, write_synthetic
@@ -28,10 +29,11 @@ from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Scratch
 from kernels.cuda.ops import CudaOps
 from tests.kernels.cuda.fake_driver import FakeDriver
-from tests.model.test_model import MIXED
+from tests.model.test_model import EXPERTS, LLAMA_EXPERTS, MIXED
 
 PRODUCTS = [("q8_0", 48), ("q8_0", 16), ("q4_0", 32), ("q4_0", 5), ("q4_0", 8)]
 SHAPE = replace(MIXED, n_layer=2, bias=0.3)
+SHAPES = {"mixed": SHAPE, "experts": EXPERTS, "llama experts": LLAMA_EXPERTS}
 
 
 @pytest.fixture(scope="module")
@@ -74,28 +76,38 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
     return CudaGpu(0, lambda target: {"all": target.encode()})
 
 
-@pytest.mark.parametrize("is_driven", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_driven"),
+    [
+        ("mixed", False),
+        ("mixed", True),
+        ("experts", False),
+        ("experts", True),
+        ("llama experts", True),
+    ],
+)
 def test_a_step_gives_the_bits_of_the_cpu(
     gpu: Emulator,
     tmp_path: Path,
     cache_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
+    name: str,
     is_driven: bool,
 ) -> None:
-    path = tmp_path / "model.gguf"
+    path, shape = tmp_path / "model.gguf", SHAPES[name]
     if is_driven:
         own: Gpu = through_the_driver(gpu, monkeypatch)
     else:
         own = gpu
         monkeypatch.setattr(memory, "ACCUMULATOR_BYTES", 1)  # a launch a tile
-    write_synthetic(path, SHAPE)
+    write_synthetic(path, shape)
     rng = np.random.default_rng(5)
     with LocalRunner(path, cache_dir=cache_dir, tokens_max=80, entries_max=4) as runner:
         device = OnDevice(own, runner)
         lanes = [LocalSequence(), LocalSequence()]
         pages = [[device.page(255), device.page(255)] for _ in lanes]
         for counts in ((60, 3), (19, 1), *[(1, 1)] * 4, (3, 1), (1, 1)):
-            new = [rng.integers(0, SHAPE.n_vocab, n).tolist() for n in counts]
+            new = [rng.integers(0, shape.n_vocab, n).tolist() for n in counts]
             starts = [lane.frontier for lane in lanes]
             want = runner.step(list(zip(lanes, new, strict=True))).copy()
             table = np.array(
@@ -109,7 +121,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
             stepper = device.steps.stepper
             assert stepper.nonfinite(ends, bad_rows) == []
             rows: Any = stepper.logits_rows
-            got = np.empty((2, SHAPE.n_vocab), np.float32)
+            got = np.empty((2, shape.n_vocab), np.float32)
             own.copy_out(rows.address, got)
             assert got.tobytes() == want.tobytes()
             seeds = np.arange(len(tokens), dtype=np.uint64)
@@ -132,9 +144,10 @@ def test_bad_rows_that_were_fetched_are_those_of_their_step(gpu: Emulator) -> No
     assert [list(rows) for rows in fetched] == [[1, 2], []]
 
 
-def test_a_layer_of_a_decode_is_ten_launches(gpu: Emulator) -> None:
+def launches_of_a_layer(gpu: Emulator, preset: str) -> list[str]:
+    """The kernels of a layer of a model for one token."""
     pool = kernels.Pool(1)
-    model, ops = random_model(PRESETS["tiny"], pool), CudaOps(gpu, pool)
+    model, ops = random_model(PRESETS[preset], pool), CudaOps(gpu, pool)
     upload_weights(ops, model.weights)
     ops.upload_rope(model.rope, 2)
     limits = {"tokens_max": 1, "entries_max": 1, "pages_max": 1}
@@ -144,10 +157,98 @@ def test_a_layer_of_a_decode_is_ten_launches(gpu: Emulator) -> None:
     stepper.set(np.zeros(1, np.int32), entry, np.array([page], np.uint64))
     stepper.embed()
     stepper.forward([0])  # what it allocates and copies
-    layer = [launch.kernel for launch in gpu.capture(lambda: stepper.forward([0])).captured]
+    return [launch.kernel for launch in gpu.capture(lambda: stepper.forward([0])).captured]
+
+
+def test_a_layer_of_a_decode_is_ten_launches(gpu: Emulator) -> None:
     product = f"linear_few_{PRESETS['tiny'].base}"
     attention = ["norm_quantise", product, "place_kv", "attend_pages", "fold_attention", product]
-    assert layer == [*attention, "norm_quantise", product, "quantise", product]
+    wanted = [*attention, "norm_quantise", product, "quantise", product]
+    assert launches_of_a_layer(gpu, "tiny") == wanted
+
+
+def test_a_layer_of_experts_has_three_launches_more(gpu: Emulator) -> None:
+    product = f"linear_few_{PRESETS['moe-tiny'].base}"
+    attention = ["norm_quantise", product, "place_kv", "attend_pages", "fold_attention", product]
+    chosen = ["norm_quantise", "linear_f32", "select_experts"]
+    wanted = [*attention, *chosen, product, "quantise", product, "add_pairs"]
+    assert launches_of_a_layer(gpu, "moe-tiny") == wanted
+
+
+def test_a_graph_of_a_decode_serves_other_experts(gpu: Emulator) -> None:
+    """Launches that were captured give the bits of the CPU for tokens with other choices."""
+    pool, rng, tokens, n_expert, n_used = kernels.Pool(1), np.random.default_rng(3), 3, 9, 2
+    ops, width = CudaOps(gpu, pool), 64
+    banks = [packed_with_bytes(pool, "q4_0", n_expert * 64, width, rng)[0] for _ in range(3)]
+    ops.upload(*banks)
+    logits, x = ops.make_rows(tokens, n_expert), ops.make_rows(tokens, width)
+    pairs = ops.make_expert_pairs(tokens, n_expert, n_used)
+    of_tokens, out = ops.make_activations(tokens, width, False), ops.make_rows(tokens, width)
+    gathered = ops.make_activations(pairs.rows_max, width, False)
+    gated, gated_q8 = (
+        ops.make_rows(pairs.rows_max, width),
+        ops.make_activations(pairs.rows_max, width, False),
+    )
+
+    def run() -> None:
+        ops.quantise(x, tokens, of_tokens)
+        ops.select_experts(logits, tokens, 1.0, pairs)
+        ops.gather_pairs(of_tokens, pairs, gathered)
+        ops.pairs_gated(gathered, banks[0], banks[1], pairs, gated)
+        ops.quantise_pairs(gated, pairs, gated_q8)
+        ops.pairs_add(gated_q8, banks[2], pairs, out)
+
+    def given(seed: int) -> tuple[np.ndarray[Any, Any], ...]:
+        of = np.random.default_rng(seed)
+        values = [of.standard_normal(shape) for shape in ((tokens, n_expert), (tokens, width))]
+        scores, inputs = (one.astype(np.float32) for one in values)
+        for rows, of_rows in ((logits, scores), (x, inputs), (out, np.zeros_like(inputs))):
+            gpu.copy_in(rows.address, of_rows)
+        return scores, inputs
+
+    given(0)
+    run()
+    graph, found = gpu.capture(run), set[bytes]()
+    for seed in range(1, 6):
+        scores, inputs = given(seed)
+        graph.replay()
+        on_cpu = kernels.ExpertPairs(tokens, n_expert, n_used)
+        kernels.select_experts(pool, rows_of(scores), tokens, 1.0, on_cpu)
+        _, want = cpu_part(pool, inputs, np.zeros_like(inputs), banks, on_cpu)
+        assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+        found.add(pairs.unpack()[0].tobytes())
+    assert len(found) == 5
+
+
+def test_what_experts_need_is_allocated_by_the_first_step(gpu: Emulator) -> None:
+    """A lane counts the pages that fit after a small step; and rows that are gathered take none."""
+    pool, rng, most, width = kernels.Pool(1), np.random.default_rng(1), 40, 64
+    ops, before = CudaOps(gpu, pool), gpu.used
+    gathered = ops.make_activations(3 * most, width, True)
+    assert gpu.used == before
+    pairs = ops.make_expert_pairs(most, 7, 3)
+    assert pairs.rows_max == 3 * most
+    down, _ = packed_with_bytes(pool, "q4_0", 7 * width, width, rng)
+    ops.upload(down)
+    logits, x, out = (ops.make_rows(most, n) for n in (7, width, width))
+    gated, gated_q8 = (
+        ops.make_rows(pairs.rows_max, width),
+        ops.make_activations(pairs.rows_max, width, False),
+    )
+    of_tokens, used = ops.make_activations(most, width, False), list[int]()
+    for rows, n in ((logits, 7), (x, width), (out, width)):
+        gpu.copy_in(rows.address, rng.standard_normal((most, n)).astype(np.float32))
+    for tokens in (1, most):
+        ops.quantise(x, tokens, of_tokens)
+        ops.select_experts(logits, tokens, 1.0, pairs)
+        ops.gather_pairs(of_tokens, pairs, gathered)
+        ops.pairs_gated(gathered, down, down, pairs, gated)
+        ops.quantise_pairs(gated, pairs, gated_q8)
+        ops.pairs_add(gated_q8, down, pairs, out)
+        used.append(gpu.used)
+    assert used[0] == used[1]
+    with pytest.raises(ValueError, match="4 of 3 experts"):
+        ops.make_expert_pairs(1, 3, 4)
 
 
 @pytest.mark.parametrize("kinds", [("q4_0", "q4_0"), ("q4_0", "q8_0"), ("f16", "f16")])

@@ -19,10 +19,10 @@ GPU_FN constexpr int teams_of(int each) { return each == 1 ? 4 : 2; }
 // Weight k of row `row` of a staged block of 32 k.
 template <Kind kind, int n>
 GPU_FN float weight_of(gpu::Shared<gpu::Words4, n>& weights, int first, int k, int row) {
-    const int at = k * gpu::TILE + row;
-    if constexpr (kind == Kind::f32) return ca::float_of(gpu::shared_word(weights, 4 * first + at));
-    const uint32_t both = gpu::shared_word(weights, 4 * first + at / 2);
-    const auto half = static_cast<uint16_t>(both >> 16 * (at % 2));
+    if constexpr (kind == Kind::f32)
+        return ca::float_of(gpu::shared_word(weights, 4 * first + k * gpu::TILE + row));
+    const uint32_t both = gpu::shared_word(weights, 4 * first + k * gpu::TILE / 2 + row / 2);
+    const auto half = static_cast<uint16_t>(both >> 16 * (row & 1));
     return kind == Kind::f16 ? ca::half_to_float(half) : ca::bf16_to_float(half);
 }
 

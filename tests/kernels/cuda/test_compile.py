@@ -83,7 +83,9 @@ def test_compiles(
 @pytest.mark.parametrize(
     "unit",
     [
-        pytest.param(u, id=u.stem, marks=() if u.stem in ("kv", "rows") else pytest.mark.slow)
+        pytest.param(
+            u, id=u.stem, marks=() if u.stem in ("kv", "rows", "experts") else pytest.mark.slow
+        )
         for u in units()
     ],
 )
@@ -191,7 +193,8 @@ def test_no_lambda_has_a_parameter_of_type_auto() -> None:
 
 def test_every_included_file_is_part_of_the_key() -> None:
     names = {path.name for path in texts(module.SOURCES / "linear.cu")}
-    assert names == {"linear.cu", "activations.h", "blocks.h", "gpu.h", "tiles.h", "ca.h"}
+    headers = {"products.h", "activations.h", "blocks.h", "gpu.h", "tiles.h", "ca.h"}
+    assert names == {"linear.cu", *headers}
 
 
 def test_the_error_of_a_refused_source_has_the_log(tmp_path: Path) -> None:

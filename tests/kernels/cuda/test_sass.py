@@ -31,7 +31,7 @@ PLANTED = {
     "double": ("x[0] = float(double(x[1]) * x[2] + x[3]);", {}, "DMUL"),
 }
 # Of `linear`, one kind in the default suite: all of them take a minute for a target.
-QUICK = {"kv": "", "rows": "", "linear": r"QUANTISED\(q4_0\)"}
+QUICK = {"kv": "", "rows": "", "experts": "", "floats": "", "linear": r"QUANTISED\(q4_0\)"}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -84,6 +84,15 @@ def test_weights_are_loaded_ahead() -> None:
     made = listings(compile_part(unit, "sm_90", QUICK["linear"]))
     assert loads_at_once(made["linear_few_q4_0"]) >= 16  # of eight blocks, weights and scales
     assert "LDGSTS" in {name.split(".")[0] for name in made["linear_many_q4_0"]}
+
+
+@pytest.mark.parametrize(("kernel", "products"), [("linear_f32", 32), ("linear_many_f32", 128)])
+def test_no_load_of_global_memory_stands_in_a_chain_of_floats(kernel: str, products: int) -> None:
+    (unit,) = (unit for unit in units() if unit.stem == "floats")
+    listing = listings(compile_unit(unit, "sm_90").cubin)[kernel]
+    places = [i for i, name in enumerate(listing) if name == "FFMA"]
+    assert loads_at_once(listing[places[0] : places[products - 1]]) == 0
+    assert "LDGSTS" in {name.split(".")[0] for name in listing[: places[0]]}
 
 
 def test_accumulators_of_a_fold_are_loaded_at_once() -> None:
