@@ -1,4 +1,4 @@
-"""YaRN: which pairs of a head are interpolated, and that every machine makes the same table."""
+"""The RoPE table, the scale of queries, and YaRN: which pairs of a head are interpolated."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
+import kernels as K
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
 from batchengine.weights.spec import read_spec
 from batchengine.weights.yarn import frequency_divisors, magnitude
 from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
+from tests.kernels.timelines import Timeline, step
 
 
 def test_fast_pairs_are_left_alone_and_slow_ones_are_interpolated() -> None:
@@ -85,3 +88,62 @@ def test_a_file_with_other_keys_is_refused(
     assert caught.value.code == code, str(caught.value)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_rope_table_is_exact_within_one_unit_of_binary32() -> None:
+    table = K.RopeTable("neox", 128, 128, 1e6)
+    frequency = 1e6 ** (-2 * np.arange(64) / 128)
+    for position in [0, 1, 255, 256, 4095, 131071, 1_000_000]:
+        row = np.array(table.row(position), np.float32)
+        exact = np.concatenate([np.cos(position * frequency), np.sin(position * frequency)])
+        # One unit of binary32, and the binary64 rounding of an angle of 1e6.
+        assert (np.abs(row - exact) <= np.spacing(np.abs(exact).astype(np.float32)) + 5e-10).all()
+    with pytest.raises(ValueError, match="4194304"):
+        table.row(1 << 22)
+
+
+def test_queries_are_scaled_by_the_logarithm_of_their_span() -> None:
+    table = K.RopeTable("norm", 64, 64, 1e6, None, 1.0, 1.0, 0.1, 300)
+    for position in [0, 299, 300, 5999, 6000, 1_000_000]:
+        wanted = 1 + 0.1 * math.log(1 + position // 300)
+        assert table.query_scale(position) == np.float32(wanted)
+    assert table.query_scale(299) == 1.0
+    plain = K.RopeTable("norm", 64, 64, 1e6)
+    assert plain.query_scale(1_000_000) == 1.0
+    assert (table.scales_queries, plain.scales_queries) == (True, False)
+    pool = K.Pool(1)
+    # A query with a scale is the query of an attention scale as much larger, up to rounding.
+    d, length = 64, 9
+    qkv = np.random.default_rng(3).standard_normal((length, 3 * d)).astype(np.float32)
+    shape = K.PageShape(1, 1, d)
+    late = K.RopeTable("norm", d, d, 1e6, None, 1.0, 1.0, 0.5, 4)
+    scaled = step(pool, [Timeline(shape, 1, 1, rope=late)], [qkv])[0]
+    for span, rows in ((0, slice(0, 4)), (1, slice(4, 8)), (2, slice(8, 9))):
+        larger = Timeline(shape, 1, 1, rope=K.RopeTable("norm", d, d, 1e6))
+        larger.scale *= 1 + 0.5 * math.log(1 + span)
+        out = step(pool, [larger], [qkv])[0]
+        assert np.abs(scaled[rows] - out[rows]).max() < 1e-3
+    unscaled = Timeline(shape, 1, 1, rope=K.RopeTable("norm", d, d, 1e6))
+    assert np.abs(scaled - step(pool, [unscaled], [qkv])[0])[[4, 8]].max(axis=1).min() > 0.01
+    pool.close()
+
+
+def test_rope_digest_depends_on_every_parameter_of_the_table() -> None:
+    factors = K.Vector(np.linspace(1, 2, 32, dtype=np.float32))
+    variants = [
+        K.RopeTable("neox", 64, 64, 1e6),
+        K.RopeTable("norm", 64, 64, 1e6),
+        K.RopeTable("neox", 64, 32, 1e6),
+        K.RopeTable("neox", 96, 64, 1e6),
+        K.RopeTable("neox", 64, 64, 1e4),
+        K.RopeTable("neox", 64, 64, 1e6, factors),
+        K.RopeTable("neox", 64, 64, 1e6, None, 0.5),
+        K.RopeTable("neox", 64, 64, 1e6, None, 1.0, 1.1),
+        K.RopeTable("neox", 64, 64, 1e6, None, 1.0, 1.0, 0.1, 8),
+        K.RopeTable("neox", 64, 64, 1e6, None, 1.0, 1.0, 0.1, 9),
+        K.RopeTable("neox", 64, 64, 1e6, None, 1.0, 1.0, 0.2, 9),
+    ]
+    assert len({v.digest() for v in variants}) == len(variants)
+    again = K.RopeTable("neox", 64, 64, 1e6)
+    again.row(3000)
+    assert again.digest() == variants[0].digest()
