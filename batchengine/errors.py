@@ -269,6 +269,8 @@ TENSOR_OUTSIDE = Problem("BE1314", Kind.INTERNAL, _DEFECT,
     "the download is incomplete: fetch the file again")
 TENSORS_OVERLAP = Problem("BE1315", Kind.INTERNAL, _DEFECT,
     "tensors {before} and {after} overlap", "in {file}", _NEW_FILE)
+MODEL_PARTS = Problem("BE1316", Kind.INTERNAL, _DEFECT,
+    "{file} is not a whole model", "{why}", "{fix}")
 KEY_MISSING = Problem("BE1321", Kind.INTERNAL, _DEFECT,
     "{file} has no key {key}", "{wanted} is needed", _NEW_FILE)
 KEY_VALUE = Problem("BE1322", Kind.INTERNAL, _DEFECT,

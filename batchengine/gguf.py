@@ -1,6 +1,7 @@
 """Reads GGUF files: every byte of the header is checked before it is used.
 
-Owns: the container format (header, key-values, tensor table, bounds of the tensor data).
+Owns: the container format (header, key-values, tensor table, bounds of the tensor data), and models
+that are split into several files, each with a part of the tensors, of which the first has the keys.
 Refuses: any malformed file. Each defect has one error that names the key or the tensor;
 no count, length or offset from the file is used before it is compared with the file's actual
 size, so that no file can make the reader crash, hang or allocate more than its own size.
@@ -14,17 +15,19 @@ of arrays stay bytes in one buffer and only their positions are kept.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import math
 import mmap
 import operator
 import os
+import re
 import stat
 import struct
 import threading
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +57,11 @@ DIMENSIONS_MAX = 4
 ALIGNMENT_MAX = 1 << 20
 HEADER_BYTES = (32 << 20, 256 << 20)  # read for the header at first, and if it is longer
 
+PARTS_MAX = 1024  # files of one model
+
 Identity = tuple[int, int, int, int, int]  # dev, ino, size, mtime_ns, ctime_ns
+
+_FIRST_PART = re.compile(r"(?P<stem>.+)-00001-of-(?P<count>\d{5})\.gguf$", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +146,7 @@ _U64 = struct.Struct("<Q")
 class TensorInfo:
     """One tensor: `shape` with the contiguous dimension first, as the file has it.
 
-    `offset` counts bytes from the start of the file.
+    `offset` counts bytes from the start of the file, the one of index `part` of the model's.
     """
 
     name: str
@@ -147,6 +154,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     offset: int
     n_bytes: int
+    part: int = 0
 
 
 class StringArray:
@@ -173,31 +181,72 @@ NumberArray = npt.NDArray[Any]
 Value = int | float | bool | str | NumberArray | StringArray
 
 
-class GgufFile:
-    """A checked GGUF file. Use as a context manager or call close().
+class _Part:
+    """One open file of a model. It is mapped by the first call of `view`."""
 
-    path, size_bytes, identity; version, data_start (bytes); values: key -> value;
-    tensors: name -> TensorInfo in file order. The header is read; the file is mapped by the first
-    call of `data`. If it is truncated while a view of a tensor is read, the process gets SIGBUS,
-    which is why only lane workers read tensor data. Strings of arrays are readable for ever.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        self._fd, self.identity = _open_file(self.path)
-        self.size_bytes = self.identity[2]
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd, self.identity = _open_file(path)
         self._map: mmap.mmap | None = None
         self._mapping = threading.Lock()  # tensors are hashed and packed on several threads
         self._view = memoryview(b"")
         try:
-            self._head, parsed = _read_header(self._fd, self.size_bytes, self.path)
+            self._head, self.parsed = _read_header(self.fd, self.identity[2], path)
         except BaseException:
             self.close()
             raise
-        self.version = parsed.version
-        self.data_start = parsed.data_start
-        self.values = parsed.values
-        self.tensors = parsed.tensors
+
+    def close(self) -> None:
+        # A view still in use keeps the mapping; it goes with the last view.
+        with contextlib.suppress(BufferError):
+            self._view.release()
+            if self._map is not None:
+                self._map.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def header(self) -> memoryview:
+        return self._head[: self.parsed.data_start]
+
+    def view(self) -> memoryview:
+        with self._mapping:
+            if self._map is None:
+                try:
+                    self._map = mmap.mmap(self.fd, self.identity[2], prot=mmap.PROT_READ)
+                except (OSError, ValueError) as error:  # too short by now, or closed
+                    raise errors.MODEL_UNREADABLE(path=self.path, why=error) from error
+                self._view = memoryview(self._map)
+        return self._view
+
+
+class GgufFile:
+    """A checked GGUF file, or all files of a model that is split, by its first one. Use as a
+    context manager or call close().
+
+    path, size_bytes (of all files), identity; version, data_start (bytes) of the first one; values:
+    key -> value; tensors: name -> TensorInfo in file order. The header is read; a file is mapped
+    by the first call of `data`. If it is truncated while a view of a tensor is read, the process
+    gets SIGBUS, which is why only lane workers read tensor data. Strings of arrays are readable
+    for ever.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        first = _Part(self.path)
+        self._parts = [first]
+        self.version = first.parsed.version
+        self.data_start = first.parsed.data_start
+        self.values = first.parsed.values
+        try:
+            for part in _further_parts(self.path, self.values):
+                self._parts.append(_Part(part))
+            self.tensors = _all_tensors(self._parts)
+        except BaseException:
+            self.close()
+            raise
+        self.identity = _joined_identity([part.identity for part in self._parts])
+        self.size_bytes = self.identity[2]
 
     def __enter__(self) -> GgufFile:
         return self
@@ -212,31 +261,29 @@ class GgufFile:
         )
 
     def close(self) -> None:
-        """Closes the file, and unmaps it once no view of it is left."""
-        # A view still in use keeps the mapping; it goes with the last view.
-        with contextlib.suppress(BufferError):
-            self._view.release()
-            if self._map is not None:
-                self._map.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Closes the files, and unmaps each once no view of it is left."""
+        for part in self._parts:
+            part.close()
 
     def header(self) -> memoryview:
-        """The bytes before the tensor data: header, key-values and tensor table."""
-        return self._head[: self.data_start]
+        """The bytes before the tensor data: header, key-values and tensor table, of each file."""
+        headers = [part.header() for part in self._parts]
+        return headers[0] if len(headers) == 1 else memoryview(b"".join(headers))
 
     def data(self, name: str) -> memoryview:
         """The bytes of one tensor, read-only, in the mapping."""
-        with self._mapping:
-            if self._map is None:
-                try:
-                    self._map = mmap.mmap(self._fd, self.size_bytes, prot=mmap.PROT_READ)
-                except (OSError, ValueError) as error:  # too short by now, or closed
-                    raise errors.MODEL_UNREADABLE(path=self.path, why=error) from error
-                self._view = memoryview(self._map)
         info = self.tensors[name]
-        return self._view[info.offset : info.offset + info.n_bytes]
+        return self._parts[info.part].view()[info.offset : info.offset + info.n_bytes]
+
+    def read(self, name: str, first: int, n_bytes: int) -> bytes:
+        """Bytes of one tensor from `first` on, without the mapping; fewer if the file was cut
+        short. Raises OSError."""
+        info = self.tensors[name]
+        return os.pread(self._parts[info.part].fd, n_bytes, info.offset + first)
+
+    def is_unchanged(self) -> bool:
+        """Whether the open files are as they were when they were opened."""
+        return all(file_identity(os.fstat(part.fd)) == part.identity for part in self._parts)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """An integer value; KEY_MISSING without a default, KEY_VALUE for another type."""
@@ -336,6 +383,90 @@ def _read_start(fd: int, n_bytes: int) -> bytes:
         parts.append(part)
         done += len(part)
     return b"".join(parts)
+
+
+def model_identity(path: Path) -> Identity:
+    """The identity of a model as its files are now, as `GgufFile.identity`. Raises OSError."""
+    return _joined_identity([file_identity(os.stat(part)) for part in model_paths(path)])
+
+
+def model_paths(path: Path) -> list[Path]:
+    """The files of a model by the name of its first one, whether they exist or not."""
+    name = _FIRST_PART.match(path.name)
+    count = int(name["count"]) if name else 1
+    if name is None or count > PARTS_MAX:
+        return [path]
+    return [
+        path,
+        *(
+            path.with_name(f"{name['stem']}-{number:05d}-of-{count:05d}.gguf")
+            for number in range(2, count + 1)
+        ),
+    ]
+
+
+def _joined_identity(parts: list[Identity]) -> Identity:
+    """One identity of several files: it changes when one of them is replaced or written."""
+    if len(parts) == 1:
+        return parts[0]
+    inodes, written, changed = (
+        int.from_bytes(hashlib.sha256(repr(of).encode()).digest()[:7], "little")
+        for of in (
+            [part[:3] for part in parts],
+            [part[3] for part in parts],
+            [part[4] for part in parts],
+        )
+    )
+    return parts[0][0], inodes, sum(part[2] for part in parts), written, changed
+
+
+def _further_parts(path: Path, values: Mapping[str, Value]) -> list[Path]:
+    """The other files of a model, by the keys of its first one."""
+    count, number = values.get("split.count", 0), values.get("split.no", 0)
+    found = model_paths(path)[1:]
+    if count in (0, 1):
+        if found:
+            why = f"its name says that it is one of {len(found) + 1} files, its keys do not"
+            raise errors.MODEL_PARTS(file=path.name, why=why, fix="give it another name")
+        return []
+    if number != 0:
+        raise errors.MODEL_PARTS(
+            file=path.name,
+            why=f"it is a later part of {count}",
+            fix="name the first part (…-00001-of-….gguf)",
+        )
+    if count != len(found) + 1:
+        why = f"it is one of {count} files, which are found by the name of the first"
+        fix = "keep the names that the files had (NAME-00001-of-00003.gguf), in one folder"
+        raise errors.MODEL_PARTS(file=path.name, why=why, fix=fix)
+    for part in found:
+        if not part.exists():
+            fix = "download all parts of the model into one folder"
+            raise errors.MODEL_PARTS(file=path.name, why=f"{part.name} is missing", fix=fix)
+    return found
+
+
+def _all_tensors(parts: list[_Part]) -> dict[str, TensorInfo]:
+    """The tensors of all files of a model, which must be parts of the same one."""
+    first = parts[0]
+    tensors = dict(first.parsed.tensors)
+    again = "download all parts of the model again"
+    for index, part in enumerate(parts[1:], 1):
+        own = part.parsed.values
+        place = own.get("split.no"), own.get("split.count")
+        if place != (index, len(parts)):
+            why = f"{part.path.name} is not part {index + 1} of {len(parts)}"
+            raise errors.MODEL_PARTS(file=first.path.name, why=why, fix=again)
+        for name, info in part.parsed.tensors.items():
+            if name in tensors:
+                why = f"tensor {name} is in two of its files"
+                raise errors.MODEL_PARTS(file=first.path.name, why=why, fix=again)
+            tensors[name] = replace(info, part=index)
+    total = first.parsed.values.get("split.tensors.count", len(tensors))
+    if len(parts) > 1 and total != len(tensors):
+        why = f"its files have {len(tensors)} tensors, not {total}"
+        raise errors.MODEL_PARTS(file=first.path.name, why=why, fix=again)
+    return tensors
 
 
 def file_identity(status: os.stat_result) -> Identity:

@@ -27,6 +27,7 @@ from batchengine import config as configuration
 from batchengine.child import guard
 from batchengine.config import Config, LaneConfig
 from batchengine.core import Stage
+from batchengine.gguf import model_paths
 from service import notify
 from service.admin.socket import AdminSocket
 from service.engine_api import EngineApi
@@ -281,10 +282,14 @@ def progresses(engine: EngineApi) -> bool:
 def banner(config: Config) -> list[str]:
     """The banner lines, of facts that are known before anything is loaded."""
     path = Path(config.model.path)
-    size = f"{path.stat().st_size / MIB:,.2f} MiB" if path.is_file() else "missing"
+    files = model_paths(path)
+    is_there = all(file.is_file() for file in files)
+    n_bytes = sum(file.stat().st_size for file in files) if is_there else 0
+    size = f"{n_bytes / MIB:,.2f} MiB" if is_there else "missing"
+    more = f"  {len(files)} files" if len(files) > 1 else ""
     lines = [
         f"batchengine {batchengine.__version__}",
-        f"  file    {path.name}  {size}",
+        f"  file    {path.name}  {size}{more}",
         f"  cpu     {os.cpu_count()} logical cores",
         *(lane_line(lane) for lane in config.lanes),
     ]

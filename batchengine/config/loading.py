@@ -497,7 +497,9 @@ def _derive(source: Source, config: Config, machine: Machine, has_port: bool) ->
 
 
 def _model_id(path: str) -> str:
-    return Path(path).name.removesuffix(".gguf").lower() if path else ""
+    """The name of a model file, without the number of its part if it is split."""
+    name = Path(path).name.removesuffix(".gguf").lower() if path else ""
+    return re.sub(r"-00001-of-\d{5}$", "", name)
 
 
 def _derive_lanes(

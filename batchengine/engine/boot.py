@@ -482,7 +482,7 @@ def inspect_model(config: Config) -> ModelInfo:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
         banks = [tensor for tensor in gguf.tensors.values() if len(tensor.shape) == 3]
-        found = Path(config.model.path).stat()
+        n_bytes, found = gguf.size_bytes, Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
     notes: list[str] = []
     if limit > spec.context_trained:
@@ -496,7 +496,7 @@ def inspect_model(config: Config) -> ModelInfo:
         arch=spec.arch,
         n_layer=spec.n_layer,
         n_params=n_params,
-        file_bytes=found.st_size,
+        file_bytes=n_bytes,
         context_tokens=min(limit, spec.context_trained),
         context_trained=spec.context_trained,
         vocab_size=spec.n_vocab,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import mmap
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -24,7 +23,7 @@ import numpy as np
 
 import kernels
 from batchengine import errors
-from batchengine.gguf import GgufFile, Identity, file_identity
+from batchengine.gguf import GgufFile, Identity, model_identity
 from batchengine.weights import cache
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
@@ -133,26 +132,21 @@ def read_fingerprint(path: Path, is_cancelled: Callable[[], bool]) -> tuple[Iden
     Reads the whole file. Tensors are read, not mapped: a file that is cut short under a mapping
     would end the process. Raises OSError, and BatchEngineError if it is no GGUF file any more.
     """
-    with GgufFile(path) as gguf:
-        identity, tensors = gguf.identity, list(gguf.tensors.values())
-        header_digest = hashlib.sha256(gguf.header()).digest()
     digests: list[tuple[str, bytes]] = []
-    with open(path, "rb", buffering=0) as file:
-        if file_identity(os.fstat(file.fileno())) != identity:
-            return None
-        for tensor in tensors:
-            digest, left = hashlib.sha256(), tensor.n_bytes
-            file.seek(tensor.offset)
-            while left > 0 and not is_cancelled():
-                data = file.read(min(left, READ_BYTES))
+    with GgufFile(path) as gguf:
+        for name, tensor in gguf.tensors.items():
+            digest, done = hashlib.sha256(), 0
+            while done < tensor.n_bytes and not is_cancelled():
+                data = gguf.read(name, done, min(tensor.n_bytes - done, READ_BYTES))
                 if not data:
                     return None
                 digest.update(data)
-                left -= len(data)
-            digests.append((tensor.name, digest.digest()))
-        if is_cancelled() or file_identity(os.fstat(file.fileno())) != identity:
+                done += len(data)
+            digests.append((name, digest.digest()))
+        if is_cancelled() or not gguf.is_unchanged():
             return None
-    return identity, model_fingerprint(header_digest, digests)
+        header_digest = hashlib.sha256(gguf.header()).digest()
+        return gguf.identity, model_fingerprint(header_digest, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +272,7 @@ def _read_vector(gguf: GgufFile, name: str) -> np.ndarray[tuple[int], np.dtype[n
 def _refuse_changed(gguf: GgufFile) -> None:
     """Raises MODEL_FILE_MOVED if the file changed while it was read."""
     try:
-        identity = file_identity(os.stat(gguf.path))
+        identity = model_identity(gguf.path)
     except OSError as error:
         raise errors.MODEL_FILE_MOVED(path=gguf.path, change="vanished", why=error) from error
     if identity != gguf.identity:

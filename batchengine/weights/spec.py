@@ -3,7 +3,7 @@
 Owns `ModelSpec`, a tuple of layer kinds, and the meaning of the metadata keys (defaults included):
 later stages use the spec and never the name of the architecture. Refuses every feature it would
 otherwise ignore silently: experts that are chosen or summed in another way, unknown position
-scalings, layers of different shapes, split files.
+scalings, layers of different shapes.
 """
 
 from __future__ import annotations
@@ -343,10 +343,7 @@ def unsupported(
 
 
 def _refuse_other_files(gguf: GgufFile) -> None:
-    """Raises for files that are a part of a model, or belong to one; they lack most of its keys."""
-    if gguf.integer("split.count", 1) > 1:
-        parts, fix = gguf.integer("split.count"), "merge the parts (gguf-split --merge)"
-        raise unsupported(gguf, "split.count", parts, "a model is one file", fix)
+    """Raises for files that belong to a model; they lack most of its keys."""
     kind = gguf.values.get("general.type")
     if kind in _COMPANIONS:
         why, fix = "it belongs to a model and is none", "name the GGUF file of the model itself"

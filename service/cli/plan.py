@@ -92,7 +92,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     with GgufFile(path) as gguf:
         spec = read_spec(gguf)
         tensors = plan_tensors(gguf, spec)
-        file_bytes = path.stat().st_size
+        file_bytes = gguf.size_bytes
     Tokenizer(path).close()
     sizes = {m.name: kernels.packed_bytes(m.kind, m.rows, m.cols) for m in tensors.matrices}
     weight_bytes = sum(sizes.values()) + 4 * sum(v.size for v in tensors.vectors)

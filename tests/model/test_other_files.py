@@ -17,7 +17,6 @@ from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 TINY = Shape(n_layer=2, n_embd=64, n_ff=96, n_head=2, n_kv_head=1, head_dim=32, n_vocab=288)
-U16 = [gguf.GGUFValueType.UINT16]
 U32 = [gguf.GGUFValueType.UINT32]
 TEXT = [gguf.GGUFValueType.STRING]
 COUNTS = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
@@ -53,11 +52,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Edit]] = {
         "BE1323",
         ("general.type = mmproj", "the model itself"),
         without_keys(general__architecture=("clip", TEXT), general__type=("mmproj", TEXT)),
-    ),
-    "second_part": (
-        "BE1323",
-        ("split.count = 3", "merge the parts"),
-        without_keys(general__architecture=("", TEXT), split__no=(1, U16), split__count=(3, U16)),
     ),
     "predicting_layers": (
         "BE1323",

@@ -158,7 +158,6 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
         ("qwen3.rope.scaling.type = longrope", "linear and yarn", "without this feature"),
         put("qwen3.rope.scaling.type", "longrope", TEXT),
     ),
-    "split": ("BE1323", ("split.count = 3", "merge"), put("split.count", 3, U32)),
     "rope_odd": (
         "BE1323",
         ("rope.dimension_count = 31",),

@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 from pathlib import Path
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.engine.state import EngineState
-from batchengine.gguf import Identity, file_identity
+from batchengine.gguf import Identity, model_identity
 from batchengine.weights import read_fingerprint
 from batchengine.weights.cache import CacheMismatch, cache_path, verify_cache
 
@@ -128,7 +127,7 @@ class ModelFiles:
 def identity_of(path: Path) -> Identity | None:
     """Return values that change when the file is replaced or written; None = no such file."""
     try:
-        return file_identity(os.stat(path))
+        return model_identity(path)
     except OSError:
         return None
 
