@@ -62,7 +62,7 @@ FAULTS = {
         "experts.cu", "i < to.portions_max && has_portions;", "i < 0;"
     ),
     "a portion with a pair of the next one": Fault(
-        "experts.cu", "columns, static_cast<uint32_t>(i)}}", "columns + 1, uint32_t(i)}}"
+        "experts.cu", "start, columns, static", "start, columns + 1, static"
     ),
 }
 

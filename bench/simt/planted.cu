@@ -269,6 +269,20 @@ KERNEL(counts, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     if (gpu::thread() < 4) gpu::atomic_add(y[gpu::thread()], int32_t(shared[gpu::thread()]));
 }
 
+// The smallest value of a warp, of unsigned ones, and how many bits it has.
+KERNEL(smallest, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const uint32_t least = gpu::min_of_lanes(static_cast<uint32_t>(~x[gpu::thread()]));
+    y[gpu::thread()] = static_cast<int32_t>(least);
+    y[N + gpu::thread()] = gpu::count_bits(least);
+}
+KERNEL(smallest_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    uint32_t least = static_cast<uint32_t>(x[gpu::thread()]);
+    if (gpu::lane() < 16) least = gpu::min_of_lanes(least);
+    y[gpu::thread()] = static_cast<int32_t>(least);
+}
+
 KERNEL(count_and_write, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     gpu::begin();
     if (gpu::thread() == 3)

@@ -20,6 +20,7 @@ PLANTED = {
     "barrier_of_half": "ends while others wait|a thread has ended",
     "two_barriers": "at the barrier of line",
     "shuffle_of_half": "another collective|lanes that do not come",
+    "smallest_of_half": "another collective|lanes that do not come",
     "shuffle_by_two_calls": "which other lanes reach by other calls",
     "barrier_by_two_calls": "which others reach by other calls",
     "out_of_bounds": "outside: 4 bytes at offset 256 of 256",

@@ -185,7 +185,7 @@ class CudaOps:
         self, x: Rows, w: kernels.Vector, eps: float, tokens: int, out: Activations
     ) -> None:
         """As `kernels.norm_quantise`."""
-        out.values = out.kept
+        out.values, out.gathered = out.kept, None
         kept = [out.kept, x.width if out.kept else 0]
         arguments = [x.address, x.width, self._address(w), eps, x.width, *out.addresses, *kept]
         threads = WARP * min(max(-(-x.width // SPAN_VALUES), 2), NORM_THREADS_MAX // WARP)
@@ -193,7 +193,7 @@ class CudaOps:
 
     def quantise(self, x: Rows, tokens: int, out: Activations) -> None:
         """As `kernels.quantise`; float matrices read the rows of `x` itself."""
-        out.values = x.address
+        out.values, out.gathered = x.address, None
         arguments = [x.address, x.width, x.width, *out.addresses]
         spans = -(-x.width // SPAN_VALUES)
         grid = tokens, -(-spans // QUANTISE_SPANS), 1

@@ -1,10 +1,10 @@
-// Mixtures of experts (rule 11): the experts of each token, its pairs with them sorted by expert, and the sum of
-// what a token's experts gave.
+// Mixtures of experts (rule 11): the experts of each token, its pairs with them sorted by expert, and the
+// sum of what a token's experts gave.
 //
-// A block chooses for a chunk of tokens, a warp for each, and counts the pairs of each expert, a thread for each. One
-// chunk is sorted at once; the counts of several are added up by `sort_pairs`. The host does not learn what was chosen:
-// a product of pairs has a block for each portion that so many tokens may need (see Pairs in products.h), and those
-// that have none leave.
+// A block chooses for a chunk of tokens, a warp for each, and counts the pairs of each expert, a thread for
+// each. One chunk is sorted at once; the counts of several are added up by `sort_pairs`. The host does not
+// learn what was chosen: a product of pairs has a block for each portion that so many tokens may need (see
+// Pairs in products.h), and those that have none leave.
 #include "gpu.h"
 
 namespace {
@@ -24,10 +24,10 @@ struct Sorted {
     gpu::Out<int32_t> order;
 };
 
-// The experts of a token and their weights, by ascending id, from `at` on; those of the chunk from `in_chunk` on.
-// As ca::select_experts, by a warp.
-GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Numbers& chunk_ids, Floats& parts,
-                   int in_chunk, gpu::Out<int32_t> ids, gpu::Out<float> weights, int64_t at) {
+// The experts of a token and their weights, by ascending id, from `at` on; those of the chunk from
+// `in_chunk` on. As ca::select_experts, by a warp.
+GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Numbers& chunk_ids,
+                   Floats& parts, int in_chunk, gpu::Out<int32_t> ids, gpu::Out<float> weights, int64_t at) {
     bool finite = true;
     for (int i = gpu::lane(); i < n; i += gpu::WARP) finite = ca::is_finite(logits[i]) && finite;
     const bool is_poisoned = gpu::any(!finite);
@@ -42,7 +42,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Number
             if (is_left && key < best_key) best = i, best_key = key;
         }
         last_key = gpu::min_of_lanes(best_key);
-        last = static_cast<int>(gpu::min_of_lanes(static_cast<uint32_t>(best_key == last_key ? best : n)));
+        const int candidate = best_key == last_key ? best : n;
+        last = static_cast<int>(gpu::min_of_lanes(static_cast<uint32_t>(candidate)));
         if (j == 0) top = last;
     }
     const float largest = logits[top];
@@ -69,7 +70,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Number
     }
 }
 
-// How many of n pairs are of the expert with the number of this thread; `ranks`: of each pair among those of its expert.
+// How many of n pairs are of the expert with the number of this thread; `ranks`: of each pair among those
+// of its expert.
 GPU_FN int rank_pairs(Numbers& ids, Numbers& ranks, int n) {
     int count = 0;
     GPU_UNROLL_4
@@ -98,10 +100,10 @@ GPU_FN uint64_t sum_before(uint64_t x, PerWarp& shared, uint64_t& all) {
     return before;
 }
 
-// Sorts the n pairs of a chunk, of which `first_pair` is the first. count: of the pairs of this thread's expert,
-// and `earlier` of them are in chunks before. One block also writes the portions.
-GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& shared, int n, int first_pair,
-                       int count, int earlier, bool has_portions, const Sorted& to) {
+// Sorts the n pairs of a chunk, of which `first_pair` is the first. count: of the pairs of this thread's
+// expert, and `earlier` of them are in chunks before. One block also writes the portions.
+GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& shared, int n,
+                       int first_pair, int count, int earlier, bool has_portions, const Sorted& to) {
     const int own = (count + to.columns - 1) / to.columns;
     uint64_t all;
     const uint64_t before = sum_before(uint64_t(own) << 32 | static_cast<uint32_t>(count), shared, all);
@@ -110,8 +112,8 @@ GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& s
     for (int i = 0; i < own && has_portions; i++) {
         const int at = i * to.columns, left = count - at;
         const auto columns = static_cast<uint32_t>(left < to.columns ? left : to.columns);
-        to.portions[portion + i] = gpu::Words4{{static_cast<uint32_t>(gpu::thread()), uint32_t(first + at),
-                                                columns, static_cast<uint32_t>(i)}};
+        const auto expert = static_cast<uint32_t>(gpu::thread()), start = static_cast<uint32_t>(first + at);
+        to.portions[portion + i] = gpu::Words4{{expert, start, columns, static_cast<uint32_t>(i)}};
     }
     for (int i = int(all >> 32) + gpu::thread(); i < to.portions_max && has_portions; i += gpu::threads())
         to.portions[i] = gpu::Words4{{0, 0, 0, 0}};
@@ -122,8 +124,8 @@ GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& s
 
 }  // namespace
 
-// Chooses the experts of each token. Grid: chunks of `chunk` tokens, of up to PAIRS_MAX pairs. At least as many threads
-// as experts. One chunk is sorted, too; the counts of several are counts[chunk][n_expert].
+// Chooses the experts of each token. Grid: chunks of `chunk` tokens, of up to PAIRS_MAX pairs. At least as
+// many threads as experts. One chunk is sorted, too; the counts of several are counts[chunk][n_expert].
 KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_expert, int n_used, int tokens,
        int chunk, float scale, gpu::Out<int32_t> ids, gpu::Out<float> weights, gpu::Out<int32_t> counts,
        gpu::Out<gpu::Words4> portions, int portions_max, int columns, gpu::Out<int32_t> order) {
@@ -133,8 +135,8 @@ KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_exp
     gpu::begin();
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
     for (int i = gpu::warp(); i < n; i += gpu::warps())
-        choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used, scale, chunk_ids, parts,
-               i * n_used, ids, weights, static_cast<int64_t>(first + i) * n_used);
+        choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used, scale, chunk_ids,
+               parts, i * n_used, ids, weights, static_cast<int64_t>(first + i) * n_used);
     gpu::barrier();
     const int count = rank_pairs(chunk_ids, ranks, n * n_used);
     if (gpu::blocks() == 1)
@@ -144,14 +146,17 @@ KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_exp
         counts[gpu::block() * n_expert + gpu::thread()] = count;
 }
 
-// Sorts the pairs of several chunks, of which select_experts has written the counts. Grid and threads as there.
-KERNEL(sort_pairs, THREADS_MAX, gpu::In<int32_t> ids, gpu::In<int32_t> counts, int n_expert, int n_used, int tokens,
-       int chunk, gpu::Out<gpu::Words4> portions, int portions_max, int columns, gpu::Out<int32_t> order) {
+// Sorts the pairs of several chunks, of which select_experts has written the counts. Grid and threads as
+// there.
+KERNEL(sort_pairs, THREADS_MAX, gpu::In<int32_t> ids, gpu::In<int32_t> counts, int n_expert, int n_used,
+       int tokens, int chunk, gpu::Out<gpu::Words4> portions, int portions_max, int columns,
+       gpu::Out<int32_t> order) {
     __shared__ Numbers chunk_ids, ranks, firsts;
     __shared__ PerWarp shared;
     gpu::begin();
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
-    for (int i = gpu::thread(); i < n * n_used; i += gpu::threads()) chunk_ids[i] = ids[first * n_used + i];
+    for (int i = gpu::thread(); i < n * n_used; i += gpu::threads())
+        chunk_ids[i] = int32_t(ids[first * n_used + i]);
     int count = 0, earlier = 0;
     GPU_UNROLL_4
     for (int i = 0; i < gpu::blocks(); i++) {
@@ -165,9 +170,10 @@ KERNEL(sort_pairs, THREADS_MAX, gpu::In<int32_t> ids, gpu::In<int32_t> counts, i
                {portions, portions_max, columns, order});
 }
 
-// out row of a token += the sum of weight * y of its pairs, experts ascending; y: a row of `width` for each pair.
-// Grid: tokens, blocks that share the columns.
-KERNEL(add_pairs, 256, gpu::In<float> y, gpu::In<float> weights, int n_used, int width, gpu::Out<float> out, int stride) {
+// out row of a token += the sum of weight * y of its pairs, experts ascending; y: a row of `width` for each
+// pair. Grid: tokens, blocks that share the columns.
+KERNEL(add_pairs, 256, gpu::In<float> y, gpu::In<float> weights, int n_used, int width,
+       gpu::Out<float> out, int stride) {
     gpu::begin();
     const int64_t token = gpu::block(), first = token * n_used;
     const int column = gpu::block_y() * gpu::threads() + gpu::thread();

@@ -1,8 +1,8 @@
 // Matrix products (rule 2) of float matrices, which read fp32 rows.
 //
-// The products of a segment are one chain of multiply-adds, of four cycles each at best: at a token a step the chain
-// is what takes the time. So each segment has threads of its own, and weights and values are copied to shared memory
-// well before their turn.
+// The products of a segment are one chain of multiply-adds, of four cycles each at best: at a token a step
+// the chain is what takes the time. So each segment has threads of its own, and weights and values are
+// copied to shared memory well before their turn.
 #include "products.h"
 
 namespace {
@@ -131,15 +131,17 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
 
 }  // namespace
 
-// values: fp32 rows, `stride` a multiple of 4; scale: of their quantised form; the other parameters are those of
-// linear.cu. Grid (groups of 8 or 32 columns, tiles, groups of columns of a portion), a multiple of 128 threads.
+// values: fp32 rows, `stride` a multiple of 4; scale: of their quantised form; the other parameters are
+// those of linear.cu. Grid (groups of 8 or 32 columns, tiles, groups of columns of a portion), a multiple
+// of 128 threads.
 #define FLOATS(kind, name, each)                                                                   \
-    KERNEL(name, TEAM* teams_of(each), gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<float> values, \
-           int values_stride, gpu::In<float> scale, int tokens, gpu::In<float> bias, int then,     \
-           gpu::Out<float> out, int stride, gpu::In<gpu::Words4> portions, gpu::In<int32_t> order, int of_row) { \
-        floats<Kind::kind, each>(                                                                  \
-            matrix, cols, values, values_stride, scale,                                            \
-            {bias, out, stride, rows, tokens, static_cast<gpu::Then>(then)}, {portions, order, of_row}); \
+    KERNEL(name, TEAM* teams_of(each), gpu::In<uint8_t> matrix, int rows, int cols,                \
+           gpu::In<float> values, int values_stride, gpu::In<float> scale, int tokens,             \
+           gpu::In<float> bias, int then, gpu::Out<float> out, int stride,                         \
+           gpu::In<gpu::Words4> portions, gpu::In<int32_t> order, int of_row) {                    \
+        floats<Kind::kind, each>(matrix, cols, values, values_stride, scale,                       \
+                                 {bias, out, stride, rows, tokens, static_cast<gpu::Then>(then)},  \
+                                 {portions, order, of_row});                                       \
     }
 FLOATS(f16, linear_f16, 1)
 FLOATS(bf16, linear_bf16, 1)

@@ -8,7 +8,8 @@
 // computes at once, each has a part of the segments, and `add_segments` adds their sums. All load weights
 // well before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are
 // neighbours in the grid, so that one of them reads weights from memory and the others from the cache.
-// That one asks for its weights while the launch before still computes the activations.
+// That one asks for its weights while the launch before still computes the activations. The same kernels
+// compute pairs of tokens and experts: see Pairs in products.h.
 #include "products.h"
 
 namespace {
@@ -29,10 +30,10 @@ constexpr int SOME_TOKENS = 32, MANY_TOKENS = 64;
 constexpr int STAGES = 3;  // spans of k whose activations a block of `many` holds or copies
 constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spreads rows over the banks
 
-// Kinds of which t * I, with I = Σ n q before a factor, has at most 24 significant bits (7 of t, 17 of I). So
-// t * I, (a factor) * d and t * S are exact floats, and a step is one fma of two of them: the same sum of the
-// same exact product as fma(float(I), d * t, acc) of rule 2, which is rounded once. A sum of up to 2²² over the
-// magic number M has the bits of the float M + I, and fma(M + I, t, -M * t) is t * I.
+// Kinds of which t * I, with I = Σ n q before a factor, has at most 24 significant bits (7 of t, 17 of I).
+// So t * I, (a factor) * d and t * S are exact floats, and a step is one fma of two of them: the same sum
+// of the same exact product as fma(float(I), d * t, acc) of rule 2, which is rounded once. A sum of up to
+// 2²² over the magic number M has the bits of the float M + I, and fma(M + I, t, -M * t) is t * I.
 GPU_FN constexpr bool scales_first(Kind kind) {
     return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k;
 }
@@ -131,8 +132,8 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
     }
 }
 
-// Quantised activations from the first row of a block on, so that indices of spans fit 32 bits; of pairs, from that
-// of the first token: a step has fewer than 2^31 times 16 bytes of them.
+// Quantised activations from the first row of a block on, so that indices of spans fit 32 bits; of pairs,
+// from that of the first token: a step has fewer than 2^31 times 16 bytes of them.
 struct Rows {
     gpu::In<gpu::Words4> q, scale, sums;  // of a row and a span 8 times 16 bytes, and 16 bytes
 };
@@ -158,8 +159,8 @@ GPU_FN constexpr bool loads_early(Kind kind, int groups) {
     return groups == 1 || !is_large;
 }
 
-// The first spans of what a lane of `few` reads of each group of 8 tokens: q of token g, and scales and sums of
-// tokens 2t and 2t + 1.
+// The first spans of what a lane of `few` reads of each group of 8 tokens: q of token g, and scales and
+// sums of tokens 2t and 2t + 1.
 template <int groups>
 struct FewTokens {
     int q[groups], two[groups][2];
@@ -200,8 +201,9 @@ GPU_FN void add_blocks(float (&acc)[groups][4], const gpu::Packed (&packed)[few]
     }
 }
 
-// Grid: `groups` groups of 8 columns, groups of `tiles` tiles of 16 rows. Each tile has a share of the warps; more than
-// one need a warp for each segment. The segments of a gate come before those of the matrix.
+// Grid: `groups` groups of 8 columns, groups of `tiles` tiles of 16 rows. Each tile has a share of the
+// warps; more than one need a warp for each segment. The segments of a gate come before those of the
+// matrix.
 template <Kind kind, int groups>
 GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<float> scale,
                 gpu::In<int32_t> sums, const Target& to, const Gate& gate, const Pairs& pairs, int tiles) {
@@ -329,8 +331,8 @@ struct Staged {
     gpu::Shared<gpu::Words4, n_sums>& sums;
 };
 
-// One or two blocks of k into the chains of a lane: half `half` of a span. No branch is between two products, so
-// that they are computed at once.
+// One or two blocks of k into the chains of a lane: half `half` of a span. No branch is between two
+// products, so that they are computed at once.
 template <Kind kind, int count, int tokens, int n_sums>
 GPU_FN void add_two(float (&acc)[tokens / 8][4], const Block (&a)[2], const Staged<tokens, n_sums>& x,
                      int span, int half) {
@@ -487,10 +489,11 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
 
 }  // namespace
 
-// matrix: `rows` of `cols`, or a bank of so many an expert; q, scale, sums: activations of `tokens`; bias: or null;
-// then: see Then; gate, gate_bias: see Gate; partials, each: see Segments; portions, order, of_row: see Pairs, of
-// which `tokens` are. few and few2: grid (groups of 8 or 16 columns, groups of `tiles` tiles), at least 128 threads.
-// some and many: grid (groups of 32 or 64 columns, groups of 4 tiles, groups of segments), 128 threads.
+// matrix: `rows` of `cols`, or a bank of so many an expert; q, scale, sums: activations of `tokens`; bias:
+// or null; then: see Then; gate, gate_bias: see Gate; partials, each: see Segments; portions, order,
+// of_row: see Pairs, of which `tokens` are. few and few2: grid (groups of 8 or 16 columns, groups of
+// `tiles` tiles), at least 128 threads. some and many: grid (groups of 32 or 64 columns, groups of 4 tiles,
+// groups of segments), 128 threads.
 #define MANY(name, group, kind)                                                                    \
     KERNEL_AT_ONCE(linear_##name##_##kind, MANY_WARPS* gpu::WARP, MANY_AT_ONCE,                    \
                    gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \

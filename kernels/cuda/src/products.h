@@ -43,11 +43,12 @@ GPU_FN void put(const Target& to, int token, int row, float y, const Gate& gate 
     to.out[at] = y;
 }
 
-// Pairs of a token and an expert that it has chosen, as experts.cu sorts them. Pair `slot` of a token has the number
-// token * n_used + slot. The matrix of a product of pairs is a bank: those of all experts, of `rows` rows
-// each. Without `portions`, the columns of a product are tokens, and there is one matrix.
+// Pairs of a token and an expert that it has chosen, as experts.cu sorts them. Pair `slot` of a token has
+// the number token * n_used + slot. The matrix of a product of pairs is a bank: those of all experts, of
+// `rows` rows each. Without `portions`, the columns of a product are tokens, and there is one matrix.
 struct Pairs {
-    In<Words4> portions;   // of a block: expert, first in `order`, count (0: no portion), how many of the expert before it
+    // Of a block: expert, first in `order`, count (0: there is none), and its number among those of the expert.
+    In<Words4> portions;
     In<int32_t> order;  // numbers of pairs by expert, then token
     int each;           // so many pairs have one row of activations: those of a token, or 1
 };
@@ -57,12 +58,12 @@ struct Columns {
     In<int32_t> order;  // of the first column; null: tokens
     int each;
     int first;
-    int last;    // column; below 0: there is none
+    int last;  // column; below 0: there is none
     int expert;
 
     GPU_FN int row(int column) const { return order ? int(order[column]) : first + column; }
-    // The row of activations, counted from `base()`. Columns past the last compute what is not stored, from the last
-    // one's.
+    // The row of activations, counted from `base()`. Columns past the last compute what is not stored, from
+    // the last one's.
     GPU_FN int held(int column) const {
         const int held = column < last ? column : last;
         return order ? order[held] / each : held;
@@ -78,8 +79,8 @@ GPU_FN Columns columns_of(const Pairs& pairs, int tokens, int most) {
     return {pairs.order + first, pairs.each, first, static_cast<int>(portion.word[2]) - 1, expert};
 }
 
-// The same at the begin of a kernel. Calls `ask(expert)` in those blocks that ask for weights which others read too:
-// of tokens, before the activations are there; of pairs, once the expert is known.
+// The same at the begin of a kernel. Calls `ask(expert)` in those blocks that ask for weights which others
+// read too: of tokens, before the activations are there; of pairs, once the expert is known.
 template <class Ask>
 GPU_FN Columns begin_with(const Pairs& pairs, int tokens, int most, Ask ask) {
     launch_dependents();
