@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 # What follows a marker that begins calls:
-# object    JSON {"name", "arguments"} or <function=NAME>, closed by </tool_call>
+# object    JSON {"name", "arguments"} or <function=NAME>, closed by the markup's `closing`
 # function  NAME>, parameters as <parameter=KEY>VALUE</parameter>, closed by </function>
 # objects   JSON {"name", "parameters"}, several with a semicolon between them
 # list      a JSON list of such objects, or NAME[ARGS]{...}
@@ -22,6 +22,7 @@ CallForm = Literal["object", "function", "objects", "list", "named"]
 
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
+SEED_TAG, SEED_TAG_END = "<seed:tool_call>", "</seed:tool_call>"
 FUNCTION = "<function="
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -37,7 +38,8 @@ class Markup:
     `forms`: the form of calls behind each marker that begins them. `bare`: an answer that begins
     with a JSON object of a call's fields is a call, or with [NAME(KEY=VALUE, ...)]. `writes`: the
     form in which a model is made to call. `reasoning`: pairs of markers around reasoning, which
-    stands before all else. `inner`: further markers, inside calls.
+    stands before all else. `inner`: further markers, inside calls; `closing`: that which may stand
+    behind a call of the form "object" or "function".
     """
 
     name: str
@@ -46,6 +48,7 @@ class Markup:
     reasoning: tuple[tuple[str, str], ...] = (THINK,)
     bare: bool = False
     inner: tuple[str, ...] = ()
+    closing: str = TAG_END
 
     @property
     def opening(self) -> str:
@@ -60,7 +63,7 @@ class Markup:
     @property
     def has_bare_values(self) -> bool:
         """Whether text may stand without quotes in its calls."""
-        return self.name in ("xml", "generic")
+        return self.name in ("xml", "seed", "generic")
 
     @property
     def markers(self) -> frozenset[str]:
@@ -77,6 +80,14 @@ MARKUPS = {
     for markup in (
         Markup("hermes", "object", _TAGGED, inner=(TAG_END,)),
         Markup("xml", "function", _TAGGED, inner=(TAG_END,)),
+        Markup(
+            "seed",
+            "function",
+            {SEED_TAG: "object", FUNCTION: "function"},
+            reasoning=(("<seed:think>", "</seed:think>"),),
+            inner=(SEED_TAG_END,),
+            closing=SEED_TAG_END,
+        ),
         Markup(
             "llama",
             "objects",
@@ -110,6 +121,7 @@ MARKERS = frozenset[str]().union(*(markup.markers for markup in MARKUPS.values()
 
 _SIGNS = (
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
+    ("seed", re.compile(re.escape(SEED_TAG))),
     ("xml", re.compile(r"<function=|<parameter=")),
     ("hermes", re.compile(re.escape(TAG))),
     ("mistral", re.compile(r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]")),

@@ -22,7 +22,6 @@ from batchengine.markup import (
     CALL_SEP,
     CALLS_BEGIN,
     CALLS_END,
-    TAG_END,
     TOOL_CALLS,
     Markup,
 )
@@ -174,7 +173,8 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
         match markup.writes:
             case "object":
                 body = _object(rules, number, name, schema, "arguments")
-                body = f"{_literal(chr(10))} {body} {_literal(chr(10))} {rules.marker(TAG_END)}"
+                end = rules.marker(markup.closing)
+                body = f"{_literal(chr(10))} {body} {_literal(chr(10))} {end}"
             case "function":
                 body = _function(rules, number, tool)
             case "objects":
@@ -193,7 +193,7 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
     body = rules.add("call", " | ".join(bodies))
     match markup.writes:
         case "object" | "function":
-            return rules.marker("<tool_call>"), body, _literal("\n")
+            return rules.marker(markup.opening), body, _literal("\n")
         case "objects":
             return "", body, _literal("; ")
         case "named":
@@ -243,7 +243,7 @@ def _function(rules: _Rules, number: int, tool: dict[str, Any]) -> str:
             made = rules.add(rule, _json(value | shared, EXACT, name)) + f" {_literal(end)}"
         parameter = f"{_literal(f'<parameter={key}>' + chr(10))} {made}"
         body.append(parameter if key in needed else f"({parameter})?")
-    return " ".join([*body, _literal("</function>\n"), rules.marker(TAG_END)])
+    return " ".join([*body, _literal("</function>\n"), rules.marker(rules.markup.closing)])
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:

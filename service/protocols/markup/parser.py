@@ -26,7 +26,6 @@ from batchengine.markup import (
     CALLS_END,
     FUNCTION,
     MARKUPS,
-    TAG_END,
     CallForm,
     Markup,
 )
@@ -192,7 +191,7 @@ class MarkupParser:
                     return
                 marker = space = ""
                 following = yield from reader.space()
-            yield from reader.has(TAG_END)
+            yield from reader.has(self._markup.closing)
         else:
             self._no_call(marker + space)
 
@@ -409,7 +408,7 @@ class MarkupParser:
         yield from reader.space()
         if (yield from reader.has(_FUNCTION_END)):
             yield from reader.space()
-        yield from reader.has(TAG_END)
+        yield from reader.has(self._markup.closing)
         self._calls += 1
 
     def _parameters(self, texts: tuple[str, ...], has_any: bool) -> Reading[None]:

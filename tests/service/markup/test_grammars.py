@@ -104,6 +104,7 @@ XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
     "<parameter=unit>\nC\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )  # fmt: skip
+SEED = XML.replace("tool_call>", "seed:tool_call>")
 LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
 MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
 OLD_MISTRAL = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
@@ -116,6 +117,7 @@ FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("hermes", no_control, HERMES, f"{HERMES}\n{HERMES}"),
     ("generic", no_control, HERMES, f"{HERMES}\n{HERMES}"),
     ("xml", no_control, XML, f"{XML}\n{XML}"),
+    ("seed", no_control, SEED, f"{SEED}\n{SEED}"),
     ("llama", no_control, LLAMA, f"{LLAMA}; {LLAMA}"),
     ("mistral", CONTROL.get, MISTRAL, MISTRAL + MISTRAL),
     ("deepseek", no_control, f"{BEGIN}{DEEPSEEK}{END}", f"{BEGIN}{DEEPSEEK}\n{DEEPSEEK}{END}"),

@@ -85,6 +85,11 @@ RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
     ("xml", XML.removeprefix("<tool_call>\n"), ("", "", [("search", XML_ARGUMENTS)])),
     ("xml", "<tool_call><function=now></function></tool_call>", ("", "", [("now", {})])),
     (
+        "seed",
+        f"<seed:think>why</seed:think>hm {XML.replace('tool_call>', 'seed:tool_call>')}",
+        ("why", "hm", [("search", XML_ARGUMENTS)]),
+    ),
+    (
         "llama",
         f'<|python_tag|>{{"type": "function", "name": "search", "parameters": {SEARCH}}}',
         ("", "", [("search", ARGUMENTS)]),
@@ -302,6 +307,7 @@ def test_a_markup_is_chosen_by_template_then_vocabulary() -> None:
 
     assert markup_of("x <tool_call> y", no_token).name == "hermes"
     assert markup_of("<tool_call>\n<function=", no_token).name == "xml"
+    assert markup_of("<seed:tool_call>\n<function=", no_token).name == "seed"
     assert markup_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
     assert markup_of("<|start_header_id|>", no_token).name == "llama"
     assert markup_of("<|im_start|>", no_token).name == "generic"
