@@ -132,8 +132,8 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
     }
 }
 
-// Quantised activations from the first row of a block on, so that indices of spans fit 32 bits; of pairs,
-// from that of the first token: a step has fewer than 2^31 times 16 bytes of them.
+// Quantised activations for `few` from the first row of a block on, so that indices of spans fit 32 bits; of
+// pairs, from that of the first token: a step has fewer than 2^31 times 16 bytes of them.
 struct Rows {
     gpu::In<gpu::Words4> q, scale, sums;  // of a row and a span 8 times 16 bytes, and 16 bytes
 };
@@ -371,7 +371,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     __shared__ gpu::Shared<gpu::Words4, STAGES * tokens * STAGE_ROW> values;
     __shared__ gpu::Shared<gpu::Words4, STAGES * tokens> scales;
     __shared__ gpu::Shared<gpu::Words4, N_SUMS> all_sums;
-    __shared__ gpu::Shared<int32_t, tokens> held;  // rows of activations of the columns
+    __shared__ gpu::Shared<int32_t, tokens> held;  // rows of activations of the columns, of all
     const Staged<tokens, N_SUMS> staged = {values, scales, all_sums};
     const int blocks = (cols + ca::BLOCK - 1) / ca::BLOCK;
     const int all_spans = static_cast<int>(gpu::spans_of(cols));
@@ -394,9 +394,10 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     if (columns.last < 0) return;
     const gpu::In<uint8_t> tile =
         matrix + (int64_t{columns.expert} * tiles + (has_tile ? tile_index : tiles - 1)) * bytes;
-    const Rows x = rows_from(columns.base(), all_spans, q, scale, sums);
-    if (gpu::thread() < tokens) held[gpu::thread()] = columns.held(gpu::thread());
+    if (gpu::thread() < tokens) held[gpu::thread()] = columns.base() + columns.held(gpu::thread());
     gpu::barrier();
+    // From the first row of all on: a pointer of a block's own would need registers.
+    const auto span_at = [&](int token, int span) { return int64_t{held[token]} * all_spans + span; };
     // Copies the activations of a span, in the background.
     const auto fetch = [&](int span) {
         const int stage = span % STAGES * tokens, part = gpu::thread() % COPIES;
@@ -405,13 +406,15 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
             for (int i = 0; i < tokens; i += THREADS / COPIES) {
                 const int token = i + gpu::thread() / COPIES;
                 gpu::copy_async(values[(stage + token) * STAGE_ROW + part],
-                                x.q + ((held[token] * all_spans + span) * COPIES + part));
+                                gpu::in_as<gpu::Words4>(q) + (span_at(token, span) * COPIES + part));
             }
-            const int token = gpu::thread() % tokens, at = held[token] * all_spans + span;
+            const int token = gpu::thread() % tokens;
             if (gpu::thread() < tokens)
-                gpu::copy_async(scales[stage + token], x.scale + at);
+                gpu::copy_async(scales[stage + token],
+                                gpu::in_as<gpu::Words4>(scale) + span_at(token, span));
             else if (has_sums && gpu::thread() < 2 * tokens)
-                gpu::copy_async(all_sums[stage + token], x.sums + at);
+                gpu::copy_async(all_sums[stage + token],
+                                gpu::in_as<gpu::Words4>(sums) + span_at(token, span));
         }
         gpu::copies_commit();
     };
@@ -481,9 +484,10 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
             }
     }
     gpu::copies_wait<0>();
+    const Columns at = gpu::columns_of(pairs, to.tokens, tokens);  // again: registers are few
     if (has_tile && !segments.partials)
         for_outputs<PARTS>(row0, [&](int column, int row, int p, int i) {
-            if (column <= columns.last) gpu::put(to, columns.row(column), row, y[p][i]);
+            if (column <= at.last) gpu::put(to, at.row(column), row, y[p][i]);
         });
 }
 
