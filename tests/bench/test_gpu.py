@@ -423,5 +423,8 @@ def test_the_script_reports_every_figure(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
     assert result["identical"] is True
-    assert result["reasons"] == {}
+    # The emulator keeps every promise, or none, and has no llama.cpp to be compared with.
+    beyond = {"coexec_goodput", "coexec_goodput_of_part", "decode_b64_vs_llama"}
+    assert result["reasons"].keys() <= beyond
+    assert not [name for name in FIGURES - beyond if result[name] is None]
     assert json.loads((tmp_path / "result-emulated-quick.json").read_text())["result"] == result
