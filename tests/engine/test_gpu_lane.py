@@ -143,32 +143,32 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
 
 
 @pytest.mark.parametrize("device", [GOOD, QUEUED])
-async def test_streams_of_a_model_with_experts_go_to_the_gpu_and_back(
+async def test_sessions_of_a_model_with_experts_go_to_the_gpu_and_back(
     tmp_path: Path, cache_dir: Path, device: int
 ) -> None:
-    """Beside a session whose tokens choose other experts in the same steps, on either lane."""
+    """Two sessions, whose tokens choose other experts in the same steps: one leaves the GPU in the
+    middle of its answer, and comes back for the next one."""
     path = tmp_path / "experts.gguf"
     write_synthetic(path, replace(PRESETS["moe-tiny"], n_vocab=2000))
     reference = Reference(path, cache_dir)
     try:
         async with gpu_engine(Site(path, tmp_path, cache_dir), device) as engine:
             prompts = await prepared(engine, [words(i, n) for i, n in ((1, 250), (2, 40))])
-            asked = [request(prompt, 1500, session=f"s{i}") for i, prompt in enumerate(prompts)]
-            streams = [await started(engine, one, 2) for one in asked]
-            for lane in ("cpu", "gpu", "cpu"):
-                await moved(engine, "s0", lane)
-                for generation, _ in streams:
-                    n = generation.completion_tokens
-                    await eventually(
-                        lambda n=n, generation=generation: generation.completion_tokens > n + 2
-                    )
-            assert engine.state.lanes[1].meter.ahead
-            for generation, _ in streams:
-                generation.cancel()
+            asked = [
+                request(prompts[0], 600, session="s0"),
+                request(prompts[1], 24, session="s1"),
+            ]
+            streams = [await started(engine, one, 4) for one in asked]
+            await moved(engine, "s0", "cpu")
             answers = [await reader for _, reader in streams]
-        for prompt, answer in zip(prompts, answers, strict=True):
-            assert answer.error is None
-            assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+            assert engine.state.lanes[1].meter.ahead
+            await moved(engine, "s0", "gpu")
+            asked.append(request([*prompts[0], *answers[0].tokens, 9], 6, session="s0"))
+            answers.append(await read(engine.submit(asked[-1])))
+            assert answers[-1].done is not None
+            assert answers[-1].done.usage.lane == "gpu"
+        for one, answer in zip(asked, answers, strict=True):
+            assert answer.tokens == reference.tokens(one.prompt, one.tokens_max)
     finally:
         reference.close()
 
