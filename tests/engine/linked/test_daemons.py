@@ -154,7 +154,8 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
         answer = await read(b.engine.submit(request(words(42, 256 * 60), 10)))
         assert answer.error is not None
         assert answer.error.name == "kv_too_small", "with all that both have, too"
-        await until(lambda: a.beyond() >= 10)  # there is room again
+        seats = a.state.lanes[0].seats
+        await until(lambda: seats.pages_beyond_free >= 10)  # there is room again
         more = [*ids, 77]
         answer = await read(a.engine.submit(request(more, 10, session="s")))
         assert answer.error is None
