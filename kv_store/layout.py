@@ -192,6 +192,37 @@ class Descriptor:
     def to_json(self) -> str:
         return json.dumps(self.fields(), sort_keys=True, ensure_ascii=True, separators=(",", ":"))
 
+    @classmethod
+    def from_json(cls, text: str) -> Descriptor:
+        """The descriptor that `to_json` wrote. Raises ValueError for any other text: a sender may
+        be hostile."""
+        try:
+            named = json.loads(text)
+        except RecursionError:
+            raise ValueError("a descriptor is no nested text") from None
+        if not isinstance(named, dict):
+            raise ValueError("a descriptor is an object")
+        fields = {str(k): str(v) for k, v in cast(dict[str, object], named).items()}
+        extra = {name[2:]: fields[name] for name in fields if name.startswith("x.")}
+        try:
+            shape = [int(fields[name]) for name in ("n_layer", "n_kv_head", "head_dim")]
+            found = cls(
+                fields["model_hash"],
+                fields["arith_id"],
+                fields["arch"],
+                PageLayout(*shape),
+                int(fields["first_layer"]),
+                fields["provenance"],
+                fields["rope_digest"],
+                fields["tokenizer_hash"],
+                tuple(extra.items()),
+            )
+        except KeyError as error:
+            raise ValueError(f"a descriptor has the field {error}") from None
+        if found.to_json() != text:
+            raise ValueError("a descriptor of another version")
+        return found
+
     @property
     def repr_id(self) -> bytes:
         """SHA-256 of the descriptor, 32 bytes."""

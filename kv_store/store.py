@@ -197,19 +197,23 @@ class Store:
         return self
 
     def pool(self, descriptor: Descriptor) -> PagePool:
-        """The pool of a representation, opened at the first call; blocks.
+        """As `open_pool`; blocks."""
+        return self._pools.get(descriptor.repr_id) or self.open_pool(descriptor).result()
+
+    def open_pool(self, descriptor: Descriptor, *, on_demand: bool = False) -> Future[PagePool]:
+        """The pool of a representation, opened at the first call.
 
         All pools share the byte budget: one that needs an extent gets it from representations that
-        are not open, then from the largest pool. Raises LedgerError, StoreCorrupt.
+        are not open, then from the largest pool. One `on_demand` gets none before a page needs it.
+        Fails with LedgerError or StoreCorrupt.
         """
-        found = self._pools.get(descriptor.repr_id)
-        if found is None:
-            found = self.core.thread.submit(lambda: self._open_pool(descriptor)).result()
-        return found
+        return self.core.thread.submit(partial(self._open_pool, descriptor, on_demand))
 
-    def _open_pool(self, descriptor: Descriptor) -> PagePool:
+    def _open_pool(self, descriptor: Descriptor, on_demand: bool) -> PagePool:
         """Open a pool (page thread, so that no pool grows meanwhile)."""
         core, repr_id = self.core, descriptor.repr_id
+        if (found := self._pools.get(repr_id)) is not None:
+            return found
         core.ledger.append(
             writes.AddRepr(repr_id, descriptor.to_json(), descriptor.layout.page_bytes)
         )
@@ -217,7 +221,7 @@ class Store:
         rows = core.ledger.read(lambda db: pages_of(db, repr_id)).result()
         gens = {row.ref.page_id: row.ref.gen for row in rows}
         with core.lock:
-            pool = PagePool(core, descriptor)
+            pool = PagePool(core, descriptor, on_demand=on_demand)
             for info in core.take_foreign(repr_id):
                 try:
                     pool.allocator.open_extent(info, gens)
@@ -228,7 +232,7 @@ class Store:
             for row in rows:
                 pool.restore(row)
             self._pools[repr_id] = pool
-        if not pool.allocator.infos:
+        if not (pool.allocator.infos or on_demand):
             pool.allocator.grow()
         return pool
 
@@ -268,9 +272,7 @@ class Store:
         for pool in list(self._pools.values()):
             pool.maintenance.check()
             pool.maintenance.write_ages(AGES_MAX)
-            with self.core.lock:
-                pool.allocator.growth_blocked = ""
-                pool.allocator.grow_ahead()
+            pool.allocator.try_again()
         with self.core.lock:
             self.core.retry_rows()
         self.core.thread.submit(self.core.look_again)

@@ -70,6 +70,7 @@ from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
 from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
+from batchengine.wire.peer import KvFormat
 from kv_store.errors import StoreError, StoreLocked
 from kv_store.layout import Descriptor, PageLayout
 from kv_store.pages.extents import EXTENT_BYTES
@@ -205,7 +206,7 @@ class Running:
         )
         self.peers = Peers(
             launch.config.peers,
-            _local_facts(made.info.model_id, store),
+            _local_facts(made.info, store),
             lambda: self.linked.load(state.peer_load),
             secrets.randbits(64),
         )
@@ -468,11 +469,15 @@ def _fit_context(info: ModelInfo, config: Config, store: Store) -> None:
         info.context_tokens = fits
 
 
-def _local_facts(model_id: str, store: Store) -> LocalFacts:
+def _local_facts(info: ModelInfo, store: Store) -> LocalFacts:
     """What peers compare: two daemons with these ids equal compute the same pages."""
     descriptor = store.pages.descriptor
     return LocalFacts(
-        model_id, descriptor.model_hash, descriptor.arith_id, store.pages.repr_id.hex()
+        info.model_id,
+        descriptor.model_hash,
+        descriptor.arith_id,
+        store.pages.repr_id.hex(),
+        KvFormat(descriptor.to_json(), int(info.details["n_head"])),
     )
 
 

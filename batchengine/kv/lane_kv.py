@@ -20,7 +20,7 @@ from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
 from batchengine.kv.slots import Labels, Seal, Slots
-from batchengine.kv.touching import FreedPages, PageTouches
+from batchengine.kv.touching import FreedCodes, PageTouches
 from batchengine.session import Session
 from batchengine.wire import lane as wire
 from kv_store.store import Store
@@ -35,6 +35,7 @@ class Chores(NamedTuple):
     touch: tuple[int, ...]
     digest: tuple[wire.Digest, ...]
     freed: tuple[int, ...]
+    deleted: tuple[int, ...]
     row_imports: list[RowImport]  # of each `import_rows`
     touches: list[asyncio.Future[None]]  # that resolve after the frame
     digests: list[DueDigest]  # of each `digest`
@@ -65,7 +66,13 @@ class LaneKv:
         self.invalidation = Invalidation(store, self.slots, self.held, self.sealing, disputes)
         self.importing = RowImporter(store, self.slots, self.sealing.digests, self.arenas, wake)
         self.touches = PageTouches(store.pages.layout.page_bytes, wake)
-        self._freed = FreedPages()
+        self._freed, self._deleted = FreedCodes(), FreedCodes()
+
+        def deleted(extent: int) -> None:
+            self._deleted.add(extent)
+            wake()
+
+        store.core.on_deleted.append(deleted)
         if kind == "cuda":
             store.pages.watch_freed(self._freed.add)
 
@@ -95,6 +102,7 @@ class LaneKv:
             tuple(touch),
             tuple([wire.Digest(slot.slot, rows) for _, _, rows, slot in digests]),
             self._freed.take(),
+            self._deleted.take(),
             row_imports,
             touches,
             digests,
@@ -114,7 +122,7 @@ class LaneKv:
     @property
     def has_chores(self) -> bool:
         """Whether a frame must be sent even without entries."""
-        return self._has_other_chores or bool(self.sealing.read_back.due())
+        return bool(self._has_other_chores or self.sealing.read_back.due() or self._deleted)
 
     @property
     def _has_other_chores(self) -> bool:

@@ -55,13 +55,16 @@ class PageTouches:
         self.touched([done for _, done in queue])
 
 
-class FreedPages:
-    """Codes of freed pages, for a lane with copies of pages: its next frame names them, before a
-    code names another page."""
+class FreedCodes:
+    """Codes of freed pages, for a lane with copies of pages, or numbers of deleted extents, which
+    it maps: its next frame names them, before a code names another page."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._codes = set[int]()
+
+    def __bool__(self) -> bool:
+        return bool(self._codes)
 
     def add(self, code: int) -> None:
         """Remember a code. Any thread."""

@@ -70,7 +70,7 @@ class CpuDevice(HostDevice):
             raise RuntimeError("connect before attach")
         n_head = stepper.model.spec.attention.n_head
         attention = SpanAttention(ops.pool, stepper.model.shape, n_head, self._tokens_max)
-        ring = self._ring = Ring(links, attention, memory.addresses, stepper, memory.tile)
+        ring = self._ring = Ring(links, attention, memory, stepper)
         ops.call_between(ring.look)
         return ring
 

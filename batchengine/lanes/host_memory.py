@@ -7,16 +7,13 @@ row is imported only if its record proves it.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import logging
 import mmap
 import os
-import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +21,7 @@ from numpy.typing import NDArray
 
 import kernels
 from batchengine.core import PAGE_TOKENS
+from batchengine.lanes.extents import MappedExtents
 from batchengine.lanes.step_input import (
     SLOT_MASK,
     BadStep,
@@ -43,7 +41,6 @@ from kv_store.arenas.arena import (
 )
 from kv_store.errors import StoreError
 from kv_store.layout import ROW_RECORD_DTYPE, PageLayout
-from kv_store.pages.extents import extent_path
 
 log = logging.getLogger("batchengine.worker")
 
@@ -60,26 +57,6 @@ class BatchRows(NamedTuple):
     slots: NDArray[np.intp]
     rows: NDArray[np.integer[Any]]
     seeds: U64Array
-
-
-class Extent:
-    """One sealed extent, mapped PROT_READ: a stray write faults instead of changing a page."""
-
-    def __init__(self, path: Path, page_bytes: int) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            info = os.fstat(fd)
-            if not stat.S_ISREG(info.st_mode) or info.st_size < page_bytes:
-                raise BadStep(f"extent {path.name} is not a file of whole pages")
-            self.slots = info.st_size // page_bytes
-            self._map = mmap.mmap(fd, info.st_size, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
-        self._map.madvise(mmap.MADV_DONTDUMP)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.view = memoryview(self._map)
-        self.base = kernels.address_of(self.view)
 
 
 class ProofPage:
@@ -129,8 +106,7 @@ class HostMemory:
         self._arenas_dir = attach.arenas_dir
         self.arena_name = os.path.basename(attach.arena_path)
         self._base = kernels.address_of(self._arena.page(0))
-        self._extents_dir = attach.extents_dir
-        self._extents: dict[int, Extent] = {}
+        self.extents = MappedExtents(attach.extents_dir)
         records = self._record_table()
         self._digests: NDArray[np.uint64] = records["digest"]
         self._tokens: NDArray[np.uint32] = records["token"]
@@ -173,6 +149,8 @@ class HostMemory:
 
     def prepare(self, step: wire.Step, imported: Sequence[I32Array]) -> tuple[int, ...]:
         """Do the chores before the computation, in their order; see LaneMemory."""
+        for index in step.deleted:  # unmapped, or the disk has no room back
+            self.extents.forget(index)
         for slot in step.poison:
             self.poison(slot)
         for fresh in step.reserve:
@@ -281,14 +259,9 @@ class HostMemory:
             return np.uint64(self._base) + slots * np.uint64(self.page_bytes)
         is_open = codes >= np.uint64(wire.ARENA_BIT)
         self._check_open(slots[is_open])
-        bases = np.full(len(codes), self._base, np.uint64)
-        for index in set((codes[~is_open] >> np.uint64(32)).tolist()):
-            extent = self._extent(index)
-            mine = ~is_open & ((codes >> np.uint64(32)) == index)
-            if int(slots[mine].max()) >= extent.slots:
-                raise BadStep(f"extent {index} has {extent.slots} slots")
-            bases[mine] = extent.base
-        return bases + slots * np.uint64(self.page_bytes)
+        found = np.uint64(self._base) + slots * np.uint64(self.page_bytes)
+        found[~is_open] = self.extents.addresses(codes[~is_open], self.page_bytes)
+        return found
 
     def tile(self, slot: int, offset: int, size: int) -> memoryview:
         """Writable bytes of a slot; BadStep for one without owner, or bytes beyond its page."""
@@ -422,14 +395,7 @@ class HostMemory:
 
     def _sealed(self, code: int) -> memoryview | None:
         """The page behind the code of a sealed page; None if nothing can be mapped there."""
-        extent, slot = code >> 32, code & SLOT_MASK
-        try:
-            found = self._extent(extent)
-        except BadStep:
-            return None
-        if slot >= found.slots:
-            return None
-        return found.view[slot * self.page_bytes : (slot + 1) * self.page_bytes]
+        return self.extents.page(code, self.page_bytes)
 
     def _check_open(self, slots: U64Array) -> None:
         if not len(slots):
@@ -444,18 +410,6 @@ class HostMemory:
         if not 0 <= slot < self.slots:
             raise BadStep(f"arena slot {slot} of {self.slots}")
         return slot
-
-    def _extent(self, index: int) -> Extent:
-        extent = self._extents.get(index)
-        if extent is None:
-            if not 0 <= index < EXTENTS_MAX:
-                raise BadStep(f"no extent {index}")
-            path = Path(extent_path(self._extents_dir, index))
-            try:
-                extent = self._extents[index] = Extent(path, self.page_bytes)
-            except OSError as error:
-                raise BadStep(f"extent {index} cannot be mapped: {error.strerror}") from None
-        return extent
 
 
 def _owner(slot: wire.ReserveSlot | wire.Relabel) -> SlotOwner:

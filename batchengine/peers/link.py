@@ -20,6 +20,7 @@ from batchengine import errors
 from batchengine.config import PeerConfig
 from batchengine.core import BatchEngineError
 from batchengine.peers.connection import FRAME_BYTES, QUEUE_BYTES_MAX, PeerConnection
+from batchengine.peers.features import OF_OTHER_MODELS, OTHER_MODELS
 from batchengine.peers.identity import reason_of
 from batchengine.peers.transitions import Effect, LinkEvent, LinkMachine, LinkState
 from batchengine.wire.frames import WireError
@@ -41,7 +42,7 @@ from batchengine.wire.peer import (
 log = logging.getLogger("batchengine.peers")
 
 RTT_KEPT = 32
-COMPARED = (("model_hash", "model"), ("arith_id", "arith_id"), ("repr_id", "repr_id"))
+COMPARED = (("arith_id", "arith_id"), ("model_hash", "model"), ("repr_id", "repr_id"))
 SAME_VERSION = "install the same version of batchengine on both"
 LOGGED = (LinkState.UP, LinkState.SUSPECT, LinkState.DOWN, LinkState.REFUSED)
 ID_CHARS_SHOWN = 16
@@ -107,6 +108,21 @@ class PeerLink:
     def rtt_us(self) -> float | None:
         """Median of the last round trips, without the time that the peer held them."""
         return statistics.median(self._round_trips) if self._round_trips else None
+
+    @property
+    def is_of_other_model(self) -> bool:
+        """Whether the peer serves another model: then it only keeps pages, as this daemon does for
+        it. Since the last Hello."""
+        return self.facts is not None and self.facts.model_hash != self._hello().model_hash
+
+    def offers(self, feature: str) -> bool:
+        """Whether the link is open to a peer that has a feature for this daemon."""
+        return (
+            self.state.is_open
+            and self.facts is not None
+            and feature in self.facts.features
+            and (feature in OF_OTHER_MODELS or not self.is_of_other_model)
+        )
 
     @property
     def queued_bytes(self) -> int:
@@ -330,8 +346,9 @@ class PeerLink:
             connection.fail(ConnectionAbortedError(f"it began with {seen!r:.80}"))
             return
         self.facts, self.load, self.incarnation = message, message.load, frame.incarnation
-        differing = _differing(self._hello(), message)
-        if differing:
+        own = self._hello()
+        differing = _differing(own, message)
+        if differing and not _keep_pages(own, message):
             label, ours, theirs = differing[0]
             fix = "serve the same file on both" if label == "model" else SAME_VERSION
             why = f"{label} differs: {self.name} has {theirs}, this daemon {ours}; {fix}"
@@ -354,6 +371,15 @@ def _differing(ours: Hello, theirs: Hello) -> list[tuple[str, str, str]]:
         for field, label in COMPARED
         if getattr(ours, field) != getattr(theirs, field)
     ]
+
+
+def _keep_pages(ours: Hello, theirs: Hello) -> bool:
+    """Whether two daemons that serve different models keep pages for each other."""
+    return (
+        ours.arith_id == theirs.arith_id
+        and ours.model_hash != theirs.model_hash
+        and all(OTHER_MODELS in one.features and one.kv is not None for one in (ours, theirs))
+    )
 
 
 def _shown(hello: Hello, field: str) -> str:

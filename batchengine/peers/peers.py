@@ -23,17 +23,18 @@ from batchengine.core import BatchEngineError
 from batchengine.peers.channel import Channel
 from batchengine.peers.connection import PeerConnection, start
 from batchengine.peers.dialling import Dialler
+from batchengine.peers.features import FEATURES
 from batchengine.peers.folder import FolderContent, PeersFolder
 from batchengine.peers.identity import Identity
 from batchengine.peers.link import OnMessage, OnState, PeerLink
 from batchengine.peers.listener import PeerListener
 from batchengine.peers.transitions import TICK_S, LinkState
-from batchengine.wire import data
 from batchengine.wire.peer import (
     PEER_LINK,
     TEXT_CHARS_MAX,
     Declined,
     Hello,
+    KvFormat,
     PeerFrame,
     PeerLoad,
 )
@@ -42,22 +43,18 @@ log = logging.getLogger("batchengine.peers")
 
 HEARTBEAT_TICKS = 2  # ticks from one Heartbeat to the next
 WATCH_S = 1.0  # from one look at the folder to the next
-DATA_LINKS = f"data {data.VERSION}"  # a feature: it opens data links, which have no greeting
-HOLDS = "holds"  # a feature: it keeps pages for sessions of peers
-STAGES = "stages"  # a feature: its workers can be stages of a pipeline
-TURNS = "turns"  # a feature: it computes turns of peers
 PEER_TENANT = "peer:"  # and its name: tenant of its turns that run here; no API key is named so
-FEATURES = (DATA_LINKS, HOLDS, STAGES, TURNS)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """What this daemon computes; ids are hex."""
+    """What this daemon computes; ids are hex. `kv`: for peers that serve another model."""
 
     model_id: str
     model_hash: str
     arith_id: str
     repr_id: str
+    kv: KvFormat | None = None
 
 
 class Peers:
@@ -285,6 +282,7 @@ class Peers:
             facts.repr_id,
             FEATURES,
             self._load(),
+            facts.kv,
         )
 
     def _on_message(self, link: PeerLink, frame: PeerFrame) -> None:

@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 12
+VERSION = 13
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -262,7 +262,8 @@ class Step(Message, tag=6, frozen=True):
     i32 of every ImportRows (`rows` each), then the tokens i32 of every Entry.scored. An empty
     `entries` is legal (chores only). `touch` holds codes of sealed pages to fault in, best effort,
     and of open pages whose rows another lane is about to read;
-    `freed` the codes of pages of the store that have been freed, for a device with copies of pages.
+    `freed` the codes of pages of the store that have been freed, for a device with copies of pages;
+    `deleted` the numbers of extents that have been deleted, which are unmapped first.
     An entry whose attention to the pages of a peer takes longer than `lap_ms` for a layer, or for
     all of them than a small multiple, is unreachable.
     """
@@ -277,6 +278,7 @@ class Step(Message, tag=6, frozen=True):
     touch: tuple[int, ...] = ()
     lap_ms: int = 2000
     freed: tuple[int, ...] = ()
+    deleted: tuple[int, ...] = ()
 
 
 class SampledRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -365,16 +367,27 @@ class CloseLink(Message, tag=13, frozen=True):
     number: int
 
 
+class HeadShape(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """The attention of a model: its layers, KV heads, dimensions of a head, and query heads."""
+
+    n_layer: int
+    n_kv_head: int
+    head_dim: int
+    n_head: int
+
+
 class Hold(Message, tag=14, frozen=True):
     """Engine -> worker: answer queries for these pages until Release; the engine keeps them.
 
     `hold` is not to be guessed: any peer that knows it may attend to the pages. A higher epoch
-    replaces a lower one, whose queries are refused from then on.
+    replaces a lower one, whose queries are refused from then on. `shape`: of the model that the
+    pages are of; None = of the worker's own.
     """
 
     hold: int
     epoch: int
     codes: tuple[int, ...]
+    shape: HeadShape | None = None
 
 
 class Release(Message, tag=15, frozen=True):

@@ -15,10 +15,12 @@ import msgspec
 from batchengine.core import LOGPROBS_MAX, Sampling, SlaClass
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 3
+VERSION = 4
 ONE_WAY, REQUEST, REPLY = 0, 1, 2  # of `attempt` in the header
 TEXT_CHARS_MAX = 256
 LAYERS_MAX = 4096
+DESCRIPTOR_CHARS_MAX = 8192
+HEADS_MAX = 1024
 
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -51,12 +53,20 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     hold_bytes_free: Difference = 0
 
 
+class KvFormat(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """What a daemon that serves another model needs to keep pages of the sender: the descriptor of
+    its KV as JSON, and its number of query heads."""
+
+    descriptor: Annotated[str, msgspec.Meta(max_length=DESCRIPTOR_CHARS_MAX)]
+    n_head: Annotated[int, msgspec.Meta(ge=1, le=HEADS_MAX)]
+
+
 class Hello(Message, tag=1, frozen=True):
     """First frame of each side: who it is, what it computes, and what it can do.
 
     `model_hash`, `arith_id` and `repr_id` are hex; two daemons with equal ones compute the same
     KV bytes. `features`: optional parts of the protocol that the sender has; the others are not
-    used with it.
+    used with it. `kv`: of the pages that a daemon with another model may keep for it.
     """
 
     name: Text
@@ -66,6 +76,7 @@ class Hello(Message, tag=1, frozen=True):
     repr_id: Text
     features: Annotated[tuple[Text, ...], msgspec.Meta(max_length=32)]
     load: PeerLoad
+    kv: KvFormat | None = None
 
 
 class Heartbeat(Message, tag=2, frozen=True):

@@ -63,8 +63,12 @@ class Retracted(NamedTuple):
 class SlotAllocator:
     """Every slot of one representation in an open store."""
 
-    def __init__(self, core: StoreCore, index: PageIndex, descriptor: Descriptor) -> None:
+    def __init__(
+        self, core: StoreCore, index: PageIndex, descriptor: Descriptor, *, on_demand: bool = False
+    ) -> None:
+        """`on_demand`: it gets no extent before a page needs it."""
         self.core = core
+        self.on_demand = on_demand
         self.index = index
         self.layout = descriptor.layout
         self.repr_id = descriptor.repr_id
@@ -123,6 +127,13 @@ class SlotAllocator:
     def is_growing(self) -> bool:
         """Whether an extent is being allocated: a refused `reserve` may soon succeed."""
         return self._growing is not None
+
+    def try_again(self) -> None:
+        """Let the pool grow after an extent was refused (takes the lock)."""
+        with self.core.lock:
+            self.growth_blocked = ""
+            if not self.on_demand:
+                self.grow_ahead()
 
     def grow_ahead(self) -> None:
         free = self.index.count(PageState.FREE)
@@ -185,6 +196,13 @@ class SlotAllocator:
         row = self.core.unrecorded.get(self.info(page_id).index)
         return () if row is None else (row,)
 
+    def give_idle_extents(self) -> int:
+        """Delete every extent without a page in use (page thread); returns how many."""
+        n = 0
+        while self.give_extent():
+            n += 1
+        return n
+
     def give_extent(self) -> bool:
         """Evict the pages of one extent, with their descendants, and delete it (page thread).
 
@@ -196,7 +214,7 @@ class SlotAllocator:
         ]
         for _, info in sorted(costs, key=lambda pair: (pair[0], pair[1].index)):
             if all(map(self._evict_slots, info.slices(SLICE_PAGES))) and self._remove(info):
-                self.core.extents.drop(info)
+                self.core.drop_extent(info)
                 self.core.counters["extents_reclaimed"] += 1
                 return True
         return False
@@ -260,7 +278,8 @@ class SlotAllocator:
         if used >= high:
             self.evict(min(EVICT_BATCH, used - low))
         page = self.index.take_free()
-        self.grow_ahead()
+        if page is None or not self.on_demand:
+            self.grow_ahead()
         if page is not None:
             return page
         if self.is_growing or self.leaving:

@@ -11,6 +11,7 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,6 +110,7 @@ class StoreCore:
         self.counters: Counter[str] = Counter()
         self.rates = Rates()
         self.pools: list[ExtentOwner] = []
+        self.on_deleted: list[Callable[[int], None]] = []  # get extents' numbers, on any thread
         self.foreign: list[ExtentInfo] = []  # of representations that are not open: deleted first
         self.foreign_bytes = 0
         self.pool_bytes = 0  # of all pools' extents
@@ -157,6 +159,12 @@ class StoreCore:
 
     def is_richer(self, pool: ExtentOwner, asking: ExtentOwner, wanted: int) -> bool:
         return pool is not asking and pool.file_bytes > asking.file_bytes + wanted
+
+    def drop_extent(self, info: ExtentInfo) -> None:
+        """Delete the file of an extent that its pool has forgotten (page thread)."""
+        self.extents.drop(info)
+        for deleted in self.on_deleted:
+            deleted(info.index)
 
     def drop_oldest_foreign(self) -> int:
         """Delete one extent of a representation that is not open; gives its slots (page thread)."""

@@ -48,13 +48,13 @@ class PagePool:
     `import_page`, `read_out` of PageTransfer.
     """
 
-    def __init__(self, core: StoreCore, descriptor: Descriptor) -> None:
+    def __init__(self, core: StoreCore, descriptor: Descriptor, *, on_demand: bool = False) -> None:
         self.core = core
         self.descriptor = descriptor
         self.layout = descriptor.layout
         self.repr_id = descriptor.repr_id
         self.index = PageIndex()
-        self.allocator = SlotAllocator(core, self.index, descriptor)
+        self.allocator = SlotAllocator(core, self.index, descriptor, on_demand=on_demand)
         self.loader = PageLoader(core, self.allocator)
         self.sealer = PageSealer(core, self.allocator, self.loader)
         self.maintenance = PageMaintenance(core, self.allocator, self.loader)

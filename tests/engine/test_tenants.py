@@ -13,7 +13,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, QueuedEvent, Sla, SlaClass, TokenEvent
-from batchengine.engine import Engine, housekeeping
+from batchengine.engine import Engine, Generation, housekeeping
 from tests.support.engines import (
     Answer,
     Reference,
@@ -37,7 +37,7 @@ class Flood:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._seed = 0
-        self.answers: set[asyncio.Task[Answer]] = set()
+        self.answers: dict[asyncio.Task[Answer], Generation] = {}
         self.refused: list[BatchEngineError] = []
 
     def fill(self) -> None:
@@ -50,10 +50,11 @@ class Flood:
             except BatchEngineError as error:
                 self.refused.append(error)
                 return
-            self.answers.add(asyncio.ensure_future(read(made)))
+            self.answers[asyncio.ensure_future(read(made))] = made
 
     async def stop(self) -> None:
-        for task in self.answers:
+        for task, generation in self.answers.items():
+            generation.cancel()
             task.cancel()
         await asyncio.gather(*self.answers, return_exceptions=True)
 

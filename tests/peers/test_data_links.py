@@ -16,7 +16,7 @@ from batchengine.engine.linked.data_link import DataState
 from batchengine.engine.linked.lane_links import ASKED_EVERY_S
 from batchengine.peers import certificates, listener
 from batchengine.peers.channel import DATA
-from batchengine.peers.peers import DATA_LINKS
+from batchengine.peers.features import DATA_LINKS
 from batchengine.peers.transitions import LinkState
 from batchengine.wire import data
 from batchengine.wire.peer import (

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from batchengine.peers import connection
+from batchengine.peers import connection, features
 from batchengine.peers.identity import PEERS
 from batchengine.peers.peers import LocalFacts
 from batchengine.peers.transitions import LinkState
@@ -194,6 +195,43 @@ async def test_a_daemon_that_computes_something_else_is_refused(tmp_path: Path, 
         await asyncio.sleep(0.5)
         assert a.link("b").state is REFUSED
         assert not any(state.is_open for _, *both in a.states for state in both)
+
+
+KV = wire.KvFormat("{}", 4)
+
+
+async def test_daemons_of_two_models_keep_pages_for_each_other(tmp_path: Path) -> None:
+    """And nothing else."""
+    certify(tmp_path, "a", "b")
+    other = replace(OTHERS["model"], repr_id="ca" * 32, kv=KV)
+    async with node(tmp_path, "a", replace(FACTS, kv=KV)) as a, node(tmp_path, "b", other) as b:
+        await a.know(b)
+        await b.know(a)
+        for here, there in ((a, "b"), (b, "a")):
+            link = await here.until(there, UP)
+            assert link.is_of_other_model
+            assert [link.offers(one) for one in features.FEATURES] == [
+                one in features.OF_OTHER_MODELS for one in features.FEATURES
+            ]
+            row = link.row()
+            assert (row["differs"], row["why"]) == (["model", "repr_id"], "")
+
+
+OTHER_MODELS = {
+    "arith_id": replace(OTHERS["model"], arith_id="ba" * 32, kv=KV),
+    "model": replace(OTHERS["model"], kv=None),
+    "repr_id": replace(OTHERS["repr_id"], kv=KV),  # the same model
+}
+
+
+@pytest.mark.parametrize("what", OTHER_MODELS)
+async def test_pages_of_other_arithmetic_are_not_kept(tmp_path: Path, what: str) -> None:
+    certify(tmp_path, "a", "b")
+    ours, theirs = replace(FACTS, kv=KV), OTHER_MODELS[what]
+    async with node(tmp_path, "a", ours) as a, node(tmp_path, "b", theirs) as b:
+        await a.know(b)
+        await b.know(a)
+        assert f"{what} differs" in (await a.until("b", REFUSED)).why
 
 
 @pytest.mark.parametrize("dials", [True, False])

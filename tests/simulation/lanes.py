@@ -253,7 +253,7 @@ class SimProcess:
         self._device.memory = self._worker._memory = None
         self._device._views.clear()
         memory._arena.close()
-        for extent in memory._extents.values():
+        for extent in memory.extents._extents.values():
             extent.view.release()
             extent._map.close()
 

@@ -7,6 +7,7 @@ A future that a caller blocks on runs them until it is settled.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import queue
 import random
@@ -275,6 +276,7 @@ class StoreSeam:
         self._files = files
         self._fault = fault
         self.opened: Store | None = None
+        self.model = 0  # other numbers: its pages are said to be of another model
 
     def open(self, path: str, descriptor: Any, settings: Any) -> Store:
         def connect(name: str) -> sqlite3.Connection:
@@ -284,6 +286,9 @@ class StoreSeam:
             db.fault = self._fault
             return db
 
+        if self.model:
+            other = f"{self.model:02x}" + descriptor.model_hash[2:]
+            descriptor = dataclasses.replace(descriptor, model_hash=other)
         with _threads_of(self._threads):
             self.opened = Store.open(path, descriptor, settings, files=self._files, connect=connect)
         return self.opened

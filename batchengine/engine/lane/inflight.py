@@ -161,6 +161,7 @@ class StepDraft:
             chores.touch,
             lap_ms,
             chores.freed,
+            chores.deleted,
         )
         numbers = self._codes, self._tokens, self._history, chores.import_tokens, self._scored
         return InFlightStep(

@@ -12,9 +12,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from batchengine.wire.lane import HeadShape
 from kv_store.pages.index import PageRef
+from kv_store.pages.pool import PagePool
 
 HOLDS_MAX = 4096  # of one peer: its table here stays small, whatever it asks for
 
@@ -31,19 +34,38 @@ class HoldName(NamedTuple):
     hold: int
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class PageFormat:
+    """The pages of one model. `shape`: of its attention; None = this daemon's own model."""
+
+    pool: PagePool
+    shape: HeadShape | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.pool.layout.page_bytes
+
+    def unpin(self, ref: PageRef) -> None:
+        """Give one pin of a page back."""
+        self.pool.unpin(ref)
+
+
 class KeptPage(NamedTuple):
     """A pinned page of the store, and its content key."""
 
     ref: PageRef
     key: bytes
+    format: PageFormat
 
 
 class _Hold:
     """Pages of one hold: None until a page was added. `n_complete` counts the leading ones that
     were; `touched`: when one was promised or added."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, epoch: int, page_format: PageFormat) -> None:
         self.epoch = epoch
+        self.format = page_format
         self.pages: list[KeptPage | None] = []
         self.n_complete = 0
         self.touched = 0.0
@@ -52,17 +74,16 @@ class _Hold:
 class HoldsGiven:
     """Every hold of this daemon. Used on the event loop only."""
 
-    def __init__(self, unpin: Callable[[PageRef], None], page_bytes: int, bytes_max: int) -> None:
-        """`unpin` gives one pin of a page back; `bytes_max` bounds all holds together."""
-        self._unpin = unpin
-        self._page_bytes = page_bytes
+    def __init__(self, bytes_max: int) -> None:
+        """`bytes_max` bounds all holds together."""
         self.bytes_max = bytes_max
         self._holds: dict[HoldName, _Hold] = {}
         self._names: dict[int, HoldName] = {}  # by the number, under which a worker knows the hold
         self._incarnations: dict[str, int] = {}  # of peers whose link is up
         self._holders: dict[bytes, Counter[HoldName]] = {}  # of the page with a key
         self._filling: dict[HoldName, None] = {}  # holds whose last pages may be awaited
-        self._awaited = 0  # pages that are reserved and not added
+        self._awaited = Counter[PageFormat]()  # pages that are reserved and not added
+        self._kept = Counter[PageFormat]()  # distinct pages that are kept
 
     def __repr__(self) -> str:
         return f"<HoldsGiven {len(self._holds)} bytes={self.bytes_held}/{self.bytes_max}>"
@@ -72,12 +93,17 @@ class HoldsGiven:
     @property
     def n_pages(self) -> int:
         """Distinct pages that are kept, and those that were promised."""
-        return len(self._holders) + self._awaited
+        return self._kept.total() + self._awaited.total()
+
+    def pages_in(self, page_format: PageFormat) -> int:
+        """Those of one format."""
+        return self._kept[page_format] + self._awaited[page_format]
 
     @property
     def bytes_held(self) -> int:
         """Bytes of distinct pages that are kept, and of those that were promised."""
-        return self.n_pages * self._page_bytes
+        formats = self._kept.keys() | self._awaited.keys()
+        return sum([self.pages_in(one) * one.page_bytes for one in formats])
 
     @property
     def bytes_free(self) -> int:
@@ -97,6 +123,10 @@ class HoldsGiven:
     def n_complete(self, name: HoldName) -> int:
         """Number of pages that can be attended to."""
         return self._find(name).n_complete
+
+    def format(self, name: HoldName) -> PageFormat:
+        """The format of a hold's pages. Raises HoldRefused for no such hold."""
+        return self._find(name).format
 
     def epoch(self, name: HoldName) -> int:
         """The epoch of a hold. Raises HoldRefused for no such hold."""
@@ -119,7 +149,7 @@ class HoldsGiven:
 
     # ---------------------------------------------------------------------------------- requests
 
-    def reserve(self, name: HoldName, epoch: int, n_pages: int) -> int:
+    def reserve(self, name: HoldName, epoch: int, n_pages: int, page_format: PageFormat) -> int:
         """Promise room for pages at the end of a hold, which begins if it is new.
 
         Returns the index of the first of them. Raises HoldRefused, and changes nothing, for an
@@ -134,18 +164,18 @@ class HoldsGiven:
             raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
         if self._names.get(name.hold, name) != name:
             raise HoldRefused("another hold has this number")
-        if n_pages * self._page_bytes > self.bytes_free:
+        if n_pages * page_format.page_bytes > self.bytes_free:
             raise HoldRefused(f"there is room for {max(0, self.bytes_free)} bytes")
         if hold is None:
             if sum(other.peer == name.peer for other in self._holds) >= HOLDS_MAX:
                 raise HoldRefused(f"{name.peer} has {HOLDS_MAX} holds")
-            hold = self._holds[name] = _Hold(epoch)
+            hold = self._holds[name] = _Hold(epoch, page_format)
             self._names[name.hold] = name
         hold.epoch, hold.touched = epoch, time.monotonic()
         self._filling[name] = None
         index = len(hold.pages)
         hold.pages += [None] * n_pages
-        self._awaited += n_pages
+        self._awaited[hold.format] += n_pages
         return index
 
     def add(self, name: HoldName, epoch: int, index: int, page: KeptPage) -> bool:
@@ -154,14 +184,17 @@ class HoldsGiven:
         False: the place is gone, taken or of another epoch, and the pin was given back.
         """
         if not self.awaits(name, epoch, index):
-            self._unpin(page.ref)
+            page.format.unpin(page.ref)
             return False
         hold = self._holds[name]
         hold.pages[index], hold.touched = page, time.monotonic()
         while hold.n_complete < len(hold.pages) and hold.pages[hold.n_complete] is not None:
             hold.n_complete += 1
-        self._holders.setdefault(page.key, Counter())[name] += 1
-        self._awaited -= 1
+        if page.key not in self._holders:
+            self._holders[page.key] = Counter()
+            self._kept[hold.format] += 1
+        self._holders[page.key][name] += 1
+        self._awaited[hold.format] -= 1
         return True
 
     def trim(self, name: HoldName, epoch: int, kept: int) -> bool:
@@ -175,7 +208,7 @@ class HoldsGiven:
         dropped = hold.pages[kept:]
         del hold.pages[kept:]
         hold.n_complete = min(hold.n_complete, kept)
-        self._drop(name, dropped)
+        self._drop(name, hold.format, dropped)
         if not hold.pages:
             self._forget(name)
         return True
@@ -192,11 +225,11 @@ class HoldsGiven:
                 trimmed.append(name)
         return trimmed
 
-    def give_up(self, n_pages: int) -> list[HoldName]:
-        """End the newest holds until so many pages fewer are kept; returns them, for owners."""
-        ended, kept_max = list[HoldName](), self.n_pages - n_pages
+    def give_up(self, n_bytes: int) -> list[HoldName]:
+        """End the newest holds until so many bytes fewer are kept; returns them, for owners."""
+        ended, kept_max = list[HoldName](), self.bytes_held - n_bytes
         for name in reversed(list(self._holds)):
-            if self.n_pages > kept_max:
+            if self.bytes_held > kept_max:
                 ended += self._remove([name])
         return ended
 
@@ -238,17 +271,17 @@ class HoldsGiven:
 
     def _remove(self, names: list[HoldName]) -> list[HoldName]:
         for name in names:
-            self._drop(name, self._holds[name].pages)
+            self._drop(name, self._holds[name].format, self._holds[name].pages)
             self._forget(name)
         return names
 
     def _forget(self, name: HoldName) -> None:
         del self._holds[name], self._names[name.hold]
 
-    def _drop(self, name: HoldName, pages: list[KeptPage | None]) -> None:
+    def _drop(self, name: HoldName, page_format: PageFormat, pages: list[KeptPage | None]) -> None:
         for page in pages:
             if page is None:
-                self._awaited -= 1
+                self._awaited[page_format] -= 1
                 continue
             holders = self._holders[page.key]
             holders[name] -= 1
@@ -256,23 +289,27 @@ class HoldsGiven:
                 del holders[name]
             if not holders:
                 del self._holders[page.key]
-            self._unpin(page.ref)
+                self._kept[page_format] -= 1
+            page_format.unpin(page.ref)
 
     def check(self) -> None:
         """Compare the counts with the holds. Raises AssertionError."""
-        holders, n_awaited = dict[bytes, Counter[HoldName]](), 0
+        holders, n_awaited = dict[bytes, Counter[HoldName]](), Counter[PageFormat]()
+        formats: dict[bytes, PageFormat] = {}
         for name, hold in self._holds.items():
             for page in hold.pages:
                 if page is None:
-                    n_awaited += 1
+                    n_awaited[hold.format] += 1
                 else:
                     holders.setdefault(page.key, Counter())[name] += 1
+                    formats[page.key] = hold.format
             assert hold.pages
             assert None not in hold.pages[: hold.n_complete]
             assert hold.pages[hold.n_complete : hold.n_complete + 1] in ([], [None])
             assert name in self._filling or hold.n_complete == len(hold.pages)
         assert holders == self._holders
-        assert n_awaited == self._awaited
+        assert +n_awaited == +self._awaited
+        assert Counter(formats.values()) == +self._kept
         assert self._names == {name.hold: name for name in self._holds}
 
     def __iter__(self) -> Iterator[HoldName]:

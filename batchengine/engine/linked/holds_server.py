@@ -18,7 +18,14 @@ from typing import Any
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven, KeptPage
+from batchengine.engine.linked.formats import PageFormats
+from batchengine.engine.linked.holds import (
+    HoldName,
+    HoldRefused,
+    HoldsGiven,
+    KeptPage,
+    PageFormat,
+)
 from batchengine.peers.link import PeerLink
 from batchengine.session import common_prefix
 from batchengine.wire import lane as wire
@@ -55,10 +62,11 @@ class Misfit(Exception):
 class Incoming:
     """A page on its way in."""
 
-    def __init__(self, offer: peer.OfferPage, tokens: bytes, page_bytes: int) -> None:
+    def __init__(self, offer: peer.OfferPage, tokens: bytes, page_format: PageFormat) -> None:
         self.offer = offer
         self.tokens = tokens
-        self.data = bytearray(page_bytes)
+        self.format = page_format
+        self.data = bytearray(page_format.page_bytes)
         self.n_bytes = 0
         self.touched = time.monotonic()
 
@@ -71,6 +79,7 @@ class HoldServer:
         store: Store,
         loop: LaneLoop,
         holds: HoldsGiven,
+        formats: PageFormats,
         lanes: list[LaneLoop],
         spawn: Spawn,
         refuses: Callable[[], str],
@@ -78,6 +87,7 @@ class HoldServer:
         """`loop` is the lane that serves; `lanes` all lanes, whose sessions at rest give pages up.
         `refuses`: why no more pages are taken, or ""."""
         self.holds = holds
+        self.formats = formats
         self._bytes_max = holds.bytes_max
         self._lacks_since: float | None = None  # own turns lack the room of holds
         self._store = store
@@ -102,8 +112,7 @@ class HoldServer:
         the link must end."""
         match frame.message:
             case peer.ReserveHold() as asked:
-                self._ask(link, frame)
-                link.reply(frame, self._reserve(link, asked))
+                self._run(link, frame, self._reserve(link, asked))
             case peer.OfferPage() as offer:
                 if len(frame.payload) != TOKEN_BYTES:
                     raise Misfit(f"an offer with {len(frame.payload)} bytes of tokens")
@@ -119,7 +128,7 @@ class HoldServer:
             case peer.ErasePages() as asked:
                 if len(frame.payload) % TOKEN_BYTES_EACH or len(frame.payload) > TIMELINE_BYTES_MAX:
                     raise Misfit(f"a timeline of {len(frame.payload)} bytes")
-                self._run(link, frame, self._erase(asked, bytes(frame.payload)))
+                self._run(link, frame, self._erase(link, asked, bytes(frame.payload)))
             case _:
                 return False
         return True
@@ -151,13 +160,15 @@ class HoldServer:
 
         self._spawn(answer(), f"request of {link.name}")
 
-    def _reserve(self, link: PeerLink, asked: peer.ReserveHold) -> peer.HoldReserved:
+    async def _reserve(self, link: PeerLink, asked: peer.ReserveHold) -> PeerMessage:
         if why := self._refuses():
             return peer.HoldReserved(0, why)
+        name = _name(link, asked.hold)
         try:
-            first = self.holds.reserve(_name(link, asked.hold), asked.epoch, asked.n_pages)
-        except HoldRefused as refusal:
-            return peer.HoldReserved(0, str(refusal))
+            page_format = await self.formats.of(link)
+            first = self.holds.reserve(name, asked.epoch, asked.n_pages, page_format)
+        except (HoldRefused, StoreError, OSError) as refusal:
+            return peer.HoldReserved(0, _short(str(refusal)))
         self.changed()
         return peer.HoldReserved(first)
 
@@ -165,12 +176,14 @@ class HoldServer:
         name = _name(link, offer.hold)
         if not self.holds.awaits(name, offer.epoch, offer.index):
             return peer.PageAnswer(False, "no such place is reserved")
-        if (ref := await self._find(offer, tokens)) is not None:
-            if self._store.pages.digest(ref) != offer.digest:
-                self._store.pages.unpin(ref)
+        page_format = self.holds.format(name)
+        if (ref := await self._find(page_format, offer, tokens)) is not None:
+            if page_format.pool.digest(ref) != offer.digest:
+                page_format.unpin(ref)
                 log.error("peer %s has another content of a page than this daemon", link.name)
                 return peer.PageAnswer(False, "the page has another content here")
-            if self.holds.add(name, offer.epoch, offer.index, self._kept(ref, offer, tokens)):
+            page = _kept(page_format, ref, offer, tokens)
+            if self.holds.add(name, offer.epoch, offer.index, page):
                 return peer.PageAnswer(False)
             return peer.PageAnswer(False, "its place is gone")
         incoming = self._incoming[link.name]
@@ -178,16 +191,14 @@ class HoldServer:
             return peer.PageAnswer(False, f"{INCOMING_MAX} pages are on their way")
         if (offer.hold, offer.index) in incoming or link.incarnation != name.incarnation:
             return peer.PageAnswer(False, "the page is on its way")
-        page_bytes = self._store.pages.layout.page_bytes
-        incoming[offer.hold, offer.index] = Incoming(offer, tokens, page_bytes)
+        incoming[offer.hold, offer.index] = Incoming(offer, tokens, page_format)
         return peer.PageAnswer(True)
 
-    def _kept(self, ref: PageRef, offer: peer.OfferPage, tokens: bytes) -> KeptPage:
-        return KeptPage(ref, self._store.pages.key_of(offer.parent, tokens, offer.salt))
-
-    async def _find(self, offer: peer.OfferPage, tokens: bytes) -> PageRef | None:
+    async def _find(
+        self, page_format: PageFormat, offer: peer.OfferPage, tokens: bytes
+    ) -> PageRef | None:
         """The page in the store, pinned and readable, if it is there."""
-        pages = self._store.pages
+        pages = page_format.pool
         refs = pages.match_prefix(tokens, offer.salt, pin=True, parent=offer.parent)
         if not refs:
             return None
@@ -232,10 +243,10 @@ class HoldServer:
                 del pages[place]
         if ref is None:
             return peer.PageStored("its place is gone")
-        if not self._store.pages.is_resident(ref):  # it became invalid since it was stored
-            self._store.pages.unpin(ref)
+        if not incoming.format.pool.is_resident(ref):  # it became invalid since it was stored
+            incoming.format.unpin(ref)
             return peer.PageStored("the page is not valid any more")
-        page = self._kept(ref, offer, incoming.tokens)
+        page = _kept(incoming.format, ref, offer, incoming.tokens)
         if not self.holds.add(name, offer.epoch, offer.index, page):
             return peer.PageStored("its place is gone")
         return peer.PageStored()
@@ -244,8 +255,9 @@ class HoldServer:
         """Put the page into the store, whose sessions at rest make room; None: its place is gone.
         Raises StoreError."""
         offer, until = incoming.offer, time.monotonic() + ROOM_S
+        pool = incoming.format.pool
         while self.holds.awaits(name, offer.epoch, offer.index):
-            found = self._store.pages.import_page(
+            found = pool.import_page(
                 offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
                 origin=name.peer,
             )  # fmt: skip
@@ -255,6 +267,8 @@ class HoldServer:
                 lane.kv.slots.evict_oldest(None) for lane in self._lanes
             ):
                 raise StoreError("the store is full of pages that sessions use")
+            if incoming.format is not self.formats.own:
+                pool.allocator.growth_blocked = ""  # another pool may have room to give now
             if time.monotonic() > until:
                 raise StoreError("the store does not grow")
             await asyncio.sleep(POLL_S)
@@ -279,13 +293,14 @@ class HoldServer:
 
         While there is no worker, it waits for the next. Raises HoldRefused.
         """
-        refs = self.holds.pages(name)
-        codes = tuple([self._store.pages.slot_code(ref) for ref in refs])
+        refs, page_format = self.holds.pages(name), self.holds.format(name)
+        codes = tuple([page_format.pool.slot_code(ref) for ref in refs])
         answered: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._served[name] = len(refs)
         self._answers[name.hold].append(answered)
         if self._loop.lane.is_attached:
-            self._loop.lane.note(wire.Hold(name.hold, self.holds.epoch(name), codes))
+            epoch = self.holds.epoch(name)
+            self._loop.lane.note(wire.Hold(name.hold, epoch, codes, page_format.shape))
         return answered
 
     def _release(self, name: HoldName, asked: peer.ReleaseHold) -> None:
@@ -322,7 +337,8 @@ class HoldServer:
             return peer.PageSent(b"", "the page is not in the hold, or too many are asked for")
         self._reading[link.name] += 1
         try:
-            reading = self._store.pages.read_out(refs[asked.index])
+            pool = self.holds.format(_name(link, asked.hold)).pool
+            reading = pool.read_out(refs[asked.index])
         except StoreError as error:
             self._reading[link.name] -= 1
             return peer.PageSent(b"", _short(str(error)))
@@ -340,9 +356,13 @@ class HoldServer:
             reading.close()
             self._reading[link.name] -= 1
 
-    async def _erase(self, asked: peer.ErasePages, ids: bytes) -> PeerMessage:
+    async def _erase(self, link: PeerLink, asked: peer.ErasePages, ids: bytes) -> PeerMessage:
         """Overwrite pages of a session that its owner has dropped; `ids`: its tokens, as in a
         key."""
+        if (page_format := self.formats.known(link)) is None:
+            return peer.PagesErased(0)
+        if page_format is not self.formats.own:  # sessions here share no pages with that model's
+            return await _erased(page_format, ids, asked, asked.kept)
         tenant = asked.salt.decode(errors="replace")
         kept = await asyncio.wrap_future(self._store.ledger.shared_tokens("", tenant, ids))
         for loop in self._lanes:
@@ -351,11 +371,7 @@ class HoldServer:
                     continue
                 if keys.token_bytes(session.tokens[:PAGE_TOKENS]) == ids[:TOKEN_BYTES]:
                     kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
-        try:
-            erasing = self._store.pages.erase(ids, asked.salt, max(kept, asked.kept))
-            return peer.PagesErased(await asyncio.wrap_future(erasing))
-        except (StoreError, OSError) as error:
-            return peer.PagesErased(0, _short(str(error)))
+        return await _erased(page_format, ids, asked, max(kept, asked.kept))
 
     # ------------------------------------------------------------------------ what else happens
 
@@ -417,25 +433,32 @@ class HoldServer:
         layout, allocator = self._store.pages.layout, self._store.pages.allocator
         for loop in self._lanes:
             loop.seats.pages_barred = allocator.slots_max - allocator.slots_now
+        self.formats.return_room(now)
+        self.changed()
         needed = max([loop.seats.pages_needed(AHEAD_PAGES) for loop in self._lanes])
         lacking = max([loop.seats.pages_lacking for loop in self._lanes])
-        room = (allocator.slots_now - needed) * layout.page_bytes
+        room = (allocator.slots_now - needed) * layout.page_bytes + self.formats.other_bytes
         self.holds.bytes_max = max(0, min(self._bytes_max, room))
         if lacking <= 0 or not self.holds.n_pages:
             self._lacks_since = None
         elif self._lacks_since is None:
             self._lacks_since = now
         elif now - self._lacks_since >= RECALL_S:
-            ended = self.holds.give_up(lacking)
+            ended = self.holds.give_up(lacking * layout.page_bytes)
             self._end(ended)
             self.changed()
             return ended
         return []
 
     def changed(self) -> None:
-        """Take what holds pin from what sessions of this daemon may have."""
+        """Take what holds pin from what sessions of this daemon may have, and the files of other
+        models' pages."""
+        own, holds = self.formats.own, self.holds
+        lent = holds.pages_in(own) * own.page_bytes
+        others = max(self.formats.other_bytes, holds.bytes_held - lent)
+        n_pages = holds.pages_in(own) - (-others // own.page_bytes)
         for loop in self._lanes:
-            loop.seats.pages_lent = self.holds.n_pages
+            loop.seats.pages_lent = n_pages
 
     def _end(self, names: list[HoldName]) -> None:
         for name in names:
@@ -446,6 +469,21 @@ class HoldServer:
 
 def _name(link: PeerLink, hold: int) -> HoldName:
     return HoldName(link.name, link.incarnation, hold)
+
+
+def _kept(page_format: PageFormat, ref: PageRef, offer: peer.OfferPage, tokens: bytes) -> KeptPage:
+    return KeptPage(ref, page_format.pool.key_of(offer.parent, tokens, offer.salt), page_format)
+
+
+async def _erased(
+    page_format: PageFormat, ids: bytes, asked: peer.ErasePages, kept: int
+) -> PeerMessage:
+    """Overwrite the pages of a timeline after its first `kept` tokens."""
+    try:
+        erasing = page_format.pool.erase(ids, asked.salt, kept)
+        return peer.PagesErased(await asyncio.wrap_future(erasing))
+    except (StoreError, OSError) as error:
+        return peer.PagesErased(0, _short(str(error)))
 
 
 def _short(text: str) -> str:

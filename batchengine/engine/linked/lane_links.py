@@ -21,9 +21,10 @@ from typing import Any
 from batchengine.core import BatchEngineError
 from batchengine.engine.linked.data_link import DataEffect, DataEvent, DataLinkMachine, DataState
 from batchengine.lanes.worker_process import Lane
+from batchengine.peers.features import DATA_LINKS
 from batchengine.peers.identity import Identity, reason_of
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import DATA_LINKS, Peers
+from batchengine.peers.peers import Peers
 from batchengine.wire import lane as wire
 from batchengine.wire.peer import (
     REQUEST,

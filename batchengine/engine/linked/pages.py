@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from batchengine.core import BatchEngineError
+from batchengine.engine.linked.formats import PageFormats
 from batchengine.engine.linked.holds import HoldName, HoldsGiven
 from batchengine.engine.linked.holds_server import HoldServer, Misfit, Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
@@ -39,7 +40,7 @@ class LinkedPages:
     ) -> None:
         loop, page_bytes = state.lanes[0], store.pages.layout.page_bytes
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
-        self.given = HoldsGiven(store.pages.unpin, page_bytes, bytes_max)
+        self.given = HoldsGiven(bytes_max)
         self.taken = HoldsTaken(store, loop, peers.links, links)
         self.pages = PeerPages(store, peers.links)
         self.keeper = RouteKeeper(
@@ -53,7 +54,10 @@ class LinkedPages:
         )
         self._state = state
         self._peers = peers
-        self._server = HoldServer(store, loop, self.given, state.lanes, spawn, self._why_not)
+        self.formats = PageFormats(store)
+        self._server = HoldServer(
+            store, loop, self.given, self.formats, state.lanes, spawn, self._why_not
+        )
         self.keeper.expire += [self._server.expire, self._recall]
         for other in state.lanes:
             other.kv.slots.holders = self.taken if other is loop else OtherLane(self.taken)

@@ -22,8 +22,9 @@ from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.stages import OPEN_S, RUN_S_MAX, ServedStages, compute_stage
+from batchengine.peers.features import STAGES
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import STAGES, Peers
+from batchengine.peers.peers import Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.session import Session
 from batchengine.session_kv import page_start
@@ -130,8 +131,7 @@ class Pipelines:
         return (
             link is not None
             and link.state is LinkState.UP
-            and link.facts is not None
-            and STAGES in link.facts.features
+            and link.offers(STAGES)
             and not link.load.leaves
             and self._links.number(peer) is not None
         )

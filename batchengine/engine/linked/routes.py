@@ -19,8 +19,8 @@ from batchengine.engine.linked.holds_server import Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken, TakenHold
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.page_move import PageMover
+from batchengine.peers.features import HOLDS
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import HOLDS
 from batchengine.peers.transitions import LinkState
 from batchengine.policy.routes import (
     GrowthPolicy,
@@ -273,7 +273,7 @@ class RouteKeeper:
             if link is None or facts is None:
                 continue
             ratio = 1.0
-            if rate := link.load.prefill_tokens_per_s:
+            if not link.is_of_other_model and (rate := link.load.prefill_tokens_per_s):
                 ratio = 1000.0 / rate / cost.prefill_token_ms
             read_ms = ratio * cost.decode_kv_ms * PAGE_TOKENS * self._taken.pages_with(name)
             predicted_ms = facts.n_layer * (link.rtt_us or 0.0) / 1000 + read_ms
@@ -327,4 +327,4 @@ class RouteKeeper:
 
 def keeps_pages(link: PeerLink) -> bool:
     """Whether the link is open, to a peer that keeps pages for others."""
-    return link.state.is_open and link.facts is not None and HOLDS in link.facts.features
+    return link.offers(HOLDS)

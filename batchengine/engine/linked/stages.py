@@ -146,6 +146,8 @@ class ServedStages:
         number, loop, facts = message.run, self._loop, self._loop.lane.facts
         if facts is None or not loop.up:
             return "its worker is down"
+        if link.is_of_other_model:
+            return "it serves another model"
         if self._is_leaving():
             return "it is leaving"
         if message.n_tokens > self._context_max:

@@ -22,8 +22,9 @@ from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.turn import Turn
+from batchengine.peers.features import TURNS
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import PEER_TENANT, TURNS, Peers
+from batchengine.peers.peers import PEER_TENANT, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.policy import layouts, pipeline
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost, work_of
@@ -191,7 +192,7 @@ class PeerPlans:
     def _cost(self, link: PeerLink | None) -> StepCost:
         """Measured cost of this daemon's lane, or that of a peer: by the ratio of their speeds."""
         own = self._loop.cost.cost
-        rate = 0 if link is None else link.load.prefill_tokens_per_s
+        rate = 0 if link is None or link.is_of_other_model else link.load.prefill_tokens_per_s
         if not rate or not self._loop.meter.steps:
             return own
         ratio = 1000.0 / rate / own.prefill_token_ms
@@ -217,7 +218,7 @@ class PeerPlans:
             (link.rtt_us or 0.0) / 1000,
             (link.bandwidth or 0.0) / 1000,
             self._keeper.bytes_free(link.name),
-            link.facts is not None and TURNS in link.facts.features,
+            link.offers(TURNS),
         )
 
     def _speeds(self) -> dict[str, tuple[float, ...]]:

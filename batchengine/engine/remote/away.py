@@ -31,8 +31,9 @@ from batchengine.engine.remote.exchange import Exchange
 from batchengine.engine.remote.served import CREDIT_TOKENS, Spawn
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
+from batchengine.peers.features import HOLDS, TURNS
 from batchengine.peers.link import PeerLink
-from batchengine.peers.peers import HOLDS, PEER_TENANT, TURNS, Peers
+from batchengine.peers.peers import PEER_TENANT, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.session import Session
 from batchengine.session_kv import SELF, page_start
@@ -138,10 +139,12 @@ def obstacle(session: Session, turn: Turn | None, moves: bool) -> str:
 
 def link_obstacle(link: PeerLink, is_avoided: bool) -> str:
     """Why a peer takes no turn now; "" = it may."""
-    facts, name = link.facts, link.name
-    if link.state is not LinkState.UP or facts is None:
+    name = link.name
+    if link.state is not LinkState.UP:
         return f"the link to {name} is not up: {link.why}"
-    if TURNS not in facts.features or link.load.leaves:
+    if link.is_of_other_model:
+        return f"{name} serves another model, and only keeps pages"
+    if not link.offers(TURNS) or link.load.leaves:
         return f"{name} takes no turns"
     return f"{name} did not do what it said a moment ago" if is_avoided else ""
 
@@ -401,10 +404,10 @@ class AwayTurns:
 
         What does not get there, or has no room there, is computed again by the peer.
         """
-        session, link, facts = run.turn.session, run.link, run.link.facts
+        session, link = run.turn.session, run.link
         room = link.load.hold_bytes_free // self._store.pages.layout.page_bytes
         refs = list(session.kv.sealed[: max(0, room)])
-        if not refs or facts is None or HOLDS not in facts.features:
+        if not refs or not link.offers(HOLDS):
             return
         run.lane.kv.slots.know_keys(session, len(refs))
         hold = run.hold = self._linked.taken.begin(link.name)

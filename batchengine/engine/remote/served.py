@@ -101,6 +101,8 @@ class ServedTurns:
     def ask(self, link: PeerLink, asked: RunTurn) -> str:
         """Expect the tokens of a turn; returns why it is not computed here, or ""."""
         run = link.name, link.incarnation
+        if link.is_of_other_model:
+            raise Misfit("it asks for turns of another model")
         if asked.run <= self._newest.get(run, -1):
             raise Misfit(f"turn {asked.run} is not a new one")
         self._newest = {key: n for key, n in self._newest.items() if key[0] != link.name}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from batchengine.core import BatchEngineError
+from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.pipeline.stages import Stages
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.routed import RoutedAttention
@@ -28,6 +29,7 @@ from batchengine.wire.data import (
     Tile,
 )
 from batchengine.wire.frames import Frame, Payload, WireError
+from kv_store.layout import PageLayout
 
 TICK_S = 0.25  # between two looks at timers while nothing arrives
 BETWEEN_NS = 200_000  # between two looks at the links while a step computes
@@ -36,7 +38,7 @@ BETWEEN_NS = 200_000  # between two looks at the links while a step computes
 class Ring:
     """The data links of a worker, in use.
 
-    `addresses` translates page codes and raises BadStep. `on_engine` is called when the engine's
+    `memory` translates page codes and raises BadStep. `on_engine` is called when the engine's
     link can be read, and `report` takes what the engine is to know of a hold or a pipeline.
     """
 
@@ -44,21 +46,20 @@ class Ring:
         self,
         links: DataLinks,
         attention: SpanAttention,
-        addresses: Callable[[U64Array], U64Array],
+        memory: HostMemory,
         stepper: Stepper,
-        tile: Callable[[int, int, int], memoryview],
     ) -> None:
         self.on_engine: Callable[[], None] = lambda: None
         self.report: Callable[[wire.LaneEvent], None] = lambda event: None
         self.counts: Counter[str] = Counter()
         self._links = links
-        self._addresses = addresses
+        self._memory = memory
         self._server = AttentionServer(attention, links.name, self._send_to, self.counts)
         self._routed = RoutedAttention(
             attention, self._send, links.peer_of, self.poll, self.counts, secrets.randbits(64)
         )
         self.stages = Stages(
-            stepper, tile, links, self._send, lambda event: self.report(event), self.counts
+            stepper, memory.tile, links, self._send, lambda event: self.report(event), self.counts
         )
         self._own: deque[DataFrame] = deque()  # from this worker to itself
         self._lost: deque[int] = deque()
@@ -122,10 +123,15 @@ class Ring:
 
     def _hold(self, note: wire.Hold) -> str:
         try:
-            addresses = self._addresses(np.array(note.codes, np.uint64))
-        except (BatchEngineError, OverflowError) as error:
+            codes, shape = np.array(note.codes, np.uint64), note.shape
+            if shape is None:
+                addresses = self._memory.addresses(codes)
+            else:
+                layout = PageLayout(shape.n_layer, shape.n_kv_head, shape.head_dim)
+                addresses = self._memory.extents.addresses(codes, layout.page_bytes)
+            return self._server.hold(note, addresses)
+        except (BatchEngineError, OverflowError, ValueError) as error:
             return str(error)
-        return self._server.hold(note, addresses)
 
     def _on_frame(self, link: int, frame: DataFrame) -> None:
         message, is_kept = frame.message, True

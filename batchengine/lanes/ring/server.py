@@ -40,10 +40,13 @@ class BadQuery(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HeldPages:
-    """The pages of one hold at one epoch: their addresses in order."""
+    """The pages of one hold at one epoch: their addresses in order, and what attends to them:
+    `shape` is None for pages of the worker's own model."""
 
     epoch: int
     addresses: U64Array
+    attention: SpanAttention
+    shape: wire.HeadShape | None
 
 
 @dataclass(slots=True)
@@ -55,6 +58,7 @@ class Job:
     """
 
     key: Key
+    attention: SpanAttention
     query: Query
     queries: Payload
     spans: Spans
@@ -81,7 +85,8 @@ class AttentionServer:
     def __init__(
         self, attention: SpanAttention, name: str, send: Send, counts: Counter[str]
     ) -> None:
-        self._attention = attention
+        self._attention = attention  # of the worker's own model
+        self._others: dict[wire.HeadShape, SpanAttention] = {}  # of other models
         self._name = name
         self._send = send
         self._counts = counts
@@ -118,14 +123,32 @@ class AttentionServer:
         if held is None or held.epoch < note.epoch or not _is_start(held.addresses, addresses):
             self.release(note.hold)
         self._last = None
-        self._holds[note.hold] = HeldPages(note.epoch, addresses)
+        attention = self._attention_of(note.shape)
+        self._holds[note.hold] = HeldPages(note.epoch, addresses, attention, note.shape)
         return ""
+
+    def _attention_of(self, shape: wire.HeadShape | None) -> SpanAttention:
+        """What attends to pages of a model, with buffers that its holds share."""
+        if shape is None:
+            return self._attention
+        found = self._others.get(shape)
+        if found is None:
+            own = self._attention
+            page = kernels.PageShape(shape.n_layer, shape.n_kv_head, shape.head_dim)
+            found = SpanAttention(own.pool, page, shape.n_head, own.tokens_max)
+            self._others[shape] = found
+        return found
 
     def release(self, hold: int) -> None:
         """Answer no more queries for a hold; those under way are refused."""
-        if self._holds.pop(hold, None) is None:
+        held = self._holds.pop(hold, None)
+        if held is None:
             return
         self._last = None
+        if held.shape is not None and not any(
+            other.shape == held.shape for other in self._holds.values()
+        ):
+            del self._others[held.shape]
         for job in list(self._jobs.values()):
             if any(span.hold == hold for span in job.query.hops[0].spans):
                 self._refuse(job, "the hold was released")
@@ -144,13 +167,13 @@ class AttentionServer:
             self._counts["duplicate"] += 1
             return True
         try:
-            spans, heads = self._checked(query, queries)
+            attention, spans, heads = self._checked(query, queries)
         except (BadQuery, ValueError) as error:
             self._counts["refused"] += 1
             self._send(query.owner, Refuse(query.unit, str(error)), b"")
             return True
-        slices = self._attention.slices(spans, heads)
-        job = self._jobs[key] = Job(key, query, queries, spans, heads, slices, now)
+        slices = attention.slices(spans, heads)
+        job = self._jobs[key] = Job(key, attention, query, queries, spans, heads, slices, now)
         self._waiting_bytes[link] += len(queries)
         self._counts["query"] += 1
         rest = query.hops[1:]
@@ -185,7 +208,7 @@ class AttentionServer:
             return
         try:
             if job.spans.is_first:
-                queries = self._attention.load(job.queries, job.heads)
+                queries = job.attention.load(job.queries, job.heads)
                 self._answer(job, self._attend(job, queries, job.slices[0]))
                 return
             if not job.is_early:
@@ -206,17 +229,17 @@ class AttentionServer:
         """Attend to the first slice before what lies before it has come."""
         job.is_early = True
         rows = int(job.slices[0][:, 2].max()) * job.spans.n_tokens
-        n_bytes = rows * self._attention.row_bytes(job.heads)
+        n_bytes = rows * job.attention.row_bytes(job.heads)
         if self._early_bytes + n_bytes > EARLY_BYTES_MAX:
             return
-        queries = self._attention.load(job.queries, job.heads)
+        queries = job.attention.load(job.queries, job.heads)
         job.early = self._attend(job, queries, job.slices[0])
         job.early_bytes = n_bytes
         self._early_bytes += n_bytes
 
     def _complete(self, job: Job, before: Payload) -> None:
         """Fold the spans into what lies before them, and send the result on."""
-        attention = self._attention
+        attention = job.attention
         total = attention.take_before(before, job.spans, job.heads)
         slices = job.slices
         if job.early is not None:
@@ -231,13 +254,13 @@ class AttentionServer:
         self._answer(job, total)
 
     def _attend(self, job: Job, queries: kernels.Queries, span: I32Array) -> kernels.Partials:
-        return self._attention.attend(queries, job.spans, span, job.query.layer, job.heads)
+        return job.attention.attend(queries, job.spans, span, job.query.layer, job.heads)
 
     def _answer(self, job: Job, partials: kernels.Partials) -> None:
         """Send accumulators to the next hop, which ends the query here."""
         _, unit, layer, hops_left = job.key
         data = partials.to_bytes()
-        self._attention.put(partials, job.heads)
+        job.attention.put(partials, job.heads)
         if self._send(job.next_peer, Accumulators(unit, layer, hops_left - 1), data):
             self._drop(job)
         else:
@@ -253,16 +276,19 @@ class AttentionServer:
             return
         self._waiting_bytes[job.key[0]] -= len(job.queries) + len(job.before or b"")
         if job.early is not None:
-            self._attention.put(job.early, job.heads)
+            job.attention.put(job.early, job.heads)
             self._early_bytes -= job.early_bytes
 
-    def _checked(self, query: Query, queries: Payload) -> tuple[Spans, Heads]:
-        """The spans of a query at this hop; raises BadQuery for one that cannot be answered."""
-        attention, shape, hops = self._attention, self._attention.shape, query.hops
+    def _checked(self, query: Query, queries: Payload) -> tuple[SpanAttention, Spans, Heads]:
+        """What attends to a query at this hop, its spans and heads; raises BadQuery for one that
+        cannot be answered."""
+        hops = query.hops
         if len(self._jobs) >= JOBS_MAX:
             raise BadQuery(f"{JOBS_MAX} queries are not finished")
         if not 1 <= len(hops) <= HOPS_MAX or hops[0].peer != self._name:
             raise BadQuery(f"not a query for {self._name}")
+        attention = self._attention_for(hops[0].spans)
+        shape = attention.shape
         first, count = query.first_head, query.n_heads
         if not (0 <= query.layer < shape.n_layer and 0 <= first < shape.n_kv_head):
             raise BadQuery(f"layer {query.layer}, head {first}")
@@ -277,7 +303,15 @@ class AttentionServer:
             self._last = query, spans
         if len(queries) != spans.n_tokens * attention.query_bytes(heads):
             raise BadQuery(f"{len(queries)} bytes of queries")
-        return spans, heads
+        return attention, spans, heads
+
+    def _attention_for(self, spans: tuple[HeldSpan, ...]) -> SpanAttention:
+        """What attends to spans, all of which are of one model."""
+        holds = [self._holds.get(span.hold) for span in spans]
+        found = {id(held.attention): held.attention for held in holds if held is not None}
+        if len(found) > 1:
+            raise BadQuery("spans of several models")
+        return next(iter(found.values()), self._attention)
 
     def _spans(self, entries: tuple[QueryEntry, ...], spans: tuple[HeldSpan, ...]) -> Spans:
         if not 1 <= len(entries) <= ENTRIES_MAX or len(spans) != len(entries):

@@ -82,6 +82,8 @@ class SpanAttention:
     def __init__(
         self, pool: kernels.Pool, shape: kernels.PageShape, n_head: int, tokens_max: int
     ) -> None:
+        if n_head % shape.n_kv_head:
+            raise ValueError(f"{n_head} query heads of {shape.n_kv_head} KV heads")
         self.pool = pool
         self.shape = shape
         self.tokens_max = tokens_max

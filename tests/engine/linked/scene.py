@@ -202,7 +202,7 @@ class Scene:
         assert memory is not None
         self.device._views.clear()
         memory._arena.close()
-        for extent in memory._extents.values():
+        for extent in memory.extents._extents.values():
             extent.view.release()
             extent._map.close()
         self.kv.close()

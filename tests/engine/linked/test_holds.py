@@ -5,15 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.engine.linked import holds
-from batchengine.engine.linked.holds import HoldName, HoldRefused, HoldsGiven, KeptPage
+from batchengine.engine.linked.holds import (
+    HoldName,
+    HoldRefused,
+    HoldsGiven,
+    KeptPage,
+    PageFormat,
+)
 from kv_store.pages.index import PageRef
+from kv_store.pages.pool import PagePool
 
 PAGE = 1000
 
@@ -26,12 +34,14 @@ def key(number: int) -> bytes:
 class Pool:
     """Counts pins per page."""
 
-    def __init__(self) -> None:
+    def __init__(self, page_bytes: int = PAGE) -> None:
         self.pins: Counter[PageRef] = Counter()
+        self.layout = SimpleNamespace(page_bytes=page_bytes)
+        self.format = PageFormat(cast(PagePool, self))
 
     def pin(self, number: int) -> KeptPage:
         self.pins[ref := PageRef(number, 1)] += 1
-        return KeptPage(ref, key(number))
+        return KeptPage(ref, key(number), self.format)
 
     def unpin(self, ref: PageRef) -> None:
         assert self.pins[ref] > 0, "a pin is given back twice"
@@ -39,7 +49,7 @@ class Pool:
 
 
 def given_by(pool: Pool, n_pages: int = 100) -> HoldsGiven:
-    made = HoldsGiven(pool.unpin, PAGE, n_pages * PAGE)
+    made = HoldsGiven(n_pages * PAGE)
     made.peer_up("north", 7)
     return made
 
@@ -50,7 +60,7 @@ NAME = HoldName("north", 7, 1)
 def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
     pool = Pool()
     held = given_by(pool)
-    assert held.reserve(NAME, 3, 4) == 0
+    assert held.reserve(NAME, 3, 4, pool.format) == 0
     assert held.bytes_held == 4 * PAGE
     pages = [pool.pin(number) for number in range(4)]
     refs = [page.ref for page in pages]
@@ -60,13 +70,13 @@ def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
     assert held.pages(NAME) == refs[:2]
     assert held.add(NAME, 3, 2, pages[2])
     assert held.add(NAME, 3, 3, pages[3])
-    assert held.reserve(NAME, 4, 2) == 4  # growth under the next epoch
+    assert held.reserve(NAME, 4, 2, pool.format) == 4  # growth under the next epoch
     assert held.pages(NAME) == refs
     assert held.trim(NAME, 4, 3)
     assert held.pages(NAME) == refs[:3]
     assert not held.trim(NAME, 4, 3)
     assert held.pages_of("north") == 3
-    assert held.reserve(NAME, 4, 1) == 3
+    assert held.reserve(NAME, 4, 1, pool.format) == 3
     assert held.trim(NAME, 4, 0)
     assert NAME not in held
     assert not +pool.pins
@@ -77,15 +87,17 @@ def test_what_is_of_another_time_is_refused() -> None:
     pool = Pool()
     held = given_by(pool, 6)
     held.peer_up("east", 7)
-    held.reserve(NAME, 3, 4)
+    held.reserve(NAME, 3, 4, pool.format)
     for refused in (
-        lambda: held.reserve(NAME, 2, 1),  # an older epoch
-        lambda: held.reserve(NAME._replace(incarnation=6), 9, 1),
-        lambda: held.reserve(NAME._replace(peer="south"), 9, 1),  # no link
-        lambda: held.reserve(NAME, 3, 0),
-        lambda: held.reserve(NAME, 3, 3),  # beyond the budget
+        lambda: held.reserve(NAME, 2, 1, pool.format),  # an older epoch
+        lambda: held.reserve(NAME._replace(incarnation=6), 9, 1, pool.format),
+        lambda: held.reserve(NAME._replace(peer="south"), 9, 1, pool.format),  # no link
+        lambda: held.reserve(NAME, 3, 0, pool.format),
+        lambda: held.reserve(NAME, 3, 3, pool.format),  # beyond the budget
         lambda: held.check_epoch(NAME, 2),
-        lambda: held.reserve(NAME._replace(peer="east"), 3, 1),  # the number of another's hold
+        lambda: held.reserve(
+            NAME._replace(peer="east"), 3, 1, pool.format
+        ),  # the number of another's hold
         lambda: held.pages(NAME._replace(hold=2)),
     ):
         with pytest.raises(HoldRefused):
@@ -105,11 +117,12 @@ def test_what_is_of_another_time_is_refused() -> None:
 
 def test_a_peer_cannot_fill_the_table_with_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holds, "HOLDS_MAX", 3)
-    held = given_by(Pool())
+    pool = Pool()
+    held = given_by(pool)
     for number in range(3):
-        held.reserve(NAME._replace(hold=number), 1, 1)
+        held.reserve(NAME._replace(hold=number), 1, 1, pool.format)
     with pytest.raises(HoldRefused, match="holds"):
-        held.reserve(NAME._replace(hold=9), 1, 1)
+        held.reserve(NAME._replace(hold=9), 1, 1, pool.format)
     assert held.bytes_held == 3 * PAGE
 
 
@@ -117,7 +130,7 @@ def test_one_page_in_two_holds_costs_its_bytes_once() -> None:
     pool = Pool()
     held = given_by(pool, 3)
     for number in (1, 2):
-        held.reserve(NAME._replace(hold=number), 1, 1)
+        held.reserve(NAME._replace(hold=number), 1, 1, pool.format)
         assert held.add(NAME._replace(hold=number), 1, 0, pool.pin(5))
     assert held.bytes_held == PAGE
     assert held.trim(NAME, 1, 0)
@@ -156,7 +169,7 @@ def test_holds_without_news_are_not_looked_at() -> None:
     pool = Pool()
     held = given_by(pool, 1000)
     for number in range(200):
-        held.reserve(name := NAME._replace(hold=number), 1, 2)
+        held.reserve(name := NAME._replace(hold=number), 1, 2, pool.format)
         held.add(name, 1, 0, pool.pin(number))
         if number:
             held.add(name, 1, 1, pool.pin(number))
@@ -173,7 +186,7 @@ def test_holds_without_news_are_not_looked_at() -> None:
 def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None:
     """Requests of two peers with ups, downs, stale epochs, and imports that end at any time."""
     pool = Pool()
-    held = HoldsGiven(pool.unpin, PAGE, data.draw(st.integers(1, 20)) * PAGE)
+    held = HoldsGiven(data.draw(st.integers(1, 20)) * PAGE)
     own = [pool.pin(number).ref for number in range(5)]  # pins of others: never given back here
     arriving: list[tuple[HoldName, int, int]] = []
     for _ in range(data.draw(st.integers(1, 40))):
@@ -190,7 +203,7 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
         if act == "reserve":
             n_pages, free = data.draw(st.integers(0, 6)), held.bytes_free
             try:
-                index = held.reserve(name, epoch, n_pages)
+                index = held.reserve(name, epoch, n_pages, pool.format)
             except HoldRefused:
                 assert held.bytes_free == free
             else:
@@ -212,7 +225,7 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
         elif act == "give up":
             n_pages = data.draw(st.integers(0, 4))
             kept_max = max(0, held.n_pages - n_pages)
-            held.give_up(n_pages)
+            held.give_up(n_pages * PAGE)
             assert held.n_pages <= kept_max
         elif act == "bad":
             number = data.draw(st.integers(0, 9))

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from batchengine.engine.linked import holds_server, holds_taken, peer_pages, routes
+from batchengine.engine.linked import holds_server, peer_pages, routes
 from batchengine.peers.identity import Identity
 from batchengine.peers.link import PeerLink
 from batchengine.policy.routes import PageMove
@@ -242,10 +242,13 @@ async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
         for number, lie in enumerate(LIES):
             with pytest.MonkeyPatch.context() as patch:
                 lie(patch, b)
-                patch.setattr(holds_taken, "AVOIDED_S", 0.5)
+                a.linked.taken._avoided.clear()
                 answer = await read(a.engine.submit(request(ids, 20, session=f"s{number}")))
                 assert answer.error is None
                 assert answer.tokens == reference.tokens(ids, 20)
+                more = [*ids, *answer.tokens, 7]  # also if the pages went there at its last token
+                answer = await read(a.engine.submit(request(more, 3, session=f"s{number}")))
+                assert answer.tokens == reference.tokens(more, 3)
                 assert not a.linked.taken.n_pages
                 await a.engine.drop("", f"s{number}")
                 await until(lambda: not a.linked.keeper.moves)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kv_store import keys as k
 from kv_store.keys import ROOT_KEY, chain_keys, content_key
-from kv_store.layout import PAGE_TOKENS, PageLayout, differing_fields
+from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout, differing_fields
 from tests.support.arena_rows import row_digests
 from tests.support.kv_workload import LAYOUT, SALT, descriptor, payload_of, tokens_of
 
@@ -58,6 +58,31 @@ def test_rows_are_gathered_by_the_written_definition() -> None:
             expected += [page[at], page[at + 1]]
         assert rows[t].tolist() == expected, t
     assert rows[7:9].tolist() == layout.gather_rows(page.tobytes(), 7, 2).tolist()
+
+
+def test_a_descriptor_is_read_back_from_its_json() -> None:
+    for made in (descriptor(), descriptor(extra=(("a", "1"), ("b", "x")), rope_digest="r")):
+        assert Descriptor.from_json(made.to_json()) == made
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        descriptor().to_json() + " ",
+        descriptor().to_json().replace('"version":"1"', '"version":"2"'),
+        descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', '"n_layer":"0"'),
+        descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', '"n_layer":"x"'),
+        descriptor().to_json().replace(f'"head_dim":"{LAYOUT.head_dim}"', '"head_dim":"33"'),
+        descriptor().to_json().replace('"page_bytes":"', '"page_bytes":"1'),
+    ],
+)
+def test_no_other_text_is_a_descriptor(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Descriptor.from_json(text)
 
 
 def test_every_descriptor_field_changes_the_representation() -> None:

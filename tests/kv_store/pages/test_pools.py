@@ -172,3 +172,37 @@ def test_pages_of_no_open_pool_are_evicted_first(tmp_path: Path) -> None:
     assert "extents_reclaimed" not in store.counters
     check_integrity(store)
     store.close()
+
+
+def test_a_pool_on_demand_has_extents_for_pages_in_use_only(tmp_path: Path) -> None:
+    """Its extents come when a page needs one, also from the other pool, and go back."""
+    budget = settings(pages=16)
+    store = Store.open(tmp_path / "s", OURS, budget)
+    deleted: list[int] = []
+    store.core.on_deleted.append(deleted.append)
+    for name in range(4):
+        add_chain(store, store.pages, tokens_of(name, 4), 1 + name)
+    other = store.open_pool(THEIRS, on_demand=True).result(20)
+    assert other is store.pool(THEIRS)
+    store.maintain()
+    store.core.thread.submit(lambda: None).result(20)
+    assert other.allocator.file_bytes == 0
+    ids = tokens_of(9, 3)
+    add_chain(store, other, ids, 11)
+    assert len(deleted) == 1
+    own, own_extents = store.pages.allocator, budget.budget_bytes // budget.extent_bytes
+    assert own.file_bytes == (own_extents - 1) * budget.extent_bytes
+    held = other.match_prefix(ids, SALT, pin=True)
+    give = store.core.thread.submit
+    assert give(other.allocator.give_idle_extents).result(20) == 0
+    check(store, other, ids, 3)
+    for ref in held:
+        other.unpin(ref)
+    assert give(other.allocator.give_idle_extents).result(20) == 1
+    assert len(deleted) == 2
+    assert other.match_prefix(ids, SALT) == []
+    store.maintain()
+    give(lambda: None).result(20)
+    assert own.file_bytes == budget.budget_bytes
+    check_integrity(store)
+    store.close()

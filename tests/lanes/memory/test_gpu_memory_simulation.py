@@ -235,7 +235,7 @@ class Scene:
         self.named += freed
         labels, touch, digest = self.slots.take_labels(), tuple(self.touch), tuple(self.tails)
         self.tails, self.touch = [], []
-        return Chores(labels, imports, ids.tobytes(), touch, digest, freed, [], [], []), []
+        return Chores(labels, imports, ids.tobytes(), touch, digest, freed, (), [], [], []), []
 
     # ---------------------------------------------------------------------------- frames
 

@@ -18,6 +18,7 @@ from batchengine.wire import lane as wire
 from batchengine.wire.data import DATA_LINK, Accumulators, HeldSpan, Hop, Query, QueryEntry, Refuse
 from batchengine.wire.frames import Decoder
 from kernels import SUPERPAGE_TOKENS
+from kv_store.layout import PageLayout
 from tests.lanes.ring.scene import Entry, Node, Piece, Scene, running_scene, same_rows
 from tests.support.engines import words
 
@@ -166,6 +167,79 @@ async def test_queries_for_what_is_not_there_are_refused(
         part = K.Partials(1, 4, DIM)
         part.load_bytes(frame.payload)
         assert part.spans == [(0, 2)]
+
+
+OTHER = wire.HeadShape(3, 3, 32, 12)  # of a model that the worker does not have
+
+
+async def held(scene: Scene, hold: int, codes: tuple[int, ...], shape: wire.HeadShape) -> str:
+    """Have the worker hold pages of another model; returns why it does not, or ""."""
+    node = scene["a"]
+    node.lane.note(wire.Hold(hold, 1, codes, shape))
+    while True:
+        for event in list(node.events):
+            if isinstance(event, wire.HoldChanged) and event.hold == hold:
+                node.events.remove(event)
+                return event.why
+        node.changed.clear()
+        async with asyncio.timeout(60):
+            await node.changed.wait()
+
+
+async def test_pages_of_another_model(pocket_path: Path, cache_dir: Path, tmp_path: Path) -> None:
+    """They are attended to with the heads of that model, and with no others."""
+    async with scene_of(pocket_path, cache_dir, tmp_path) as scene:
+        page_bytes = PageLayout(OTHER.n_layer, OTHER.n_kv_head, OTHER.head_dim).page_bytes
+        (tmp_path / "ext/000001.kv").write_bytes(bytes(8 * page_bytes))
+        codes = tuple(1 << 32 | slot for slot in range(8))
+        peer, good = await peer_of(scene, "a", 1), good_query(scene)
+        assert not await held(scene, 5, codes, OTHER)
+        shapes = (
+            (3, 3, 48, 12),
+            (3, 3, 32, 10),
+            (0, 3, 32, 12),
+            (3, -1, 32, 12),
+            (3, 3, 1 << 40, 3),
+        )
+        for shape in shapes:
+            assert await held(scene, 6, codes, wire.HeadShape(*shape)), shape
+        for wrong in ((1 << 32 | 8,), (2 << 32,), (1 << 63,), (-1,)):
+            assert await held(scene, 6, wrong, OTHER), wrong
+        assert "bytes" in await held(scene, 6, (1 << 32,), wire.HeadShape(3, 6, 32, 12))
+        span = HeldSpan(5, 1, 0, 0, 2)
+        query = replace(good, n_heads=3, hops=(Hop("a", (span,)),))
+        payload = bytes(12 * (32 + 32 // 8))
+        entry = good.entries[0]
+        for refused, data in (
+            (query, queries()),
+            (query, payload[:-1]),
+            (replace(query, layer=3), payload),
+            (replace(query, n_heads=4), payload),
+            (replace(query, first_head=1), payload),
+            (with_span(query, count=3), payload),
+            (
+                replace(
+                    query,
+                    entries=(entry, entry),
+                    hops=(Hop("a", (span, good.hops[0].spans[0])),),
+                ),
+                payload * 2,
+            ),
+        ):
+            await peer.send(refused, data)
+            assert isinstance((await peer.one()).message, Refuse), refused
+        for layer in range(3):
+            await peer.send(replace(query, layer=layer), payload)
+            frame = await peer.one()
+            assert frame.message == Accumulators(1, layer, 0)
+            part = K.Partials(1, 12, 32)
+            part.load_bytes(frame.payload)
+            assert part.spans == [(0, 2)]
+        await peer.send(good, queries())  # its own model's, beside them
+        assert (await peer.one()).message == Accumulators(1, 0, 0)
+        scene["a"].lane.note(wire.Release(5))
+        await peer.send(query, payload)
+        assert isinstance((await peer.one()).message, Refuse)
 
 
 async def test_what_is_late_doubled_or_of_no_query_is_counted(
@@ -331,7 +405,7 @@ async def test_garbage_floods_and_silence_cost_the_link_alone(
 async def flood(peer: Peer, *frames: bytes) -> None:
     """Send frames over and over, and read nothing, until the worker closes the link."""
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             for frame in itertools.cycle(frames):
                 await peer.send_bytes(frame)
     except ConnectionError:

@@ -22,7 +22,7 @@ from batchengine.config import Config, LaneConfig, PeerConfig, PeersConfig, load
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.pages import LinkedPages
-from batchengine.peers import peers
+from batchengine.peers import features, peers
 from batchengine.wire import lane as wire
 from batchengine.wire.frames import MAGIC, Decoder
 from batchengine.wire.peer import PEER_LINK, PagePart
@@ -123,6 +123,7 @@ class Node(World):
 
     def _use_seams(self, engine_run: EngineRun) -> None:
         """Those of all nodes are in place."""
+        engine_run.seam.model = self.linked.models[self.name]
         self.linked.threads.of[self.name] = engine_run.threads.all
 
     async def crash(self) -> None:
@@ -151,12 +152,16 @@ class Node(World):
         store = engine_run.seam.opened
         assert store is not None
         pinned = {
-            store.pages.slot_code(page.ref)
-            for page in store.pages.index._pages.values()
+            pool.slot_code(page.ref)
+            for pool in store._pools.values()
+            for page in pool.index._pages.values()
             if page.pins and page.ref
         }
         if not pinned.issuperset(codes):
             self.count("served without a pin")
+        own = {info.index for info in store.pages.allocator.infos}
+        if any(code >> 32 not in own for code in codes):
+            self.count("served pages of another model")
 
     def check_owners(self, engine_run: EngineRun) -> None:
         super().check_owners(engine_run)
@@ -273,6 +278,8 @@ class LinkedWorld:
         self.tape = Tape(seed)
         rng = self.tape("linked")
         self.names = NAMES[: rng.choice([2, 2, 3])]
+        models = self.tape("models")  # of a daemon; the tokens of HashLM are the same
+        self.models = {name: models.choice([0, 0, 1]) for name in self.names}
         self.budgets = {name: rng.choice([8, 12, 16]) for name in self.names}
         drawn = faults.choose_of_links(self.tape)
         self.chances = drawn if self.only is None else dict(self.only)
@@ -290,7 +297,8 @@ class LinkedWorld:
         ground, enter = self.ground, self.ground.patches.enter_context
         ground.futures.threads = self.threads  # type: ignore[assignment]
         enter(simulated_sockets(self.network))
-        enter(mock.patch.object(peers, "FEATURES", (peers.DATA_LINKS, peers.HOLDS)))
+        done = (features.DATA_LINKS, features.HOLDS, features.OTHER_MODELS)
+        enter(mock.patch.object(peers, "FEATURES", done))
         enter(_repeatable_secrets(self.tape("secrets")))
         enter(starter_uses(_StoreOfOwner(), lambda name, command: SimLane(_world(), name)))  # type: ignore[arg-type]
         for node in self.nodes:
