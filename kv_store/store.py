@@ -30,7 +30,7 @@ from kv_store.arenas.orphaned import ORPHANED_SHARE, OrphanedArenas
 from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
 from kv_store.layout import Descriptor
 from kv_store.ledger import continuity, writes
-from kv_store.ledger.ledger import Ledger, Opener, Replay, connect, is_damage, pages_of
+from kv_store.ledger.ledger import Ledger, Opener, Replay, connect, is_damage
 from kv_store.ledger.reserve import ReserveFile
 from kv_store.pages.allocator import EVICT_TO_PERCENT
 from kv_store.pages.core import Budget, StoreCore, derived_floor_bytes
@@ -38,6 +38,7 @@ from kv_store.pages.extents import EXTENT_BYTES, ExtentInfo, Extents, extent_pat
 from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import LEDGER_BYTES_MAX, SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
+from kv_store.pools import StorePools
 
 LOGS = "-wal", "-shm"  # suffixes of the files of SQLite beside a ledger
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
@@ -95,7 +96,7 @@ class Store:
         self.dropped = Counter[str]()  # pages that this opening dropped, by reason
         self.orphaned = OrphanedArenas()  # of earlier runs, if StoreSettings.keep_arenas
         self.pages = PagePool(core, descriptor)
-        self._pools = {descriptor.repr_id: self.pages}
+        self.pools = StorePools(core, self.pages, self.warnings)
         self._settings = settings
         self._reserve = reserve
         self._lock_fd = lock_fd
@@ -177,7 +178,8 @@ class Store:
         except BaseException:
             ledger.close()
             raise
-        self.warnings, self.losses = warnings, losses
+        self.warnings += warnings
+        self.losses = losses
         try:
             self._recover(ledger.replay, boot)
             reserve.make()
@@ -197,44 +199,11 @@ class Store:
         return self
 
     def pool(self, descriptor: Descriptor) -> PagePool:
-        """As `open_pool`; blocks."""
-        return self._pools.get(descriptor.repr_id) or self.open_pool(descriptor).result()
+        """The pool of a representation, opened at the first call; blocks.
 
-    def open_pool(self, descriptor: Descriptor, *, on_demand: bool = False) -> Future[PagePool]:
-        """The pool of a representation, opened at the first call.
-
-        All pools share the byte budget: one that needs an extent gets it from representations that
-        are not open, then from the largest pool. One `on_demand` gets none before a page needs it.
-        Fails with LedgerError or StoreCorrupt.
+        Raises LedgerError, StoreCorrupt.
         """
-        return self.core.thread.submit(partial(self._open_pool, descriptor, on_demand))
-
-    def _open_pool(self, descriptor: Descriptor, on_demand: bool) -> PagePool:
-        """Open a pool (page thread, so that no pool grows meanwhile)."""
-        core, repr_id = self.core, descriptor.repr_id
-        if (found := self._pools.get(repr_id)) is not None:
-            return found
-        core.ledger.append(
-            writes.AddRepr(repr_id, descriptor.to_json(), descriptor.layout.page_bytes)
-        )
-        core.ledger.commit().result()
-        rows = core.ledger.read(lambda db: pages_of(db, repr_id)).result()
-        gens = {row.ref.page_id: row.ref.gen for row in rows}
-        with core.lock:
-            pool = PagePool(core, descriptor, on_demand=on_demand)
-            for info in core.take_foreign(repr_id):
-                try:
-                    pool.allocator.open_extent(info, gens)
-                except StoreCorrupt as error:
-                    self.warnings.append(str(error))
-                    core.extents.drop(info)
-                    core.forget_extent(info)
-            for row in rows:
-                pool.restore(row)
-            self._pools[repr_id] = pool
-        if not (pool.allocator.infos or on_demand):
-            pool.allocator.grow()
-        return pool
+        return self.pools.open(descriptor).result()
 
     def create_arena(
         self, lane: str, incarnation: int, slots: int, pool: PagePool | None = None
@@ -269,7 +238,7 @@ class Store:
         write ages, retry what a full disk stopped, look for the folder. Raises AssertionError for a
         wrong index."""
         self._is_gone = not self.is_in_place()
-        for pool in list(self._pools.values()):
+        for pool in self.pools:
             pool.maintenance.check()
             pool.maintenance.write_ages(AGES_MAX)
             pool.allocator.try_again()
@@ -288,7 +257,7 @@ class Store:
 
     def _collect(self, keep: Collection[str]) -> GcReport:
         """Collect garbage, for `gc` (page thread)."""
-        found = [pool.maintenance.collect() for pool in self._pools.values()]
+        found = [pool.maintenance.collect() for pool in self.pools]
         limit, extents, slots = self.core.budget.budget_bytes * EVICT_TO_PERCENT // 100, 0, 0
         while self.core.foreign and self.core.extent_bytes > limit:
             slots += self.core.drop_oldest_foreign()
@@ -326,7 +295,7 @@ class Store:
         add up; all from counters. A rate is 0 until measured."""
         core, pages = self.core, self.pages
         with core.lock:
-            pools = list(self._pools.values())
+            pools = list(self.pools)
             counts = [pool.index.counts() for pool in pools]
         sizes = [pool.layout.page_bytes for pool in pools]
         numbers: dict[str, int | float | str] = {
@@ -458,7 +427,7 @@ class Store:
         """End the threads and close the files, except for LOCK."""
         self.core.thread.close()
         if clean and self.ledger.failure is None:
-            for pool in self._pools.values():
+            for pool in self.pools:
                 pool.maintenance.write_ages()
             self.ledger.append(writes.MarkClean())
         self.ledger.close()

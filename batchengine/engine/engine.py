@@ -433,7 +433,9 @@ class Engine:
                 usage = await asyncio.wrap_future(store.ledger.usage())
                 return {**store.stat(), **report.tenant_rows(usage)}
             if op == "verify":
-                return dataclasses.asdict(await asyncio.wrap_future(store.pages.verify_all()))
+                found = [await asyncio.wrap_future(pool.verify_all()) for pool in store.pools]
+                each = [dataclasses.asdict(one) for one in found]
+                return {name: sum([one[name] for one in each]) for name in each[0]}
             if op == "gc":
                 collected = await self.running.maintenance.collect()
                 await asyncio.wrap_future(store.ledger.clean(COMPACT_BYTES_MAX))

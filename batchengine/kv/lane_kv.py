@@ -92,6 +92,7 @@ class LaneKv:
 
         Call after the entries were chosen: a frame never digests a tail whose session computes.
         """
+        deleted = self._deleted.take()  # first: their pages are freed before, and named so
         import_rows, tokens, row_imports = self.importing.take_imports()
         touch, touches = self.touches.take()
         digests = self.sealing.digests.take()
@@ -102,7 +103,7 @@ class LaneKv:
             tuple(touch),
             tuple([wire.Digest(slot.slot, rows) for _, _, rows, slot in digests]),
             self._freed.take(),
-            self._deleted.take(),
+            deleted,
             row_imports,
             touches,
             digests,

@@ -115,6 +115,13 @@ class PeerLink:
         it. Since the last Hello."""
         return self.facts is not None and self.facts.model_hash != self._hello().model_hash
 
+    @property
+    def bytes_free(self) -> int:
+        """Bytes of pages of this daemon that the peer would keep in addition; below 0 it wants room
+        back."""
+        load = self.load
+        return load.other_bytes_free if self.is_of_other_model else load.hold_bytes_free
+
     def offers(self, feature: str) -> bool:
         """Whether the link is open to a peer that has a feature for this daemon."""
         return (

@@ -39,7 +39,8 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     `pages_held`: pages that it keeps for sessions of other daemons. `leaves`: it takes no more of
     them, and the owners of those sessions are to take them back. `hold_bytes_free` is what it could
     keep in addition; below 0 its own sessions need so much of that room, and the owners are to take
-    pages back.
+    pages back. `other_bytes_free`: the same, of pages of other models, which get whole extents of
+    the store and no room that its own sessions have, also at rest.
     """
 
     requests_running: Count = 0
@@ -51,6 +52,7 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     read_bytes_per_s: Count = 0
     leaves: bool = False
     hold_bytes_free: Difference = 0
+    other_bytes_free: Difference = 0
 
 
 class KvFormat(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -11,7 +11,7 @@ from kv_store.store import Store
 
 def check_integrity(store: Store) -> None:
     """Raises AssertionError for a wrong index, allocator or budget."""
-    core, pools = store.core, store._pools.values()
+    core, pools = store.core, store.pools
     with core.lock:
         for pool in pools:
             check_index(pool.index)

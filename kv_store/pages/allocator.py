@@ -145,7 +145,7 @@ class SlotAllocator:
     def _may_reclaim(self) -> bool:
         """Whether another pool is so much larger that it must give an extent."""
         wanted = self._extent_slots() * self.layout.page_bytes
-        return any(self.core.is_richer(pool, self, wanted) for pool in self.core.pools)
+        return any(self.core.may_give(pool, self, wanted) for pool in self.core.pools)
 
     def _extent_slots(self) -> int:
         return max(1, self.core.budget.extent_bytes // self.layout.page_bytes)
@@ -197,7 +197,17 @@ class SlotAllocator:
         return () if row is None else (row,)
 
     def give_idle_extents(self) -> int:
-        """Delete every extent without a page in use (page thread); returns how many."""
+        """Delete the extents without a page in use (page thread); returns how many.
+
+        Their pages are evicted first, and overwritten while the page thread is idle: until then
+        none is deleted.
+        """
+        for info in list(self.infos):
+            if self._cost(info):
+                self._evict_extent(info)
+        with self.core.lock:
+            if self._unpoisoned:
+                return 0
         n = 0
         while self.give_extent():
             n += 1
@@ -213,7 +223,7 @@ class SlotAllocator:
             (cost, info) for info in list(self.infos) if (cost := self._cost(info)) is not None
         ]
         for _, info in sorted(costs, key=lambda pair: (pair[0], pair[1].index)):
-            if all(map(self._evict_slots, info.slices(SLICE_PAGES))) and self._remove(info):
+            if self._evict_extent(info) and self._remove(info):
                 self.core.drop_extent(info)
                 self.core.counters["extents_reclaimed"] += 1
                 return True
@@ -230,10 +240,16 @@ class SlotAllocator:
                 cost += sum(page.state in EVICTABLE for page in pages)
         return cost
 
+    def _evict_extent(self, info: ExtentInfo) -> bool:
+        """Evict the pages of an extent, mostly those first that follow others; False = one is in
+        use."""
+        return all(map(self._evict_slots, reversed([*info.slices(SLICE_PAGES)])))
+
     def _evict_slots(self, part: range) -> bool:
         """Evict the pages of a slice of slots; False = one is in use."""
         with self.core.lock:
-            return all(self._evict_chain(page) for page in map(self.index.find, part) if page)
+            pages = filter(None, map(self.index.find, reversed(part)))
+            return all(map(self._evict_chain, pages))
 
     def _remove(self, info: ExtentInfo) -> bool:
         """Forget an extent whose pages were evicted; False = one of its slots has a new page."""

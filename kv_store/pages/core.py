@@ -71,12 +71,22 @@ def _mixed(before: float | None, now: float) -> float:
 
 
 class ExtentOwner(Protocol):
-    """The interface of a pool to other pools: the size of its extents, and giving one back."""
+    """The interface of a pool to other pools: the size of its extents, and giving one back.
+
+    growth_blocked: why it got no extent when it asked last; "" = it did, or may ask again.
+    """
+
+    growth_blocked: str
 
     @property
     @abstractmethod
     def file_bytes(self) -> int:
-        """Bytes of one extent's file."""
+        """Bytes of all its extents."""
+
+    @property
+    @abstractmethod
+    def on_demand(self) -> bool:
+        """Whether it gets an extent only when a page needs it."""
 
     @abstractmethod
     def give_extent(self) -> bool:
@@ -144,25 +154,36 @@ class StoreCore:
     def make_room(self, wanted: int, asking: ExtentOwner) -> None:
         """Make room for `wanted` more bytes of extents (page thread).
 
-        Extents of representations that are not open go first; then the largest pool gives its own,
-        if it is larger than the asking pool by more than `wanted`. Raises BudgetSpent, or StoreFull
-        for the floor.
+        Extents of representations that are not open go first; then those of the largest pool that
+        `may_give` some. Raises BudgetSpent, or StoreFull for the floor.
         """
         limit = self.budget.budget_bytes
         while self.foreign and self.extent_bytes + wanted > limit:
             self.drop_oldest_foreign()
         while self.extent_bytes + wanted > limit:
-            richest = max(self.pools, key=lambda pool: pool.file_bytes)
-            if not self.is_richer(richest, asking, wanted) or not richest.give_extent():
+            self.check_floor(0)  # else a pool would give an extent in vain
+            givers = [pool for pool in self.pools if self.may_give(pool, asking, wanted)]
+            givers.sort(key=lambda pool: -pool.file_bytes)
+            if not any(pool.give_extent() for pool in givers):
                 raise BudgetSpent("the budget has no room for another extent")
         self.check_floor(wanted)
 
-    def is_richer(self, pool: ExtentOwner, asking: ExtentOwner, wanted: int) -> bool:
-        return pool is not asking and pool.file_bytes > asking.file_bytes + wanted
+    def may_give(self, pool: ExtentOwner, asking: ExtentOwner, wanted: int) -> bool:
+        """Whether a pool gives extents to another one: to a pool on demand, whose user knows how
+        much it may ask for, or if it is larger by more than `wanted`."""
+        if pool is asking or not pool.file_bytes:
+            return False
+        is_asked = asking.on_demand and not pool.on_demand
+        return is_asked or pool.file_bytes > asking.file_bytes + wanted
 
     def drop_extent(self, info: ExtentInfo) -> None:
         """Delete the file of an extent that its pool has forgotten (page thread)."""
-        self.extents.drop(info)
+        try:
+            self.extents.drop(info)
+        except OSError as error:  # the next opening finds it, and deletes it
+            log.error("extent %d cannot be deleted: %s", info.index, error)
+        for pool in self.pools:
+            pool.growth_blocked = ""  # there may be room for an extent now
         for deleted in self.on_deleted:
             deleted(info.index)
 

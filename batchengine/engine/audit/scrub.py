@@ -83,28 +83,31 @@ class Maintenance:
 
     async def _scrub(self) -> None:
         """Read every page once, then sleep for REST_S."""
-        stat = self._store.stat()
-        left = int(stat["pages_published"]) + int(stat["pages_listed"])
-        while left > 0:
-            rate = self._store.rates.read_bytes_per_s or 1e8
-            page_s = self._store.pages.layout.page_bytes / rate
-            await asyncio.sleep(max(SCRUB_S_MIN, page_s / SCRUB_SHARE))
-            if not self.is_idle:
-                continue
-            found = await asyncio.wrap_future(self._store.pages.scrub_next())
-            if found is None:
-                break
-            left -= 1
-            await self.scrubbed(found)
+        for pool in self._store.pools:  # those of other models have pages of peers
+            left = pool.index.used
+            while left > 0:
+                rate = self._store.rates.read_bytes_per_s or 1e8
+                page_s = pool.layout.page_bytes / rate
+                await asyncio.sleep(max(SCRUB_S_MIN, page_s / SCRUB_SHARE))
+                if not self.is_idle:
+                    continue
+                found = await asyncio.wrap_future(pool.scrub_next())
+                if found is None:
+                    break
+                left -= 1
+                await self.scrubbed(found, is_own=pool is self._store.pages)
         await asyncio.sleep(REST_S if self.is_idle else IDLE_S)
 
-    async def scrubbed(self, found: ScrubResult) -> None:
-        """Count the result; a bad page, which the store has invalidated, is computed again."""
+    async def scrubbed(self, found: ScrubResult, *, is_own: bool = True) -> None:
+        """Count the result; a bad page, which the store has invalidated, is computed again: by the
+        peer that it is kept for, unless it is of the own model."""
         result = "good" if found.good else "bad"
         self._state.metrics.kv_scrubbed_pages_total.labels(result).inc()
         if found.good:
             return
         log.error("scrub: page %r of %d tokens does not verify", found.ref, found.n_tokens)
+        if not is_own:
+            return
         page = await page_of(found, self._state, self._store)
         if page is None:
             log.warning("no session known here has the tokens of page %r", found.ref)

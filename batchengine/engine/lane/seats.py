@@ -300,10 +300,13 @@ class Seats:
         self.fail(turn, errors.NO_ROOM(pages=pages, request_id=request_id))
 
     def _only_holder(self, able: list[Turn]) -> Turn | None:
-        """The one of these turns that has every slot of the arena, while no other has a page."""
+        """The one of these turns that has every slot of the arena, while no other has a page, and
+        no pages after a lost range to give up."""
         holders = [turn for turn in self.turns if turn.session.kv.codes or turn.session.kv.later]
         arena = self._kv.slots.arena
         if len(holders) != 1 or holders[0] not in able or arena is None or arena.n_free:
+            return None
+        if holders[0].session.kv.later:
             return None
         return holders[0] if len(holders[0].session.kv.open) == arena.n_open else None
 

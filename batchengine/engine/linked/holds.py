@@ -1,25 +1,47 @@
-"""Holds given: pages that this daemon keeps pinned for routes of other daemons' sessions.
+"""Holds given: pages that this daemon keeps pinned for routes of other daemons' sessions, and the
+formats of these pages.
 
 Owns their pins and the byte budget. A hold is named by (peer, its incarnation, hold id); its epoch
 is that of the route. Pages are reserved before they are sent, added in any order, and can be
 attended to as far as they are complete from the first one. The owner trims a hold at its end, or
 releases it; a new incarnation of the owner, or its end, releases all of its holds. Sends no
 messages: the caller passes on what a method returns.
+
+A peer that serves another model says in its Hello what its pages are. They have a pool of their own
+in the store, with the same byte budget; it is opened when the peer first asks for room, and its
+extents are deleted once no page of them is in use. Attending to pages takes the shape of their
+model, no weights (WEAVER, ATC '25: attention offloaded into a process that runs another model).
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from batchengine.peers.link import PeerLink
 from batchengine.wire.lane import HeadShape
+from batchengine.wire.peer import LAYERS_MAX, KvFormat
+from kv_store.layout import Descriptor
 from kv_store.pages.index import PageRef
 from kv_store.pages.pool import PagePool
+from kv_store.store import Store
+
+log = logging.getLogger("batchengine.linked")
 
 HOLDS_MAX = 4096  # of one peer: its table here stays small, whatever it asks for
+MODELS_MAX = 8  # other models whose pages one run of a daemon keeps
+HEAD_DIM_MAX = 256  # of the kernels
+QUERY_DIMS_MAX = 1 << 15  # of all query heads: twice those of the largest models in use
+PAGE_BYTES_MAX = 128 << 20  # 256 tokens of such a model; some pages on their way lie in memory
+KV_HEADS_MAX = 128
+GIVEN_BACK_S = 10.0  # for extents of other models, after their last hold has ended
+RETURN_S = 0.5  # between two looks for extents without a page in use
 
 
 class HoldRefused(Exception):
@@ -45,6 +67,15 @@ class PageFormat:
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.pool.layout.page_bytes
+
+    @property
+    def cost_bytes(self) -> int:
+        """Bytes of the store's budget that a page takes: extents of another model are not whole
+        pages of this one."""
+        extent_bytes = self.pool.core.budget.extent_bytes
+        if self.shape is None or self.page_bytes > extent_bytes:
+            return self.page_bytes
+        return extent_bytes // (extent_bytes // self.page_bytes)
 
     def unpin(self, ref: PageRef) -> None:
         """Give one pin of a page back."""
@@ -103,7 +134,11 @@ class HoldsGiven:
     def bytes_held(self) -> int:
         """Bytes of distinct pages that are kept, and of those that were promised."""
         formats = self._kept.keys() | self._awaited.keys()
-        return sum([self.pages_in(one) * one.page_bytes for one in formats])
+        return sum([self.pages_in(one) * one.cost_bytes for one in formats])
+
+    def is_awaiting(self, page_format: PageFormat) -> bool:
+        """Whether pages of a format were promised room and have not come."""
+        return self._awaited[page_format] > 0
 
     @property
     def bytes_free(self) -> int:
@@ -164,7 +199,9 @@ class HoldsGiven:
             raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
         if self._names.get(name.hold, name) != name:
             raise HoldRefused("another hold has this number")
-        if n_pages * page_format.page_bytes > self.bytes_free:
+        if hold is not None and hold.format is not page_format:
+            raise HoldRefused("the hold has pages of another model")
+        if n_pages * page_format.cost_bytes > self.bytes_free:
             raise HoldRefused(f"there is room for {max(0, self.bytes_free)} bytes")
         if hold is None:
             if sum(other.peer == name.peer for other in self._holds) >= HOLDS_MAX:
@@ -181,9 +218,9 @@ class HoldsGiven:
     def add(self, name: HoldName, epoch: int, index: int, page: KeptPage) -> bool:
         """Put a page into its place, with one pin that the hold takes over.
 
-        False: the place is gone, taken or of another epoch, and the pin was given back.
+        False: the place is gone, taken, or of another epoch or model, and the pin was given back.
         """
-        if not self.awaits(name, epoch, index):
+        if not self.awaits(name, epoch, index) or self.format(name) is not page.format:
             page.format.unpin(page.ref)
             return False
         hold = self._holds[name]
@@ -208,7 +245,7 @@ class HoldsGiven:
         dropped = hold.pages[kept:]
         del hold.pages[kept:]
         hold.n_complete = min(hold.n_complete, kept)
-        self._drop(name, hold.format, dropped)
+        self._drop(name, dropped)
         if not hold.pages:
             self._forget(name)
         return True
@@ -271,14 +308,15 @@ class HoldsGiven:
 
     def _remove(self, names: list[HoldName]) -> list[HoldName]:
         for name in names:
-            self._drop(name, self._holds[name].format, self._holds[name].pages)
+            self._drop(name, self._holds[name].pages)
             self._forget(name)
         return names
 
     def _forget(self, name: HoldName) -> None:
         del self._holds[name], self._names[name.hold]
 
-    def _drop(self, name: HoldName, page_format: PageFormat, pages: list[KeptPage | None]) -> None:
+    def _drop(self, name: HoldName, pages: list[KeptPage | None]) -> None:
+        page_format = self._holds[name].format
         for page in pages:
             if page is None:
                 self._awaited[page_format] -= 1
@@ -314,3 +352,137 @@ class HoldsGiven:
 
     def __iter__(self) -> Iterator[HoldName]:
         return iter(self._holds)
+
+
+class PageFormats:
+    """The formats of one daemon. Used on the event loop only."""
+
+    def __init__(self, store: Store) -> None:
+        self.own = PageFormat(store.pages)
+        self._store = store
+        self._others: dict[bytes, PageFormat] = {}  # by repr_id
+        self._opening = asyncio.Lock()
+        self._return_at = 0.0
+        self._held_until = 0.0
+        self._returning: Future[int] | None = None
+
+    def __repr__(self) -> str:
+        return f"<PageFormats others={len(self._others)} bytes={self.other_bytes}>"
+
+    @property
+    def others(self) -> list[PageFormat]:
+        """The formats of other models whose pools are open."""
+        return list(self._others.values())
+
+    @property
+    def other_bytes(self) -> int:
+        """Bytes of the store's files that have pages of other models."""
+        return sum([other.pool.allocator.file_bytes for other in self.others])
+
+    def known(self, link: PeerLink) -> PageFormat:
+        """The format in which pages of a peer's timelines are looked for: that of its model if its
+        pool is open. Else they can only be in extents that no pool has, which any pool finds."""
+        found = None
+        if link.is_of_other_model and link.facts is not None:
+            found = self._others.get(_bytes_of(link.facts.repr_id))
+        return found or self.own
+
+    async def of(self, link: PeerLink, holds: HoldsGiven) -> PageFormat:
+        """The format of a peer's pages, whose pool is opened. Raises HoldRefused, StoreError."""
+        if not link.is_of_other_model:
+            return self.own
+        if link.facts is None or link.facts.kv is None:
+            raise HoldRefused("it did not say what its pages are")
+        kv, facts = link.facts.kv, link.facts
+        descriptor = _read(kv, (facts.model_hash, facts.arith_id, facts.repr_id))
+        shape = _shape(descriptor, kv.n_head)
+        async with self._opening:
+            found = self._others.get(descriptor.repr_id)
+            if found is not None:
+                if found.shape != shape:
+                    raise HoldRefused("another peer said of the same model that it has other heads")
+                return found
+            if len(self._others) >= MODELS_MAX and not await self._close_one(holds):
+                raise HoldRefused(f"pages of {MODELS_MAX} other models are kept already")
+            opening = self._store.pools.open(descriptor, on_demand=True)
+            pool = await asyncio.wrap_future(opening)
+            found = self._others[descriptor.repr_id] = PageFormat(pool, shape)
+            log.info("pages of %s are kept for peer %s", facts.model_id, link.name)
+            return found
+
+    async def _close_one(self, holds: HoldsGiven) -> bool:
+        """Close a pool without pages; False: each has some."""
+        for repr_id, other in list(self._others.items()):
+            if not (other.pool.allocator.file_bytes or holds.pages_in(other)):
+                del self._others[repr_id]
+                return await asyncio.wrap_future(self._store.pools.close(other.pool))
+        return False
+
+    def bytes_taken(self, now: float, holds: HoldsGiven) -> int:
+        """Bytes that the store's own model lacks: those of other models' extents, and of pages that
+        were promised room. Extents that do not come back without a hold are not waited for."""
+        promised = sum([holds.pages_in(other) * other.cost_bytes for other in self.others])
+        if promised:
+            self._held_until = now + GIVEN_BACK_S
+        return max(self.other_bytes if now < self._held_until else 0, promised)
+
+    def bytes_free(self, holds: HoldsGiven) -> int:
+        """What could be kept of other models in addition: whole extents that neither pages in use
+        have, nor those of other models."""
+        if holds.bytes_free <= 0:
+            return holds.bytes_free
+        own, extent_bytes = self.own.pool, self._store.core.budget.extent_bytes
+        idle = max(0, own.allocator.slots_now - own.index.pinned) * self.own.page_bytes
+        in_use = sum([holds.pages_in(other) * other.cost_bytes for other in self.others])
+        left = idle // extent_bytes * extent_bytes + max(0, self.other_bytes - in_use)
+        return min(holds.bytes_free, left)
+
+    def return_room(self, now: float, holds: HoldsGiven) -> None:
+        """Delete the extents of other models that have no page in use, every RETURN_S, unless pages
+        are on their way: an extent may be new for them."""
+        if self._returning is not None and self._returning.done():
+            returning, self._returning = self._returning, None
+            if (error := returning.exception()) is not None:
+                log.error("room of other models' pages is not given back: %s", error)
+        if now < self._return_at or self._returning is not None or not self.other_bytes:
+            return
+        self._return_at = now + RETURN_S
+        pools = [other.pool.allocator for other in self.others if not holds.is_awaiting(other)]
+        self._returning = self._store.core.thread.submit(
+            lambda: sum([pool.give_idle_extents() for pool in pools])
+        )
+
+
+def _bytes_of(text: str) -> bytes:
+    """Bytes from hex digits; b"" from other text."""
+    try:
+        return bytes.fromhex(text)
+    except ValueError:
+        return b""
+
+
+def _read(kv: KvFormat, ids: tuple[str, str, str]) -> Descriptor:
+    """The descriptor that a peer sent, if it is that of its Hello. Raises HoldRefused."""
+    try:
+        descriptor = Descriptor.from_json(kv.descriptor)
+    except ValueError as error:
+        raise HoldRefused(f"its descriptor cannot be used: {error}"[:200]) from None
+    if ids != (descriptor.model_hash, descriptor.arith_id, descriptor.repr_id.hex()):
+        raise HoldRefused("its descriptor is not that of its ids")
+    return descriptor
+
+
+def _shape(descriptor: Descriptor, n_head: int) -> HeadShape:
+    """The attention of a model, if it is one that a worker here can compute. Raises HoldRefused."""
+    layout = descriptor.layout
+    shape = HeadShape(layout.n_layer, layout.n_kv_head, layout.head_dim, n_head)
+    if (
+        shape.n_layer > LAYERS_MAX
+        or shape.n_kv_head > KV_HEADS_MAX
+        or shape.head_dim > HEAD_DIM_MAX
+        or n_head % shape.n_kv_head
+        or n_head * shape.head_dim > QUERY_DIMS_MAX
+        or layout.page_bytes > PAGE_BYTES_MAX
+    ):
+        raise HoldRefused(f"attention of this shape is not computed here: {shape}")
+    return shape

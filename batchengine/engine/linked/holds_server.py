@@ -18,13 +18,13 @@ from typing import Any
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.formats import PageFormats
 from batchengine.engine.linked.holds import (
     HoldName,
     HoldRefused,
     HoldsGiven,
     KeptPage,
     PageFormat,
+    PageFormats,
 )
 from batchengine.peers.link import PeerLink
 from batchengine.session import common_prefix
@@ -165,7 +165,7 @@ class HoldServer:
             return peer.HoldReserved(0, why)
         name = _name(link, asked.hold)
         try:
-            page_format = await self.formats.of(link)
+            page_format = await self.formats.of(link, self.holds)
             first = self.holds.reserve(name, asked.epoch, asked.n_pages, page_format)
         except (HoldRefused, StoreError, OSError) as refusal:
             return peer.HoldReserved(0, _short(str(refusal)))
@@ -252,10 +252,11 @@ class HoldServer:
         return peer.PageStored()
 
     async def _import(self, name: HoldName, incoming: Incoming) -> PageRef | None:
-        """Put the page into the store, whose sessions at rest make room; None: its place is gone.
-        Raises StoreError."""
+        """Put the page into the store, whose sessions at rest make room for pages of their own
+        model; None: its place is gone. Raises StoreError."""
         offer, until = incoming.offer, time.monotonic() + ROOM_S
-        pool = incoming.format.pool
+        pool, is_own = incoming.format.pool, incoming.format is self.formats.own
+        pool.allocator.try_again()
         while self.holds.awaits(name, offer.epoch, offer.index):
             found = pool.import_page(
                 offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
@@ -263,12 +264,10 @@ class HoldServer:
             )  # fmt: skip
             if not isinstance(found, NoRoom):
                 return await asyncio.wrap_future(found)
-            if found is NoRoom.FULL and not any(
-                lane.kv.slots.evict_oldest(None) for lane in self._lanes
+            if found is NoRoom.FULL and not (
+                is_own and any(lane.kv.slots.evict_oldest(None) for lane in self._lanes)
             ):
                 raise StoreError("the store is full of pages that sessions use")
-            if incoming.format is not self.formats.own:
-                pool.allocator.growth_blocked = ""  # another pool may have room to give now
             if time.monotonic() > until:
                 raise StoreError("the store does not grow")
             await asyncio.sleep(POLL_S)
@@ -359,8 +358,7 @@ class HoldServer:
     async def _erase(self, link: PeerLink, asked: peer.ErasePages, ids: bytes) -> PeerMessage:
         """Overwrite pages of a session that its owner has dropped; `ids`: its tokens, as in a
         key."""
-        if (page_format := self.formats.known(link)) is None:
-            return peer.PagesErased(0)
+        page_format = self.formats.known(link)
         if page_format is not self.formats.own:  # sessions here share no pages with that model's
             return await _erased(page_format, ids, asked, asked.kept)
         tenant = asked.salt.decode(errors="replace")
@@ -433,7 +431,7 @@ class HoldServer:
         layout, allocator = self._store.pages.layout, self._store.pages.allocator
         for loop in self._lanes:
             loop.seats.pages_barred = allocator.slots_max - allocator.slots_now
-        self.formats.return_room(now)
+        self.formats.return_room(now, self.holds)
         self.changed()
         needed = max([loop.seats.pages_needed(AHEAD_PAGES) for loop in self._lanes])
         lacking = max([loop.seats.pages_lacking for loop in self._lanes])
@@ -444,6 +442,7 @@ class HoldServer:
         elif self._lacks_since is None:
             self._lacks_since = now
         elif now - self._lacks_since >= RECALL_S:
+            self._lacks_since = now  # their room takes a moment to come back
             ended = self.holds.give_up(lacking * layout.page_bytes)
             self._end(ended)
             self.changed()
@@ -453,10 +452,9 @@ class HoldServer:
     def changed(self) -> None:
         """Take what holds pin from what sessions of this daemon may have, and the files of other
         models' pages."""
-        own, holds = self.formats.own, self.holds
-        lent = holds.pages_in(own) * own.page_bytes
-        others = max(self.formats.other_bytes, holds.bytes_held - lent)
-        n_pages = holds.pages_in(own) - (-others // own.page_bytes)
+        own = self.formats.own
+        others = self.formats.bytes_taken(time.monotonic(), self.holds)
+        n_pages = self.holds.pages_in(own) - (-others // own.page_bytes)
         for loop in self._lanes:
             loop.seats.pages_lent = n_pages
 

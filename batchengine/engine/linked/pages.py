@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from batchengine.core import BatchEngineError
-from batchengine.engine.linked.formats import PageFormats
-from batchengine.engine.linked.holds import HoldName, HoldsGiven
+from batchengine.engine.linked.holds import HoldName, HoldsGiven, PageFormats
 from batchengine.engine.linked.holds_server import HoldServer, Misfit, Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
 from batchengine.engine.linked.lane_links import LaneLinks
@@ -72,8 +71,15 @@ class LinkedPages:
 
     def load(self, load: PeerLoad) -> PeerLoad:
         """The load that peers learn, with what is held for them."""
-        free = 0 if self._why_not() else self.given.bytes_free
-        return msgspec.structs.replace(load, pages_held=self.given.n_pages, hold_bytes_free=free)
+        free = others_free = 0
+        if not self._why_not():
+            free, others_free = self.given.bytes_free, self.formats.bytes_free(self.given)
+        return msgspec.structs.replace(
+            load,
+            pages_held=self.given.n_pages,
+            hold_bytes_free=free,
+            other_bytes_free=others_free,
+        )
 
     async def erase(self, tokens: Sequence[int], salt: bytes, kept: int) -> None:
         """Have peers erase the pages of a dropped session after its first `kept` tokens.

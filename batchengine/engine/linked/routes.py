@@ -238,15 +238,19 @@ class RouteKeeper:
         )
 
     def _pages_of_peers(self) -> int:
-        """Pages that all peers have in all; UNKNOWN_PAGES while one has not said so."""
-        bytes_of = [link.load.kv_bytes * link.state.is_open for link in self._peers.values()]
+        """Pages that all peers have in all, those of other models half as many; UNKNOWN_PAGES while
+        one has not said so."""
+        bytes_of = [
+            (link.load.kv_bytes >> link.is_of_other_model) * link.state.is_open
+            for link in self._peers.values()
+        ]
         if not all(bytes_of):
             return UNKNOWN_PAGES
         return sum([n_bytes // self._page_bytes for n_bytes in bytes_of])
 
     def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
         load = link.load
-        free = load.hold_bytes_free // self._page_bytes
+        free = link.bytes_free // self._page_bytes
         # only the peer itself says that it wants room back: its load may show `n_moving` already
         free = min(free, max(0, free - n_moving)) if n_moving > 0 else free - n_moving
         hops = (link.rtt_us or 1000.0) / 1000

@@ -22,7 +22,7 @@ from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.turn import Turn
-from batchengine.peers.features import TURNS
+from batchengine.peers.features import HOLDS, TURNS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT, Peers
 from batchengine.peers.transitions import LinkState
@@ -178,8 +178,9 @@ class PeerPlans:
         """Measure links and keep the plan up to date, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for link in self._usable():
-                if link.bandwidth is None:
+            for link in list(self._peers.links.values()):
+                is_used = link.offers(HOLDS) and link.state is LinkState.UP
+                if is_used and link.bandwidth is None:
                     with contextlib.suppress(BatchEngineError):
                         await link.measure_bandwidth()
             if self._is_changed():

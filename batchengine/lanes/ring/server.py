@@ -115,13 +115,15 @@ class AttentionServer:
     def hold(self, note: wire.Hold, addresses: U64Array) -> str:
         """Answer queries for these pages from now on; returns why not, or "".
 
-        Queries under way go on if the hold grows or shrinks at its end in one epoch.
+        Queries under way go on if the hold grows or shrinks at its end in one epoch, but for those
+        of pages that are not in it any more: their memory may be gone soon.
         """
         held = self._holds.get(note.hold)
         if held is not None and held.epoch > note.epoch:
             return f"epoch {held.epoch} has begun"
         if held is None or held.epoch < note.epoch or not _is_start(held.addresses, addresses):
             self.release(note.hold)
+        self._refuse_queries(note.hold, len(addresses), "the hold was cut")
         self._last = None
         attention = self._attention_of(note.shape)
         self._holds[note.hold] = HeldPages(note.epoch, addresses, attention, note.shape)
@@ -149,9 +151,16 @@ class AttentionServer:
             other.shape == held.shape for other in self._holds.values()
         ):
             del self._others[held.shape]
+        self._refuse_queries(hold, 0, "the hold was released")
+
+    def _refuse_queries(self, hold: int, n_pages: int, why: str) -> None:
+        """Refuse the queries under way that attend to other pages of a hold than the first ones."""
         for job in list(self._jobs.values()):
-            if any(span.hold == hold for span in job.query.hops[0].spans):
-                self._refuse(job, "the hold was released")
+            if any(
+                span.hold == hold and span.page + span.count * SUPERPAGE_PAGES > n_pages
+                for span in job.query.hops[0].spans
+            ):
+                self._refuse(job, why)
 
     def lose(self, link: int) -> None:
         """Refuse the queries that came by a link that has ended."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from batchengine.wire.frames import Payload
 
 SLICE_BYTES = 8 << 20  # accumulators of one slice
 FREE_MAX = 8  # buffers kept for the next use, per number of heads
+COUNTS_MAX = 4  # numbers of heads for which buffers are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class SpanAttention:
         """
         buffer = self._queries.get(heads.count)
         if buffer is None:
+            _make_room(self._queries)
             buffer = self._queries[heads.count] = kernels.Queries(
                 self.tokens_max, heads.n_query, self.shape.head_dim
             )
@@ -122,14 +125,17 @@ class SpanAttention:
 
     def take(self, heads: Heads) -> kernels.Partials:
         """Empty partials for these heads; `put` them back."""
-        free = self._partials.setdefault(heads.count, [])
+        free = self._partials.get(heads.count)
         if free:
             return free.pop()
         return kernels.Partials(self.tokens_max, heads.n_query, self.shape.head_dim)
 
     def put(self, partials: kernels.Partials, heads: Heads) -> None:
         """Keep a buffer for the next `take`."""
-        free = self._partials[heads.count]
+        free = self._partials.get(heads.count)
+        if free is None:
+            _make_room(self._partials)
+            free = self._partials[heads.count] = []
         if len(free) < FREE_MAX:
             free.append(partials)
 
@@ -157,3 +163,9 @@ class SpanAttention:
         if before.spans != [(0, first) for first in spans.first]:
             raise ValueError(f"accumulators of super-pages {before.spans}")
         return before
+
+
+def _make_room(buffers: dict[int, Any]) -> None:
+    """Keep buffers for a few numbers of heads only: a peer may ask for any."""
+    if len(buffers) >= COUNTS_MAX:
+        del buffers[next(iter(buffers))]

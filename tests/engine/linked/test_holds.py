@@ -37,6 +37,7 @@ class Pool:
     def __init__(self, page_bytes: int = PAGE) -> None:
         self.pins: Counter[PageRef] = Counter()
         self.layout = SimpleNamespace(page_bytes=page_bytes)
+        self.core = SimpleNamespace(budget=SimpleNamespace(extent_bytes=1 << 30))
         self.format = PageFormat(cast(PagePool, self))
 
     def pin(self, number: int) -> KeptPage:
@@ -240,3 +241,22 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
     assert +pool.pins == Counter(own)
     assert held.bytes_held == 0
     held.check()
+
+
+def test_a_hold_has_pages_of_one_model() -> None:
+    """A page that was stored for another link of the same run is not taken."""
+    pool, other = Pool(), Pool()
+    held = given_by(pool)
+    held.reserve(NAME, 1, 1, pool.format)
+    with pytest.raises(HoldRefused, match="another model"):
+        held.reserve(NAME, 1, 1, other.format)
+    held.peer_down("north")
+    held.peer_up("north", 7)
+    held.reserve(NAME, 1, 1, other.format)
+    assert not held.add(NAME, 1, 0, pool.pin(1))
+    assert not +pool.pins
+    assert held.add(NAME, 1, 0, other.pin(1))
+    held.check()
+    held.peer_down("north")
+    held.check()
+    assert not +other.pins

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from bench.processes.store_check import check_integrity
 from kv_store.arenas.arena import Arena, ArenaMapping, SlotOwner
 from kv_store.keys import ROOT_KEY
 from kv_store.layout import PAGE_TOKENS
+from kv_store.pages import allocator
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef, PageState
 from kv_store.pages.pool import PagePool, Ticket
@@ -69,6 +71,15 @@ def check(store: Store, pool: PagePool, ids: np.ndarray, pages: int) -> None:
         into = memoryview(bytearray(info.page_bytes))
         store.core.extents.read_page(info, ref.page_id, into)
         assert bytes(into) == payload_of(pool.index.get(ref).key).tobytes()
+
+
+def returned(store: Store, pool: PagePool) -> None:
+    """Have a pool give back every extent; its pages are overwritten first."""
+    for _ in range(200):
+        if store.core.thread.submit(pool.allocator.give_idle_extents).result(20):
+            break
+        time.sleep(0.01)
+    assert pool.allocator.file_bytes == 0
 
 
 def test_two_representations_seal_and_load_side_by_side(tmp_path: Path) -> None:
@@ -182,7 +193,7 @@ def test_a_pool_on_demand_has_extents_for_pages_in_use_only(tmp_path: Path) -> N
     store.core.on_deleted.append(deleted.append)
     for name in range(4):
         add_chain(store, store.pages, tokens_of(name, 4), 1 + name)
-    other = store.open_pool(THEIRS, on_demand=True).result(20)
+    other = store.pools.open(THEIRS, on_demand=True).result(20)
     assert other is store.pool(THEIRS)
     store.maintain()
     store.core.thread.submit(lambda: None).result(20)
@@ -198,11 +209,54 @@ def test_a_pool_on_demand_has_extents_for_pages_in_use_only(tmp_path: Path) -> N
     check(store, other, ids, 3)
     for ref in held:
         other.unpin(ref)
-    assert give(other.allocator.give_idle_extents).result(20) == 1
+    returned(store, other)
     assert len(deleted) == 2
     assert other.match_prefix(ids, SALT) == []
     store.maintain()
     give(lambda: None).result(20)
     assert own.file_bytes == budget.budget_bytes
     check_integrity(store)
+    store.close()
+
+
+def test_an_extent_of_a_long_chain_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(allocator, "CHAIN_MAX", 5)
+    store = Store.open(tmp_path / "s", OURS, settings(pages=32, extent_pages=8))
+    other = store.pools.open(THEIRS, on_demand=True).result(20)
+    add_chain(store, other, tokens_of(9, 7), 11)
+    returned(store, other)
+    store.close()
+
+
+def test_a_pool_without_extents_is_closed(tmp_path: Path) -> None:
+    store = Store.open(tmp_path / "s", OURS, settings(pages=16))
+    other = store.pools.open(THEIRS, on_demand=True).result(20)
+    add_chain(store, other, tokens_of(9, 2), 11)
+    assert not store.pools.close(other).result(20)
+    returned(store, other)
+    assert store.pools.close(other).result(20)
+    assert list(store.pools) == [store.pages]
+    again = store.pool(THEIRS)
+    assert again is not other
+    add_chain(store, again, tokens_of(9, 2), 12)
+    check_integrity(store)
+    store.close()
+
+
+def test_a_disk_without_room_costs_no_extent(tmp_path: Path) -> None:
+    """No pool gives an extent whose room would not be enough."""
+    budget = settings(pages=16)
+    store = Store.open(tmp_path / "s", OURS, budget)
+    for name in range(4):
+        add_chain(store, store.pages, tokens_of(name, 4), 1 + name)
+    store.core.budget.free_floor_bytes = 1 << 60
+    other = store.pools.open(THEIRS, on_demand=True).result(20)
+    ids = tokens_of(9, 1)
+    while (found := other.reserve(ROOT_KEY, ids, SALT)) is NoRoom.GROWING:
+        store.core.thread.submit(lambda: None).result(20)
+    assert found is NoRoom.FULL
+    assert "MiB free" in other.allocator.growth_blocked
+    assert store.pages.allocator.file_bytes == budget.budget_bytes
     store.close()

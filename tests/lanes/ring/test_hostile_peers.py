@@ -242,6 +242,28 @@ async def test_pages_of_another_model(pocket_path: Path, cache_dir: Path, tmp_pa
         assert isinstance((await peer.one()).message, Refuse)
 
 
+async def test_a_query_for_pages_that_leave_their_hold_is_refused(
+    pocket_path: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Their memory is gone when the accumulators come that it waited for."""
+    async with scene_of(pocket_path, cache_dir, tmp_path) as scene:
+        page_bytes = PageLayout(OTHER.n_layer, OTHER.n_kv_head, OTHER.head_dim).page_bytes
+        for extent in (1, 2):
+            (tmp_path / f"ext/{extent:06}.kv").write_bytes(bytes(4 * page_bytes))
+        codes = tuple(extent << 32 | slot for extent in (1, 2) for slot in range(4))
+        peer = await peer_of(scene, "a", 1)
+        assert not await held(scene, 5, codes, OTHER)
+        entry = QueryEntry(64, 3 * SUPERPAGE_TOKENS)
+        query = Query(1, 0, 0, 3, "m", (entry,), (Hop("a", (HeldSpan(5, 1, 0, 1, 2),)),))
+        await peer.send(query, bytes(64 * 12 * (32 + 32 // 8)))
+        await settled(scene, "query", 1)
+        assert not await held(scene, 5, codes[:4], OTHER)
+        assert isinstance((await peer.one()).message, Refuse)
+        await scene["a"].lane.run(wire.Step((), deleted=(2,)), b"", deadline_s=60.0)
+        await peer.send(Accumulators(1, 0, 1), b"")
+        assert await settled(scene, "late", 1) == {"query": 1, "late": 1}
+
+
 async def test_what_is_late_doubled_or_of_no_query_is_counted(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:

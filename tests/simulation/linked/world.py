@@ -153,7 +153,7 @@ class Node(World):
         assert store is not None
         pinned = {
             pool.slot_code(page.ref)
-            for pool in store._pools.values()
+            for pool in store.pools
             for page in pool.index._pages.values()
             if page.pins and page.ref
         }

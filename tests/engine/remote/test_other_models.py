@@ -1,0 +1,163 @@
+"""Pages that lie with daemons of other models: attention computed there gives the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import BatchEngineError
+from bench.models.synthetic import Shape, write_synthetic
+from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon
+from tests.engine.linked.test_daemons import OPEN_PAGES, holders, nothing_is_held
+from tests.support.engines import Reference, Site, read, request, unread, until, words
+
+SHAPE = Shape(n_layer=2, n_embd=128, n_ff=256, n_head=6, n_kv_head=2, head_dim=64, n_vocab=2000)
+N_PAGES = 24  # of the pocket model, in each store
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with other layers, heads and dimensions than the pocket model."""
+    path = tmp_path_factory.mktemp("model") / "other.gguf"
+    write_synthetic(path, replace(SHAPE, context=1 << 15))
+    return path
+
+
+@pytest.fixture(scope="module")
+def other_reference(other_model: Path, cache_dir: Path) -> Iterator[Reference]:
+    """Answers of that model when it computes one timeline alone."""
+    made = Reference(other_model, cache_dir)
+    yield made
+    made.close()
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    site: Site, other_model: Path, n_pages: int = N_PAGES, **overrides: object
+) -> AsyncIterator[tuple[Daemon, Daemon]]:
+    """Daemon a with the pocket model, and b with another one; each knows the other."""
+    other = Site(other_model, site.folder, site.cache_dir)
+    async with (
+        daemon(site, "a", n_pages, **overrides) as a,
+        daemon(other, "b", n_pages, **overrides) as b,
+    ):
+        a.knows(b)
+        b.knows(a)
+        await until(lambda: a.is_linked(b) and b.is_linked(a))
+        await until(lambda: a.beyond() >= 8 and b.beyond() >= 8)
+        yield a, b
+
+
+async def test_a_context_larger_than_a_store_lies_with_a_daemon_of_another_model(
+    site: Site, reference: Reference, other_model: Path, other_reference: Reference
+) -> None:
+    """Both daemons answer meanwhile. Once its session is dropped, nothing of it is left there."""
+    async with pair(site, other_model) as (a, b):
+        ids, own = words(1, 256 * (a.pages() + OPEN_PAGES) + 300), words(2, 900)
+        answers = await asyncio.gather(
+            read(a.engine.submit(request(ids, 40, session="s"))),
+            read(b.engine.submit(request(own, 40))),
+        )
+        for answer, prompt, right in zip(
+            answers, (ids, own), (reference, other_reference), strict=True
+        ):
+            assert answer.error is None
+            assert answer.tokens == right.tokens(prompt, 40)
+        assert {peer for peer, _ in holders(a, "s")} == {"b"}
+        await until(lambda: a.linked.taken.n_pages == b.linked.given.n_pages >= 8)
+        b.linked.given.check()
+        row = a.engine.running.peers.links["b"].row()
+        assert row["differs"] == ["model", "repr_id"]
+        assert not row["why"]
+        more = [*ids, *answers[0].tokens, *words(3, 300)]
+        answer = await read(a.engine.submit(request(more, 20, session="s")))
+        assert answer.tokens == reference.tokens(more, 20)
+        await a.engine.drop("", "s")
+        await nothing_is_held(a, b)
+        others = b.linked.formats
+        await until(lambda: others.other_bytes == 0)
+        await until(lambda: not b.state.lanes[0].seats.pages_lent)  # the room is b's own again
+
+
+async def test_both_keep_pages_for_each_other(
+    site: Site, reference: Reference, other_model: Path, other_reference: Reference
+) -> None:
+    """A session of each has pages with the other, whose page is of another size."""
+    async with pair(site, other_model) as (a, b):
+        assert a.page_bytes() != b.page_bytes()
+        scenes = (a, b, reference, words(4, 256 * 12)), (b, a, other_reference, words(5, 256 * 12))
+        for one, other, right, prompt in scenes:
+            answer = await read(one.engine.submit(request(prompt, 5, session="s")))
+            assert answer.tokens == right.tokens(prompt, 5)
+            session, keeper = one.state.sessions["", "s"], one.linked.keeper
+            more = [*prompt, *answer.tokens, 7]
+            generation = await unread(one.engine, request(more, 520, session="s"), 5)
+            keeper.want(session, 4)
+            await until(lambda: session.kv.n_held >= 4 and not keeper.moves)  # noqa: B023
+            answer = await read(generation)
+            assert answer.tokens == right.tokens(more, 520)
+            assert {peer for peer, _ in holders(one, "s")} == {other.name}
+        for one in (a, b):
+            one.linked.given.check()
+            assert one.linked.given.n_pages
+            assert one.linked.taken.n_pages
+        for one in (a, b):
+            await one.engine.drop("", "s")
+        await nothing_is_held(a, b)
+
+
+async def test_a_holder_of_another_model_that_ends_costs_no_token(
+    site: Site, reference: Reference, other_model: Path
+) -> None:
+    """Its worker is killed in the middle of an answer, then the daemon stops."""
+    async with pair(site, other_model) as (a, b):
+        ids = words(7, 256 * 16)
+        generation = await unread(a.engine, request(ids, 520, session="s"), 0)
+        a.linked.keeper.want(a.state.sessions["", "s"], 8)
+        await until(lambda: {peer for peer, _ in holders(a, "s")} == {"b"})
+        os.kill(b.state.lanes[0].lane.pid, signal.SIGKILL)
+        before = generation.completion_tokens
+        reader = asyncio.ensure_future(read(generation))
+        await until(lambda: generation.completion_tokens > before + 5 or reader.done())
+        await b.engine.stop(0.0)
+        answer = await reader
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(ids, 520)
+
+
+async def test_a_holder_has_room_for_turns_of_its_own_model(
+    site: Site, reference: Reference, other_model: Path, other_reference: Reference
+) -> None:
+    """A turn that fits its store is not refused for pages of another model."""
+    async with pair(site, other_model, peers__hold_bytes=N_PAGES * PAGE_BYTES) as (a, b):
+        ids = words(8, 256 * (a.pages() + OPEN_PAGES))
+        answer = await read(a.engine.submit(request(ids, 10, session="s")))
+        assert answer.tokens == reference.tokens(ids, 10)
+        await until(lambda: not a.linked.keeper.moves)
+        assert b.linked.given.n_pages >= 4
+        own = words(9, 256 * (b.state.lanes[0].seats.pages_budget - 1))
+        answer = await read(b.engine.submit(request(own, 10)))
+        assert answer.error is None
+        assert answer.tokens == other_reference.tokens(own, 10)
+        seats = a.state.lanes[0].seats
+        await until(lambda: not a.linked.taken.n_pages and seats.pages_beyond_free >= 12)
+        more = [*ids, 77]
+        answer = await read(a.engine.submit(request(more, 10, session="s")))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(more, 10)
+
+
+async def test_turns_stay_with_daemons_of_their_model(site: Site, other_model: Path) -> None:
+    async with pair(site, other_model) as (a, b):
+        generation = await unread(a.engine, request(words(3, 40), 2000, session="s"), 5)
+        with pytest.raises(BatchEngineError, match="b serves another model, and only keeps pages"):
+            await a.engine.promote("", "s", "b")
+        generation.cancel()
+        assert not b.linked.given.n_pages
