@@ -6,17 +6,38 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from batchengine.core import BatchEngineError
+from batchengine.engine.linked.holds import (
+    MODELS_MAX,
+    HoldName,
+    HoldRefused,
+    HoldsGiven,
+    PageFormats,
+)
+from batchengine.peers.link import PeerLink
+from batchengine.policy import layouts
+from batchengine.wire.lane import HeadShape
+from batchengine.wire.peer import KvFormat
 from bench.models.synthetic import Shape, write_synthetic
+from kv_store.arenas.arena import POISON
+from kv_store.keys import ROOT_KEY
+from kv_store.layout import Descriptor, PageLayout
+from kv_store.osio import Files
+from kv_store.pages.allocator import NoRoom
+from kv_store.store import Store
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemon
 from tests.engine.linked.test_daemons import OPEN_PAGES, holders, nothing_is_held
 from tests.support.engines import Reference, Site, read, request, unread, until, words
+from tests.support.kv_workload import SALT, descriptor, settings, tokens_of
 
 SHAPE = Shape(n_layer=2, n_embd=128, n_ff=256, n_head=6, n_kv_head=2, head_dim=64, n_vocab=2000)
 N_PAGES = 24  # of the pocket model, in each store
@@ -161,3 +182,133 @@ async def test_turns_stay_with_daemons_of_their_model(site: Site, other_model: P
             await a.engine.promote("", "s", "b")
         generation.cancel()
         assert not b.linked.given.n_pages
+
+
+async def test_what_is_kept_here_is_found_after_a_restart_by_a_drop(
+    site: Site, other_model: Path
+) -> None:
+    """The pages of a session are overwritten, though no pool of their model is open there."""
+    other = Site(other_model, site.folder, site.cache_dir)
+    async with pair(site, other_model) as (a, b):
+        ids = words(1, 256 * (a.pages() + OPEN_PAGES) + 300)
+        await read(a.engine.submit(request(ids, 4, session="s")))
+        await until(lambda: a.linked.taken.n_pages == b.linked.given.n_pages >= 8)
+        await b.engine.stop(0.0)
+        async with daemon(other, "b", N_PAGES) as again:
+            a.knows(again)
+            again.knows(a)
+            await until(lambda: a.is_linked(again) and again.is_linked(a))
+            core = again.engine.running.store.core
+            files = [Path(info.path) for info in core.foreign]
+            assert any(any(file.read_bytes()) for file in files)
+            await a.engine.drop("", "s")
+            left = [set(file.read_bytes()) for file in files if file.exists()]
+            assert all(bytes_left <= {0, POISON} for bytes_left in left)
+
+
+async def test_sessions_at_rest_keep_their_pages(
+    site: Site, reference: Reference, other_model: Path, other_reference: Reference
+) -> None:
+    """A daemon of another model gets the room that they leave, and no more."""
+    async with pair(site, other_model, peers__hold_bytes=N_PAGES * PAGE_BYTES) as (a, b):
+        rested = [words(20 + i, 256 * 6 + 10) for i in range(4)]
+        for i, prompt in enumerate(rested):
+            answer = await read(b.engine.submit(request(prompt, 5, session=f"r{i}")))
+            assert answer.error is None
+        seats = a.state.lanes[0].seats
+        await until(lambda: seats.pages_beyond_free < N_PAGES // 2)
+        ids = words(8, 256 * (a.pages() - 1))
+        answer = await read(a.engine.submit(request(ids, 10, session="s")))
+        assert answer.error is None
+        assert answer.tokens == reference.tokens(ids, 10)
+        await until(lambda: not a.linked.keeper.moves)
+        assert [len(b.state.sessions["", f"r{i}"].kv.sealed) for i in range(4)] == [6] * 4
+        more = [*rested[0], *answer.tokens[:1], 7]
+        again = await read(b.engine.submit(request(more, 5, session="r0")))
+        assert again.tokens == other_reference.tokens(more, 5)
+
+
+async def test_the_link_to_a_daemon_of_another_model_is_measured(
+    site: Site, other_model: Path
+) -> None:
+    """So the router may choose a ring over it."""
+    async with pair(site, other_model) as (a, b):
+        plans = a.engine.running.plans
+        link = a.engine.running.peers.links["b"]
+        await until(lambda: link.bandwidth is not None)
+        assert not layouts.not_usable(plans._peer(link))
+        assert not a.engine.running.pipelines.can_use("b")
+        assert b.linked.given.bytes_free > 0
+
+
+SAID = Descriptor("aa" * 32, "bb" * 32, "llama", PageLayout(3, 3, 32))
+
+
+def link_of(descriptor: Descriptor | str, n_head: int = 3, **ids: str) -> PeerLink:
+    """A link whose Hello has said this."""
+    made = SAID if isinstance(descriptor, str) else descriptor
+    text = descriptor if isinstance(descriptor, str) else descriptor.to_json()
+    known = {
+        "model_hash": made.model_hash, "arith_id": made.arith_id, "repr_id": made.repr_id.hex(),
+        "model_id": "m", "kv": KvFormat(text, n_head),
+    }  # fmt: skip
+    facts = SimpleNamespace(**(known | ids))
+    return cast(PeerLink, SimpleNamespace(name="p", is_of_other_model=True, facts=facts))
+
+
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [
+        (link_of("{}"), "cannot be used"),
+        (link_of("[" * 8000), "cannot be used"),
+        (link_of(SAID, model_hash="cc" * 32), "not that of its ids"),
+        (link_of(SAID, repr_id="no hex"), "not that of its ids"),
+        (link_of(SAID, n_head=4), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout(1, 256, 32)), 256), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout(5000, 1, 32)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout(1, 1, 512)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout(1, 1, 256)), 1000), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout(1 << 40, 1, 32)), 1), "not computed here"),
+    ],
+)
+async def test_a_format_that_cannot_be_is_refused(tmp_path: Path, link: PeerLink, why: str) -> None:
+    store = Store.open(tmp_path / "s", descriptor(), settings(pages=8))
+    formats, holds = PageFormats(store), HoldsGiven(1 << 20)
+    with pytest.raises(HoldRefused, match=why):
+        await formats.of(link, holds)
+    assert formats.known(link) is formats.own
+    assert (await formats.of(link_of(SAID), holds)).shape == HeadShape(3, 3, 32, 3)
+    with pytest.raises(HoldRefused, match="other heads"):
+        await formats.of(link_of(SAID, 6), holds)
+    for number in range(MODELS_MAX + 2):  # those without pages make room
+        await formats.of(link_of(replace(SAID, arch=f"m{number}")), holds)
+    assert len(formats.others) == MODELS_MAX
+    store.close()
+
+
+async def test_an_extent_that_comes_late_is_not_taken_back(tmp_path: Path) -> None:
+    """The disk is slow, and the pages for which it is made are on their way."""
+
+    class SlowFiles(Files):
+        def fallocate(self, fd: int, offset: int, size: int) -> None:
+            time.sleep(0.6)
+            super().fallocate(fd, offset, size)
+
+    store = Store.open(
+        tmp_path / "s", descriptor(), settings(pages=32, extent_pages=4), files=SlowFiles()
+    )
+    formats, holds = PageFormats(store), HoldsGiven(1 << 30)
+    holds.peer_up("p", 7)
+    made = await formats.of(link_of(SAID), holds)
+    holds.reserve(HoldName("p", 7, 1), 1, 5, made)
+    parent = ROOT_KEY
+    for number in range(5):
+        ids = tokens_of(number, 1)
+        async with asyncio.timeout(30):
+            while isinstance(ticket := made.pool.reserve(parent, ids, SALT), NoRoom):
+                formats.return_room(time.monotonic(), holds)
+                made.pool.allocator.try_again()
+                await asyncio.sleep(0.01)
+        parent = ticket.key
+    assert "extents_reclaimed" not in store.counters
+    store.close()
