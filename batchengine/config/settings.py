@@ -219,7 +219,8 @@ class PeersConfig:
 
     `dir` "" = below the state folder; it holds the certificates and the folder `peers.d`. `name`
     is needed only without TLS, which is refused unless every address is a loopback one.
-    `hold_bytes`: KV that is kept for sessions of peers; 0 = half of the store's budget.
+    `hold_bytes`: KV that is kept for sessions of peers; 0 = half of the store's budget. KV of other
+    models counts by the extents that it takes.
     """
 
     listen: str = ""

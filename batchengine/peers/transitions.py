@@ -28,7 +28,7 @@ class LinkState(enum.Enum):
     GREETING = "greeting"  # there is one; the other side's Hello has not come
     UP = "up"
     SUSPECT = "suspect"  # silent for SUSPECT_S
-    REFUSED = "refused"  # the two daemons do not compute the same, or speak another version
+    REFUSED = "refused"  # the two daemons have no use for each other, or speak other versions
 
     @property
     def is_open(self) -> bool:

@@ -53,6 +53,7 @@ class Rejected(enum.StrEnum):
     KEPT = "lanes here keep the promise"
     OTHER = "another strategy comes first"
     NOT_AVAILABLE = "it is not available now"
+    NO_TURNS = "it computes no turns of this model"
 
 
 class PeerState(msgspec.Struct, frozen=True, gc=False):
@@ -152,7 +153,7 @@ def on_peer(peer: PeerState, facts: LayoutFacts, work: LayoutWork, held: Held) -
     """Predict a peer's lane: KV that it does not hold is sent to it first, from here."""
     why = not_usable(peer)
     if why is None and not peer.takes_turns:
-        why = Rejected.NOT_AVAILABLE
+        why = Rejected.NO_TURNS
     there = sum([tokens for name, tokens in held if name == peer.name])
     if why is None and (work.context_tokens - there) * facts.kv_token_bytes > peer.kv_free_bytes:
         why = Rejected.NO_ROOM

@@ -179,6 +179,8 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     kv = row.get("kv_bytes")
     other = ", ".join(row.get("differs", ()))
     computes = f"other {other}" if other else "the same" if "model" in row else None
+    if other and row["state"] in ("up", "suspect"):
+        computes = "another model: keeps pages only"
     return {
         "name": row["name"],
         "state": row["state"],

@@ -299,7 +299,7 @@ def test_a_peer_takes_requests_whose_promise_would_be_broken_here() -> None:
     same = route(tight, None, state(peer()))
     assert (same.lane, outlook(same, REMOTE, REMOTE).why) == ("cpu", Rejected.SLOWER)
     without = route(tight, None, state(replace(fast, takes_turns=False)))
-    assert outlook(without, REMOTE, REMOTE).why is Rejected.NOT_AVAILABLE
+    assert outlook(without, REMOTE, REMOTE).why is Rejected.NO_TURNS
     moved = RouteSession("cpu", 0, dwell_ms=10.0)
     assert route(tight, moved, state(fast)).lane == "cpu"
 
