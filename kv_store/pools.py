@@ -6,7 +6,7 @@ open, then from the largest pool.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 
@@ -19,12 +19,12 @@ from kv_store.pages.pool import PagePool
 
 
 class StorePools:
-    """The open pools of a store. `warnings` gets what opening a pool finds wrong."""
+    """The open pools of a store. `warn` gets what opening a pool finds wrong."""
 
-    def __init__(self, core: StoreCore, own: PagePool, warnings: list[str]) -> None:
+    def __init__(self, core: StoreCore, own: PagePool, warn: Callable[[str], None]) -> None:
         self._core = core
         self._pools = {own.repr_id: own}
-        self._warnings = warnings
+        self._warn = warn
 
     def __iter__(self) -> Iterator[PagePool]:
         return iter(list(self._pools.values()))
@@ -58,7 +58,7 @@ class StorePools:
                 try:
                     pool.allocator.open_extent(info, gens)
                 except StoreCorrupt as error:
-                    self._warnings.append(str(error))
+                    self._warn(str(error))
                     core.extents.drop(info)
                     core.forget_extent(info)
             for row in rows:

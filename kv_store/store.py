@@ -96,7 +96,7 @@ class Store:
         self.dropped = Counter[str]()  # pages that this opening dropped, by reason
         self.orphaned = OrphanedArenas()  # of earlier runs, if StoreSettings.keep_arenas
         self.pages = PagePool(core, descriptor)
-        self.pools = StorePools(core, self.pages, self.warnings)
+        self.pools = StorePools(core, self.pages, lambda why: self.warnings.append(why))
         self._settings = settings
         self._reserve = reserve
         self._lock_fd = lock_fd
@@ -178,8 +178,7 @@ class Store:
         except BaseException:
             ledger.close()
             raise
-        self.warnings += warnings
-        self.losses = losses
+        self.warnings, self.losses = warnings, losses
         try:
             self._recover(ledger.replay, boot)
             reserve.make()

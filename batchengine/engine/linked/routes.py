@@ -255,7 +255,7 @@ class RouteKeeper:
         free = min(free, max(0, free - n_moving)) if n_moving > 0 else free - n_moving
         hops = (link.rtt_us or 1000.0) / 1000
         is_slow = bool(self.why_slow(link.name))
-        return PeerRoom(link.name, free, hops, self._is_usable(link), load.leaves, is_slow)
+        return PeerRoom(link.name, free, hops, self.is_usable(link), load.leaves, is_slow)
 
     def why_slow(self, peer: str) -> str:
         """Why pages are moved away from a peer that serves them too slowly; "" = it does not."""
@@ -284,7 +284,8 @@ class RouteKeeper:
             if why := self._slow.look(name, waited_ms, predicted_ms, facts.n_layer, now):
                 log.warning("pages are moved away from peer %s: %s", name, why)
 
-    def _is_usable(self, link: PeerLink) -> bool:
+    def is_usable(self, link: PeerLink) -> bool:
+        """Whether a peer may get pages of this daemon's sessions now."""
         return (
             link.state is LinkState.UP
             and keeps_pages(link)

@@ -22,7 +22,7 @@ from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.turn import Turn
-from batchengine.peers.features import HOLDS, TURNS
+from batchengine.peers.features import TURNS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT, Peers
 from batchengine.peers.transitions import LinkState
@@ -179,8 +179,7 @@ class PeerPlans:
         while True:
             await asyncio.sleep(LOOK_S)
             for link in list(self._peers.links.values()):
-                is_used = link.offers(HOLDS) and link.state is LinkState.UP
-                if is_used and link.bandwidth is None:
+                if self._keeper.is_usable(link) and link.bandwidth is None:
                     with contextlib.suppress(BatchEngineError):
                         await link.measure_bandwidth()
             if self._is_changed():
