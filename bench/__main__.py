@@ -26,6 +26,7 @@ BENCHES = {
     "restart": "first token of a long session after a stop or a kill, against prefill",
     "rolling": "linked daemons under load, each drained and started again: sessions lost",
     "attack": "hostile clients against a daemon, while another tenant streams",
+    "offload": "sessions of one model with pages at an engine of another, against one without",
     "ring": "decode over two linked engines, against one engine and against sharding",
     "failover": "kills of engines that hold a session's pages: recovery, lost and wrong tokens",
     "crash": "random kills of workers and engines: sent tokens lost, wrong tokens, double owners",

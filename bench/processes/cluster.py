@@ -28,17 +28,19 @@ POLL_S = 0.02
 @dataclass(frozen=True)
 class NodePlan:
     """One engine: the lane's cores (and as many threads), and bytes of KV for its own sessions and
-    for those of peers, which are in the same store."""
+    for those of peers, which are in the same store. `model`: another one than the plan's."""
 
     name: str
     cores: tuple[int, ...]
     own_bytes: int
     hold_bytes: int
+    model: Path | None = None
 
 
 @dataclass
 class ClusterPlan:
-    """What all nodes have in common. `overrides` are of the configuration."""
+    """What all nodes have in common. `overrides` are of the configuration; unless `is_linked` no
+    node knows another one."""
 
     model: Path
     folder: Path
@@ -47,6 +49,7 @@ class ClusterPlan:
     tls: bool = True
     entries_max: int = 16
     quiet: bool = True
+    is_linked: bool = True
     overrides: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -73,7 +76,7 @@ class Cluster:
             for name in others:
                 bundle = certificates.issue_bundle(self._folder(first) / "peers", name)
                 certificates.import_bundle(self._folder(name) / "peers", bundle)
-        for name in self.plans:
+        for name in self.plans if self._plan.is_linked else ():
             for other in self.plans:
                 if other != name:
                     address = self._network.reached(other)
@@ -102,7 +105,7 @@ class Cluster:
         made = EngineProcess(
             self._spawner,
             {
-                "model": str(plan.model),
+                "model": str(node.model or plan.model),
                 "folder": str(self._folder(name)),
                 "cache_dir": str(plan.cache_dir),
                 "prefix": self._network.prefix(name),
@@ -166,7 +169,8 @@ async def cluster(
         made = Cluster(plan, nodes, network)
         try:
             await asyncio.gather(*(made.start(name) for name in made.plans))
-            await made.linked()
+            if plan.is_linked:
+                await made.linked()
             yield made
         finally:
             for engine in made.engines.values():
