@@ -1,7 +1,7 @@
 """The pools of an open store, one per representation that is open.
 
 All pools share the byte budget: one that needs an extent gets it from representations that are not
-open, then from the largest pool.
+open, then from the largest pool that may give one (`StoreCore.may_give`).
 """
 
 from __future__ import annotations

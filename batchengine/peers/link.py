@@ -72,6 +72,7 @@ class PeerLink:
         self.peer = peer
         self.name = peer.name
         self.facts: Hello | None = None  # of the peer, since its last Hello
+        self.is_of_other_model = False  # by its last Hello: then it only keeps pages
         self.load = PeerLoad()  # of the peer, since its last Heartbeat
         self.incarnation = 0  # of the peer; 0 until its first Hello
         self.bandwidth: float | None = None  # bytes per second to the peer, when last measured
@@ -108,12 +109,6 @@ class PeerLink:
     def rtt_us(self) -> float | None:
         """Median of the last round trips, without the time that the peer held them."""
         return statistics.median(self._round_trips) if self._round_trips else None
-
-    @property
-    def is_of_other_model(self) -> bool:
-        """Whether the peer serves another model: then it only keeps pages, as this daemon does for
-        it. Since the last Hello."""
-        return self.facts is not None and self.facts.model_hash != self._hello().model_hash
 
     @property
     def bytes_free(self) -> int:
@@ -354,6 +349,7 @@ class PeerLink:
             return
         self.facts, self.load, self.incarnation = message, message.load, frame.incarnation
         own = self._hello()
+        self.is_of_other_model = message.model_hash != own.model_hash
         differing = _differing(own, message)
         if differing and not _keep_pages(own, message):
             label, ours, theirs = differing[0]

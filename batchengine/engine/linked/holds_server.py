@@ -256,7 +256,8 @@ class HoldServer:
         model; None: its place is gone. Raises StoreError."""
         offer, until = incoming.offer, time.monotonic() + ROOM_S
         pool, is_own = incoming.format.pool, incoming.format is self.formats.own
-        pool.allocator.try_again()
+        if not is_own:
+            pool.allocator.try_again()  # another pool may have an extent to give by now
         while self.holds.awaits(name, offer.epoch, offer.index):
             found = pool.import_page(
                 offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
