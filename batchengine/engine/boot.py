@@ -512,6 +512,7 @@ def inspect_model(config: Config) -> ModelInfo:
             "n_head": spec.attention.n_head,
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
+            "n_layer_whole": spec.n_layer_whole,
             "n_expert": spec.experts.n_expert if spec.experts else 0,
             "n_expert_used": spec.experts.n_used if spec.experts else 0,
             "expert_params": sum(math.prod(tensor.shape) for tensor in banks),
@@ -525,8 +526,8 @@ def inspect_model(config: Config) -> ModelInfo:
 def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | None) -> StepCost:
     """What steps of a lane are assumed to cost; `facts` are its worker's, if it has loaded."""
     n_layer = info.n_layer
-    n_head, n_kv_head, head_dim = (
-        int(info.details[name]) for name in ("n_head", "n_kv_head", "head_dim")
+    n_head, n_kv_head, head_dim, n_layer_whole = (
+        int(info.details[name]) for name in ("n_head", "n_kv_head", "head_dim", "n_layer_whole")
     )
     n_expert, n_used, expert_params, expert_bytes = (
         int(info.details[name])
@@ -537,11 +538,12 @@ def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | Non
         info.file_bytes,
         info.file_bytes - expert_bytes,
         info.n_params - unused_params,
-        n_layer * n_head * head_dim,
+        n_layer_whole * n_head * head_dim,
         PageLayout(n_layer, n_kv_head, head_dim).payload_bytes,
         PAGE_TOKENS,
         info.context_tokens,
         capacity.Experts(n_expert, n_used, expert_bytes) if n_expert else None,
+        n_layer_whole / n_layer,
     )
     gpu = None if facts is None else facts.gpu
     if gpu is None:

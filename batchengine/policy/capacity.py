@@ -46,8 +46,9 @@ class Experts(NamedTuple):
 
 class ModelSize(NamedTuple):
     """Work and bytes of a model. `step_weight_bytes` are read by each step: all but experts and the
-    embedding, of which a token reads one row. `attention_values`: query values of all layers and
-    heads."""
+    embedding, of which a token reads one row. `attention_values`: query values of all heads in the
+    layers that attend to the whole context. `attention_share` of all layers do; what the others
+    read and compute, whose queries see a window, does not grow with the context."""
 
     weight_bytes: int
     step_weight_bytes: int
@@ -57,6 +58,12 @@ class ModelSize(NamedTuple):
     page_tokens: int
     context_tokens: int
     experts: Experts | None = None
+    attention_share: float = 1.0
+
+    @property
+    def token_read_bytes(self) -> float:
+        """Bytes of KV that a query reads for each token before it."""
+        return self.attention_share * self.page_bytes / self.page_tokens
 
 
 class Processor(NamedTuple):
@@ -212,7 +219,7 @@ def prior_cost(model: ModelSize, processor: Processor) -> StepCost:
         processor.step_ms + fixed_ms,
         token_ms + (chunk_ms - fixed_ms) / CHUNK_TOKENS,
         token_ms + entry_ms + ENTRY_MS,
-        max(_read_ms(processor, model.page_bytes / model.page_tokens), pair_ms),
+        max(_read_ms(processor, model.token_read_bytes), pair_ms),
         pair_ms,
     )
 
@@ -235,7 +242,7 @@ def capacity(
 
 def decode_ms(model: ModelSize, processor: Processor, sessions: int, context_tokens: int) -> float:
     """One decode step of `sessions` with `context_tokens` of KV each."""
-    kv_bytes = sessions * context_tokens * model.page_bytes / model.page_tokens
+    kv_bytes = sessions * context_tokens * model.token_read_bytes
     pairs = sessions * context_tokens * model.attention_values
     reads = _read_ms(processor, step_bytes(model, sessions))
     products = _compute_ms(processor.linear_gops, sessions * model.products)

@@ -18,7 +18,10 @@ class ModelArchitecture:
     ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
     layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
     divided by the one that a key gives. scales_queries: queries are scaled by their position, which
-    a key says (attention.temperature_scale).
+    a key says (attention.temperature_scale). window_every: of so many layers all but the last see
+    a window of positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head
+    has a sink. expert_activation: of the gate of experts. has_expert_bias: experts and their
+    selector have biases.
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -28,6 +31,10 @@ class ModelArchitecture:
     rope_every: int = 0
     has_log_multiplier: bool = False
     scales_queries: bool = False
+    window_every: int = 0
+    has_sinks: bool = False
+    expert_activation: Literal["silu", "oai"] = "silu"
+    has_expert_bias: bool = False
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -44,4 +51,12 @@ ARCHITECTURES = {
     "qwen3moe": _QWEN3_MOE,
     "qwen3vl": _QWEN3,
     "qwen3vlmoe": _QWEN3_MOE,
+    "gpt-oss": ModelArchitecture(
+        experts="all",
+        ffn_norm="post_attention_norm.weight",
+        window_every=2,
+        has_sinks=True,
+        expert_activation="oai",
+        has_expert_bias=True,
+    ),
 }

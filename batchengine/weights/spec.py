@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -56,7 +57,9 @@ class RopeSpec:
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
-    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model.
+    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model. window: how
+    many positions a query sees, its own included; 0 = all before it. has_sinks: each query head has
+    a sink, which takes a share of the weight of its tokens.
     """
 
     n_head: int
@@ -66,6 +69,8 @@ class AttentionSpec:
     has_qk_norm: bool
     rope: RopeSpec
     has_rope: bool = True
+    window: int = 0
+    has_sinks: bool = False
 
     @property
     def q_rows(self) -> int:
@@ -90,13 +95,16 @@ class MoeSpec:
     """A mixture of experts: n_expert feed-forward parts of n_ff values each.
 
     A selector chooses n_used of them for each token. Their outputs are summed with weights: the
-    softmax over the chosen, times scale.
+    softmax over the chosen, times scale. activation: what the gate of an expert is; has_bias: the
+    selector and the matrices of experts have biases.
     """
 
     n_expert: int
     n_used: int
     n_ff: int
     scale: float
+    activation: Literal["silu", "oai"] = "silu"
+    has_bias: bool = False
 
 
 FfnSpec = DenseSpec | MoeSpec
@@ -136,8 +144,14 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def n_layer_whole(self) -> int:
+        """How many layers attend to the whole context, not to a window of it."""
+        return sum(layer.mixer.window == 0 for layer in self.layers)
+
+    @property
     def attention(self) -> AttentionSpec:
-        """The attention of this model: a KV page has rows of one shape, so its layers agree."""
+        """The attention of this model: a KV page has rows of one shape, so all layers agree in what
+        concerns pages. Windows are those of a layer."""
         return self.layers[0].mixer
 
     @property
@@ -180,14 +194,17 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
     if n_rot != head_dim:  # these architectures rotate whole heads
         raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
+    row = ARCHITECTURES[arch]
     attention = AttentionSpec(
         n_head=n_head,
         n_kv_head=n_kv_head,
         head_dim=head_dim,
         scale=_attention_scale(gguf, arch, head_dim),
-        has_qk_norm=ARCHITECTURES[arch].has_qk_norm,
+        has_qk_norm=row.has_qk_norm,
         rope=_rope(gguf, arch, n_rot),
+        has_sinks=row.has_sinks,
     )
+    window = _window(gguf, arch, n_layer)
     return ModelSpec(
         arch=arch,
         name=gguf.text("general.name", gguf.path.stem),
@@ -198,15 +215,42 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
         tied="output.weight" not in gguf.tensors,
         layers=tuple(
-            LayerSpec(replace(attention, has_rope=_has_rope(arch, index)), ffn)
+            LayerSpec(
+                replace(
+                    attention,
+                    has_rope=not _is_last_of(row.rope_every, index),
+                    window=0 if _is_last_of(row.window_every, index) else window,
+                ),
+                ffn,
+            )
             for index in range(n_layer)
         ),
     )
 
 
-def _has_rope(arch: str, layer: int) -> bool:
-    every = ARCHITECTURES[arch].rope_every
-    return not every or (layer + 1) % every != 0
+def _is_last_of(every: int, layer: int) -> bool:
+    """Whether a layer is the last one of a run of `every`; 0 = there are no runs."""
+    return every > 0 and (layer + 1) % every == 0
+
+
+def _window(gguf: GgufFile, arch: str, n_layer: int) -> int:
+    """Positions that a query sees in the layers that have a window; 0 = none has.
+
+    Other architectures may have the key, too: there it is of no effect, as in llama.cpp.
+    """
+    every = ARCHITECTURES[arch].window_every
+    if not every:
+        return 0
+    key = f"{arch}.attention.sliding_window_pattern"
+    pattern = gguf.values.get(key, every)
+    if isinstance(pattern, np.ndarray):  # one flag per layer
+        is_ours = pattern.tolist() == [not _is_last_of(every, i) for i in range(n_layer)]
+    else:
+        is_ours = pattern == every
+    if not is_ours:
+        why = f"only the last of {every} layers each must see all positions"
+        raise unsupported(gguf, key, "another pattern", why)
+    return _count(gguf, f"{arch}.attention.sliding_window")
 
 
 def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
@@ -235,7 +279,8 @@ def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     scale_key = f"{arch}.expert_weights_scale"
     is_given = gguf.number(scale_key, 0.0) != 0.0  # 0 is the format's "not given"
     scale = _between(gguf, scale_key, None, 1e-3, 1e3) if is_given else 1.0
-    return MoeSpec(n_expert, n_used, n_ff, scale)
+    row = ARCHITECTURES[arch]
+    return MoeSpec(n_expert, n_used, n_ff, scale, row.expert_activation, row.has_expert_bias)
 
 
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.

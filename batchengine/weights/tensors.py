@@ -88,6 +88,7 @@ class AttentionRoles(Generic[M, V]):
     k_norm: V | None
     output: M
     output_bias: V | None
+    sinks: V | None = None
 
     @property
     def readers(self) -> list[M]:
@@ -120,13 +121,17 @@ class DenseRoles(Generic[M, V]):
 
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
-    """The tensors of a MoeSpec by role; gate, up and down are banks."""
+    """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases."""
 
     norm: V
     selector: M
     gate: M
     up: M
     down: M
+    selector_bias: V | None = None
+    gate_bias: V | None = None
+    up_bias: V | None = None
+    down_bias: V | None = None
 
     @property
     def readers(self) -> list[M]:
@@ -208,6 +213,7 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if qk_norm else None,
         output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
+        sinks=find.vector(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
     )
 
 
@@ -229,12 +235,20 @@ def _plan_ffn(
 
 def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str) -> MoePlan:
     n = spec.n_expert
+
+    def bias(role: str, size: int) -> VectorPlan | None:
+        return find.bank_vector(f"{prefix}ffn_{role}_exps.bias", n, size) if spec.has_bias else None
+
     return MoePlan(
         norm=find.vector(prefix + norm, n_embd),
         selector=find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd),
         gate=find.bank(prefix + "ffn_gate_exps.weight", n, spec.n_ff, n_embd),
         up=find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, n_embd),
         down=find.bank(prefix + "ffn_down_exps.weight", n, n_embd, spec.n_ff),
+        selector_bias=find.vector(prefix + "ffn_gate_inp.bias", n) if spec.has_bias else None,
+        gate_bias=bias("gate", spec.n_ff),
+        up_bias=bias("up", spec.n_ff),
+        down_bias=bias("down", n_embd),
     )
 
 
@@ -300,6 +314,12 @@ class _Finder:
     def vector(self, name: str, size: int) -> VectorPlan:
         return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
 
+    def bank_vector(self, name: str, n_expert: int, size: int) -> VectorPlan:
+        """The vectors of all experts, one after the other."""
+        return self.add(
+            VectorPlan(name, ((self.use_vector(name, size, n_expert), n_expert * size),))
+        )
+
     def optional(self, name: str, size: int) -> VectorPlan | None:
         return self.vector(name, size) if name in self.gguf.tensors else None
 
@@ -307,8 +327,8 @@ class _Finder:
         self.vectors.append(plan)
         return plan
 
-    def use_vector(self, name: str, size: int) -> str:
-        info = self._info(name, (size,))
+    def use_vector(self, name: str, *shape: int) -> str:
+        info = self._info(name, shape)
         if info.type.name not in FLOAT_TYPES:
             raise self._wrong_type(info, FLOAT_TYPES)
         return name

@@ -53,6 +53,8 @@ class Shape:
     n_expert (0 = dense), n_used: experts of n_ff values each, of which a token uses some.
     selector_gain: standard deviation of the selector's logits. It gives the last of the chosen
     experts a small weight, so that rounding which chooses another one there changes little.
+    window: attention.sliding_window, of architectures that have one; with sinks and biases of the
+    attention's output and of experts, where there are such, `bias` is their deviation, too.
     """
 
     arch: str = "qwen3"
@@ -79,6 +81,7 @@ class Shape:
     yarn_factor: float = 0.0
     yarn_trained: int = 64
     temperature: float = 0.0
+    window: int = 0
     fused: bool = False
     seed: int = 1
     head_gain: float = 4.0
@@ -86,6 +89,7 @@ class Shape:
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}
+_MXFP4 = {"ffn_gate": "mxfp4", "ffn_up": "mxfp4", "ffn_down": "mxfp4", "output": "q8_0"}
 PRESETS = {
     "0.6b": Shape(
         n_layer=28, n_embd=1024, n_ff=3072, n_head=16, n_kv_head=8, head_dim=128,
@@ -109,6 +113,12 @@ PRESETS = {
     "moe-tiny": Shape(
         arch="qwen3moe", n_layer=3, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_head=4,
         n_kv_head=2, head_dim=32, tied=False,
+    ),
+    "20b": Shape(
+        arch="gpt-oss", n_layer=24, n_embd=2880, n_ff=2880, n_expert=32, n_used=4, n_head=64,
+        n_kv_head=8, head_dim=64, n_vocab=201088, rope_base=150000.0, context=131072, tied=False,
+        base="q8_0", kinds=_MXFP4, bias=0.1, k_bias=0.1, yarn_factor=32.0, yarn_trained=4096,
+        window=128,
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),
@@ -233,6 +243,15 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             name, "f32", (size,), lambda rng: rng.normal(1.0, 0.1, size).astype(np.float32)
         )
 
+    def bias(name: str, *dims: int, mean: float = 0.0, ending: str = "bias") -> RandomTensor:
+        return RandomTensor(
+            f"{name}.{ending}",
+            "f32",
+            dims,
+            lambda rng: rng.normal(mean, shape.bias, dims).astype(np.float32),
+        )
+
+    has_expert_bias = ARCHITECTURES[shape.arch].has_expert_bias
     yield matrix(
         "token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0
     )
@@ -255,10 +274,15 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield vector(p + "attn_q_norm.weight", shape.head_dim)
             yield vector(p + "attn_k_norm.weight", shape.head_dim)
         yield matrix(p + "attn_output", "attn_output", n, q)
+        if ARCHITECTURES[shape.arch].has_sinks:
+            yield bias(p + "attn_output", n)
+            yield bias(p + "attn_sinks", shape.n_head, mean=1.0, ending="weight")
         yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
         if shape.n_expert:
             gain = shape.selector_gain
             yield matrix(p + "ffn_gate_inp", "ffn_gate_inp", shape.n_expert, n, gain)
+        if has_expert_bias:
+            yield bias(p + "ffn_gate_inp", shape.n_expert)
         for role, rows, cols in (
             ("ffn_gate", shape.n_ff, n),
             ("ffn_up", shape.n_ff, n),
@@ -266,6 +290,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         ):
             name = p + role + ("_exps" if shape.n_expert else "")
             yield matrix(name, role, rows, cols, n_expert=shape.n_expert)
+            if has_expert_bias:
+                yield bias(name, shape.n_expert, rows)
 
 
 def _biases(shape: Shape, prefix: str) -> Iterator[RandomTensor]:
@@ -402,6 +428,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if shape.window:
+        writer.add_sliding_window(shape.window)
     if shape.temperature:
         key = f"{shape.arch}.attention.temperature_scale"
         writer.add_float32(key, shape.temperature)

@@ -116,11 +116,12 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         weight_bytes,
         read_bytes,
         products,
-        spec.n_layer * attention.n_head * attention.head_dim,
+        spec.n_layer_whole * attention.n_head * attention.head_dim,
         layout.page_bytes,
         PAGE_TOKENS,
         context,
         experts,
+        spec.n_layer_whole / spec.n_layer,
     )
     facts: dict[str, Any] = {
         "name": spec.name or path.stem,

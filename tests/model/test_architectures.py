@@ -28,13 +28,18 @@ def spec_of(path: Path, shape: Shape) -> ModelSpec:
 def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     row = ARCHITECTURES[arch]
     mixture = {"n_expert": 4, "n_used": 2} if row.experts == "all" else {}
-    spec = spec_of(tmp_path / "m.gguf", replace(TINY, arch=arch, **mixture))
+    window = 40 if row.window_every else 0
+    shape = replace(TINY, arch=arch, window=window, **mixture)
+    spec = spec_of(tmp_path / "m.gguf", shape)
     assert spec.arch == arch
     assert (spec.experts is not None) == (row.experts == "all")
     assert spec.attention.has_qk_norm == row.has_qk_norm
     assert spec.attention.rope.style == row.pairs
     without = [i for i, layer in enumerate(spec.layers) if not layer.mixer.has_rope]
     assert without == ([3] if arch == "smollm3" else [])
+    windows = [layer.mixer.window for layer in spec.layers]
+    assert windows == ([40, 0, 40, 0, 40] if arch == "gpt-oss" else [0] * 5)
+    assert spec.attention.has_sinks == (arch == "gpt-oss")
 
 
 def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:

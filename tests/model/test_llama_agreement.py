@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from batchengine.weights.architectures import ARCHITECTURES
 from bench.models.llama import LlamaContext, LlamaModel
 from bench.models.local_runner import LocalRunner
 from bench.models.synthetic import Shape, write_synthetic
@@ -36,6 +37,10 @@ QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
 QWEN3MOE = replace(
     QWEN3, arch="qwen3moe", n_ff=128, n_expert=16, n_used=4, tied=False, kinds={"token_embd": "f32"}
 )
+GPT_OSS = replace(
+    QWEN3MOE, arch="gpt-oss", n_layer=3, n_embd=288, n_ff=160, bias=0.3, k_bias=0.3, window=40,
+    yarn_factor=32.0, yarn_trained=50, rope_base=150000.0, n_head=8,
+)  # fmt: skip
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
@@ -104,6 +109,9 @@ SHAPES: dict[str, Shape] = {
     ),
     "qwen3moe_every_expert": replace(QWEN3MOE, n_expert=6, n_used=6),
     "qwen3moe_many_experts": replace(QWEN3MOE, n_ff=32, n_expert=128, n_used=8),
+    "gpt_oss": GPT_OSS,
+    "gpt_oss_f32": replace(GPT_OSS, base="f32"),
+    "gpt_oss_wide_window": replace(GPT_OSS, window=128, n_layer=4, n_head=16),
     "llama_experts": LLAMA_EXPERTS,
     "llama_experts_f16": replace(LLAMA_EXPERTS, base="f16"),
     "llama_experts_float_mix": replace(
@@ -128,17 +136,22 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
         embedding = tensors["token_embd.weight"][0]
         embedding[:, :n] = rng.permuted(np.tile(levels, (len(embedding), 1)), axis=1)
         for i in range(shape.n_layer):
-            of = {role: tensors[f"blk.{i}.{role}.weight"][0] for role in WRITERS}
-            of["attn_output"][:n] = 0
-            of["ffn_down_exps"][:, :n] = 0
-            of["ffn_norm"][:n] = 1.0
-            of["ffn_gate_inp"][:] = rng.normal(0.0, spread, of["ffn_gate_inp"].shape)
-            of["ffn_gate_inp"][np.arange(n), rng.permutation(n)] += 1.0
+            prefix = f"blk.{i}."
+            norm = tensors[prefix + ARCHITECTURES[shape.arch].ffn_norm][0]
+            selector = tensors[prefix + "ffn_gate_inp.weight"][0]
+            for ending in ("weight", "bias"):
+                for role in ("attn_output", "ffn_down_exps"):
+                    if f"{prefix}{role}.{ending}" in tensors:
+                        written = tensors[f"{prefix}{role}.{ending}"][0]
+                        rows = written.swapaxes(-2, 0) if ending == "weight" else written.T
+                        rows[:n] = 0
+            norm[:n] = 1.0
+            selector[:] = rng.normal(0.0, spread, selector.shape)
+            selector[np.arange(n), rng.permutation(n)] += 1.0
+            if prefix + "ffn_gate_inp.bias" in tensors:
+                tensors[prefix + "ffn_gate_inp.bias"][0][:] *= spacing / 10
 
     return edited(path, edit)
-
-
-WRITERS = ("attn_output", "ffn_norm", "ffn_gate_inp", "ffn_down_exps")
 
 
 def cosines(ours: F32, theirs: F32) -> F32:
