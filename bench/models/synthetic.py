@@ -114,11 +114,16 @@ PRESETS = {
         arch="qwen3moe", n_layer=3, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_head=4,
         n_kv_head=2, head_dim=32, tied=False,
     ),
-    "20b": Shape(
+    "gpt-oss-20b": Shape(
         arch="gpt-oss", n_layer=24, n_embd=2880, n_ff=2880, n_expert=32, n_used=4, n_head=64,
         n_kv_head=8, head_dim=64, n_vocab=201088, rope_base=150000.0, context=131072, tied=False,
         base="q8_0", kinds=_MXFP4, bias=0.1, k_bias=0.1, yarn_factor=32.0, yarn_trained=4096,
         window=128,
+    ),
+    "gpt-oss-tiny": Shape(
+        arch="gpt-oss", n_layer=4, n_embd=96, n_ff=96, n_expert=10, n_used=3, n_head=4,
+        n_kv_head=2, head_dim=32, tied=False, base="q8_0", kinds=_MXFP4, bias=0.3, k_bias=0.3,
+        rope_base=150000.0, yarn_factor=32.0, window=40,
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),

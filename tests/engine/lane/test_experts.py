@@ -1,4 +1,5 @@
-"""A whole engine that serves a model with experts: the tokens of a session stay the same."""
+"""A whole engine that serves a model with experts, also one with windows, sinks and biases: the
+tokens of a session stay the same."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ OTHER = {"left": "right", "right": "left"}
 SAMPLING = Sampling(temperature=0.7, seed=5)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["moe-tiny", "gpt-oss-tiny"])
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("model") / "experts.gguf"
-    write_synthetic(path, SHAPE)
+    write_synthetic(path, dataclasses.replace(PRESETS[request.param], n_vocab=2000))
     return path
 
 
@@ -71,9 +72,10 @@ async def test_sessions_of_a_model_with_experts_survive_moves_and_a_restart(
             assert again.done.usage.cached_tokens >= len(timeline) - 1
 
 
-def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(model: Path) -> None:
+def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(tmp_path: Path) -> None:
     """A step reads and computes less than a dense one of as many bytes; more with each session."""
-    info = inspect_model(load(None, {"model.path": str(model)}))
+    write_synthetic(tmp_path / "experts.gguf", SHAPE)
+    info = inspect_model(load(None, {"model.path": str(tmp_path / "experts.gguf")}))
     assert (info.details["n_expert"], info.details["n_expert_used"]) == (10, 3)
     banks = SHAPE.n_layer * SHAPE.n_expert * 3 * SHAPE.n_embd * SHAPE.n_ff
     assert info.details["expert_params"] == banks
@@ -87,3 +89,16 @@ def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(model: Path)
     for sessions in (1, 16):
         work = StepWork(0, sessions, 0, 0.0)
         assert found.predict_ms(work) < dense.predict_ms(work)
+
+
+def test_a_window_makes_long_contexts_cheap(tmp_path: Path) -> None:
+    """Of gpt-oss half of the layers see the whole context."""
+    shape = dataclasses.replace(PRESETS["gpt-oss-tiny"], n_vocab=2000)
+    write_synthetic(tmp_path / "m.gguf", shape)
+    info = inspect_model(load(None, {"model.path": str(tmp_path / "m.gguf")}))
+    assert info.details["n_layer_whole"] == 2
+    found = prior_cost(info, LANES[0], None)
+    whole = {**info.details, "n_layer_whole": 4}
+    dense = prior_cost(dataclasses.replace(info, details=whole), LANES[0], None)
+    assert found.decode_kv_ms == pytest.approx(dense.decode_kv_ms / 2)
+    assert found.prefill_token_ms == dense.prefill_token_ms
