@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -90,13 +91,17 @@ class MoeSpec:
     """A mixture of experts: n_expert feed-forward parts of n_ff values each.
 
     A selector chooses n_used of them for each token. Their outputs are summed with weights: the
-    softmax over the chosen, times scale.
+    softmax over the chosen, times scale. activation: what becomes of the gate and up products, by
+    the name that kernels have for it. has_bias: the products of the selector and of each expert
+    have biases.
     """
 
     n_expert: int
     n_used: int
     n_ff: int
     scale: float
+    activation: Literal["silu", "oai"] = "silu"
+    has_bias: bool = False
 
 
 FfnSpec = DenseSpec | MoeSpec

@@ -120,13 +120,18 @@ class DenseRoles(Generic[M, V]):
 
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
-    """The tensors of a MoeSpec by role; gate, up and down are banks."""
+    """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
+    value for each row of each expert."""
 
     norm: V
     selector: M
     gate: M
     up: M
     down: M
+    selector_bias: V | None = None
+    gate_bias: V | None = None
+    up_bias: V | None = None
+    down_bias: V | None = None
 
     @property
     def readers(self) -> list[M]:
