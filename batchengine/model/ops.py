@@ -81,12 +81,20 @@ class Ops(Protocol):
         up: Weight,
         pairs: kernels.ExpertPairs,
         out: kernels.Rows,
+        gate_bias: Bias = None,
+        up_bias: Bias = None,
+        activation: str = "silu",
     ) -> None: ...
     def quantise_pairs(
         self, x: kernels.Rows, pairs: kernels.ExpertPairs, out: kernels.Activations
     ) -> None: ...
     def pairs_add(
-        self, x: kernels.Activations, down: Weight, pairs: kernels.ExpertPairs, out: kernels.Rows
+        self,
+        x: kernels.Activations,
+        down: Weight,
+        pairs: kernels.ExpertPairs,
+        out: kernels.Rows,
+        bias: Bias = None,
     ) -> None: ...
     def place_kv(
         self,

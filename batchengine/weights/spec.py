@@ -95,8 +95,9 @@ class MoeSpec:
     """A mixture of experts: n_expert feed-forward parts of n_ff values each.
 
     A selector chooses n_used of them for each token. Their outputs are summed with weights: the
-    softmax over the chosen, times scale. activation: what the gate of an expert is; has_bias: the
-    selector and the matrices of experts have biases.
+    softmax over the chosen, times scale. activation: what becomes of the gate and up products, by
+    the name that kernels have for it. has_bias: the products of the selector and of each expert
+    have biases.
     """
 
     n_expert: int

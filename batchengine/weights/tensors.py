@@ -121,7 +121,8 @@ class DenseRoles(Generic[M, V]):
 
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
-    """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases."""
+    """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
+    value for each row of each expert."""
 
     norm: V
     selector: M

@@ -20,7 +20,7 @@ from kernels.cuda.products import (
     FEW_TOKENS,
     FEW_TOKENS_MAX,
     FLOATS,
-    GATE,
+    GATE_OF,
     MANY_TOKENS,
     SOME_TOKENS,
     STORE,
@@ -87,11 +87,14 @@ class ExpertPairs:
 
 
 class ExpertOps:
-    """The functions of `kernels` for mixtures of experts, on one GPU. address_of: where a matrix
-    lies there."""
+    """The functions of `kernels` for mixtures of experts, on one GPU. address_of: where weights lie
+    there, 0 for None."""
 
     def __init__(
-        self, gpu: Gpu, products: Products, address_of: Callable[[kernels.Matrix], int]
+        self,
+        gpu: Gpu,
+        products: Products,
+        address_of: Callable[[kernels.Matrix | kernels.Vector | None], int],
     ) -> None:
         self._gpu, self._products, self._address_of = gpu, products, address_of
         self._outputs = Scratch(gpu)  # of the experts, of each pair
@@ -130,28 +133,39 @@ class ExpertOps:
         up: kernels.Matrix,
         pairs: ExpertPairs,
         out: Rows,
+        gate_bias: kernels.Vector | None = None,
+        up_bias: kernels.Vector | None = None,
+        activation: str = "silu",
     ) -> None:
         """As `kernels.pairs_gated`: for few pairs of an expert one launch, if the banks are of one
         kind."""
+        if activation not in GATE_OF:
+            raise ValueError(f"pairs_gated: no activation is named {activation}")
         at = pairs.at(1 if x.gathered is None else pairs.n_used)
         source, n = x.gathered or x, pairs.tokens * pairs.n_used
         is_one = gate.kind == up.kind and gate.kind not in FLOATS and at.columns <= FEW_TOKENS_MAX
-        gated = OutputAt(0, GATE, out.address, out.width)
+        biases = self._address_of(gate_bias), self._address_of(up_bias)
+        gated = OutputAt(biases[1], GATE_OF[activation], out.address, out.width)
         if is_one:
-            first = GateAt(self._address_of(gate))
+            first = GateAt(self._address_of(gate), biases[0])
             self._products.launch(source, self._bank(up, pairs), n, gated, first, at)
         else:
-            stored = gated._replace(then=STORE)
+            stored = gated._replace(bias=biases[0], then=STORE)
             self._products.launch(source, self._bank(gate, pairs), n, stored, pairs=at)
             self._products.launch(source, self._bank(up, pairs), n, gated, pairs=at)
 
     def pairs_add(
-        self, x: Activations, down: kernels.Matrix, pairs: ExpertPairs, out: Rows
+        self,
+        x: Activations,
+        down: kernels.Matrix,
+        pairs: ExpertPairs,
+        out: Rows,
+        bias: kernels.Vector | None = None,
     ) -> None:
         """As `kernels.pairs_add`. Raises MemoryError."""
         n, width = pairs.tokens * pairs.n_used, out.width
         outputs = self._outputs.reserve(4 * pairs.rows_max * width)  # it grows in no later step
-        stored = OutputAt(0, STORE, outputs, width)
+        stored = OutputAt(self._address_of(bias), STORE, outputs, width)
         self._products.launch(x, self._bank(down, pairs), n, stored, pairs=pairs.at(1))
         arguments = [outputs, pairs.weights, pairs.n_used, width, out.address, width]
         blocks = pairs.tokens, -(-width // THREADS), 1

@@ -9,6 +9,7 @@ from kernels.cuda.memory import Activations, Scratch
 
 FLOATS = ("f16", "bf16", "f32")
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of products.h
+GATE_OF = {"silu": GATE, "oai": GATE + 1}  # by activation
 TILE_ROWS = 16  # rows of a tile of packed weights
 # Up to FEW_TOKENS_MAX a block reads a tile of weights for FEW_TOKENS or for all of them, up to
 # SOME_TOKENS four tiles for so many, else for MANY_TOKENS. A multiprocessor has MANY_AT_ONCE blocks
@@ -31,14 +32,17 @@ class MatrixAt(NamedTuple):
 
 
 class GateAt(NamedTuple):
-    """The matrix of a gate, of the size and kind of the other one, and its bias."""
+    """The matrix of a gate, of the size and kind of the other one, and its bias, if any."""
 
     address: int = 0
     bias: int = 0
 
 
 class OutputAt(NamedTuple):
-    """What follows a product, and the address of its first row."""
+    """What follows a product, and the address of its first row.
+
+    The bias has a value for each row of a matrix, of a bank too.
+    """
 
     bias: int
     then: int

@@ -50,12 +50,13 @@ class MoeFfn:
     def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
         """hidden += the weighted sum of what the chosen experts make of the normed rows, for the
         first `n` rows. `normed` keeps floats, which the selector reads."""
-        ops, w, buffers = self.ops, self.weights, self.buffers
-        pairs = buffers.pairs
+        ops, w, buffers, spec = self.ops, self.weights, self.buffers, self.spec
+        pairs, gated = buffers.pairs, buffers.gated
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
-        ops.linear(normed, [w.selector], [None], n, buffers.logits)
-        ops.select_experts(buffers.logits, n, self.spec.scale, pairs)
+        ops.linear(normed, [w.selector], [w.selector_bias], n, buffers.logits)
+        ops.select_experts(buffers.logits, n, spec.scale, pairs)
         ops.gather_pairs(normed, pairs, buffers.gathered)
-        ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, buffers.gated)
-        ops.quantise_pairs(buffers.gated, pairs, buffers.gated_q8)
-        ops.pairs_add(buffers.gated_q8, w.down, pairs, hidden)
+        biases = w.gate_bias, w.up_bias
+        ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, spec.activation)
+        ops.quantise_pairs(gated, pairs, buffers.gated_q8)
+        ops.pairs_add(buffers.gated_q8, w.down, pairs, hidden, w.down_bias)

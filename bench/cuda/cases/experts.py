@@ -137,7 +137,7 @@ def experts_case(
     kind: str,
     counts: tuple[int, int, int] | None = None,
 ) -> None:
-    """A feed-forward part of random experts of `kind`.
+    """A feed-forward part of random experts of `kind`, with some biases and either activation.
 
     counts: tokens, experts, experts of a token; else random ones, at times with a bank of another
     kind.
@@ -157,13 +157,17 @@ def experts_case(
         packed_with_bytes(pool, one, n_expert * rows, cols, rng)[0]
         for one, (rows, cols) in zip(kinds, shapes, strict=True)
     ]
+    biases = [some_bias(rng, n_expert * rows) for rows, _ in shapes]
+    activation = str(rng.choice(["silu", "oai"]))
     logits = some_selector_logits(rng, tokens, n_expert)
     values, before = some_values(rng, tokens, n_embd), rng.standard_normal((tokens, n_embd))
+    biased = "".join(["-" if bias is None else "b" for bias in biases])
     what = f"{kinds}, {tokens} tokens, {n_used} of {n_expert}, {n_embd} x {n_ff}"
+    what += f", {activation}, biases {biased}"
     keeps = [any(one in FLOATS for one in kinds[:2]), kinds[2] in FLOATS]
     with Owned(gpu) as own:
         ops, pairs, on_cpu = chosen(own, pool, logits, n_used, float(rng.choice([1.0, 0.3])))
-        ops.upload(*banks)
+        ops.upload(*banks, *[bias for bias in biases if bias is not None])
         order, rows = np.argsort(on_cpu.unpack()[0].reshape(-1), kind="stable"), cpu_rows(on_cpu)
         # The activations of tokens, those of pairs, what the gate lets through, and the output.
         x = ops.make_rows(tokens, n_embd)
@@ -176,14 +180,26 @@ def experts_case(
         out = ops.make_rows(tokens, n_embd)
         own.copy_in(out.address, before.astype(np.float32))
         ops.gather_pairs(of_tokens, pairs, gathered)
-        ops.pairs_gated(gathered, banks[0], banks[1], pairs, gated)
-        wanted = cpu_part(pool, values, before.astype(np.float32), banks, on_cpu)
+        ops.pairs_gated(gathered, banks[0], banks[1], pairs, gated, *biases[:2], activation)
+        given = values, before.astype(np.float32)
+        wanted = cpu_part(pool, *given, banks, biases, activation, on_cpu)
         want = np.empty((len(order), n_ff), np.float32)
         want[order] = wanted[0].view(on_cpu.rows_max)[rows]
         compare_finite(ops.read_rows(gated, len(order)), want, f"pairs_gated: {what}")
         ops.quantise_pairs(gated, pairs, gated_q8)
-        ops.pairs_add(gated_q8, banks[2], pairs, out)
+        ops.pairs_add(gated_q8, banks[2], pairs, out, biases[2])
         compare_finite(ops.read_rows(out, tokens), wanted[1].view(tokens), f"pairs_add: {what}")
+
+
+def some_bias(rng: np.random.Generator, n: int) -> kernels.Vector | None:
+    """None, or values of which many exceed the bounds of `oai`, at times with one that is not
+    finite."""
+    if rng.random() < 0.4:
+        return None
+    values = (rng.choice([0.3, 8.0, 40.0]) * rng.standard_normal(n)).astype(np.float32)
+    if rng.random() < 0.2:
+        values[rng.integers(n)] = np.float32(rng.choice([np.nan, np.inf, -np.inf]))
+    return kernels.Vector(values)
 
 
 def cpu_rows(pairs: kernels.ExpertPairs) -> NDArray[np.int64]:
@@ -199,6 +215,8 @@ def cpu_part(
     values: F32,
     before: F32,
     banks: list[kernels.Matrix],
+    biases: list[kernels.Vector | None],
+    activation: str,
     pairs: kernels.ExpertPairs,
 ) -> tuple[kernels.Rows, kernels.Rows]:
     """What the CPU's gate lets through, and its output."""
@@ -211,9 +229,9 @@ def cpu_part(
     out = rows_of(before)
     kernels.quantise(pool, rows_of(values), tokens, of_tokens)
     kernels.gather_pairs(pool, of_tokens, pairs, gathered)
-    kernels.pairs_gated(pool, gathered, gate, up, pairs, gated)
+    kernels.pairs_gated(pool, gathered, gate, up, pairs, gated, *biases[:2], activation)
     kernels.quantise_pairs(pool, gated, pairs, gated_q8)
-    kernels.pairs_add(pool, gated_q8, down, pairs, out)
+    kernels.pairs_add(pool, gated_q8, down, pairs, out, biases[2])
     return gated, out
 
 

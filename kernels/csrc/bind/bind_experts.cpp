@@ -1,4 +1,6 @@
 // Bindings of mixtures of experts.
+#include <nanobind/stl/string.h>
+
 #include "bind/bind_common.h"
 #include "bind/held_matrix.h"
 #include "experts/experts.h"
@@ -9,10 +11,16 @@ namespace {
 
 constexpr size_t EXPERTS_MAX = 1024;
 
+ca::Activation activation_of(const std::string& name) {
+    require(name == "silu" || name == "oai", "pairs_gated: no activation is named " + name);
+    return name == "oai" ? ca::Activation::oai : ca::Activation::silu;
+}
+
 // A bank has whole row tiles of each expert, and the activations have what its kind reads.
-void require_bank(const char* op, const Activations& x, const Matrix& bank, const ExpertPairs& pairs,
-                  size_t rows) {
+LinearPart checked_bank(const char* op, const Activations& x, const HeldMatrix& held,
+                        const Vector* bias, const ExpertPairs& pairs, size_t rows) {
     const std::string name(op);
+    const Matrix& bank = held.view;
     require(bank.cols == x.width, name + ": the activations are " + number(x.width) +
                                       " wide, the bank has " + number(bank.cols) + " cols");
     require(bank.rows == pairs.n_expert * rows, name + ": the bank has " + number(bank.rows) +
@@ -21,6 +29,9 @@ void require_bank(const char* op, const Activations& x, const Matrix& bank, cons
     require(rows % TILE_ROWS == 0, name + ": the rows of an expert are no multiple of 16");
     require(bank.kind < Kind::f16 || x.keep_float,
             name + ": float weights need Activations(keep_float=True)");
+    require(!bias || bias->size == bank.rows,
+            name + ": a bias has one value per row of each expert");
+    return {&bank, bias};
 }
 
 void require_rows(const char* op, size_t tokens_max, const ExpertPairs& pairs) {
@@ -89,16 +100,24 @@ void bind_operations(nb::module_& module) {
     module.def(
         "pairs_gated",
         [](Pool& pool, const Activations& x, const HeldMatrix& gate, const HeldMatrix& up,
-           const ExpertPairs& pairs, Rows& out) {
+           const ExpertPairs& pairs, Rows& out, const Vector* gate_bias, const Vector* up_bias,
+           const std::string& activation) {
+            const ca::Activation made = activation_of(activation);
             require_rows("pairs_gated", x.tokens_max, pairs);
             require_rows("pairs_gated", out.tokens_max, pairs);
-            require_bank("pairs_gated", x, gate.view, pairs, out.width);
-            require_bank("pairs_gated", x, up.view, pairs, out.width);
+            const LinearPart gates =
+                checked_bank("pairs_gated", x, gate, gate_bias, pairs, out.width);
+            const LinearPart ups = checked_bank("pairs_gated", x, up, up_bias, pairs, out.width);
             const nb::gil_scoped_release released;
-            pairs_gated(pool, x, gate.view, up.view, pairs, out);
+            pairs_gated(pool, x, gates, ups, made, pairs, out);
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("gate"), nb::arg("up"), nb::arg("pairs"),
-        nb::arg("out"), "out row of a pair = silu(gate * x) * (up * x) of its expert.");
+        nb::arg("out"), nb::arg("gate_bias") = nb::none(), nb::arg("up_bias") = nb::none(),
+        nb::arg("activation") = "silu",
+        "out row of a pair = the activation of gate * x + gate_bias and up * x + up_bias of its "
+        "expert.\n\nA bias has n_expert * out.width values, those of expert 0 first. The activation "
+        "is \"silu\": silu(g) * u, or \"oai\": rule 5 of docs/numerics.md. ValueError for another "
+        "one.");
     module.def(
         "quantise_pairs",
         [](Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out) {
@@ -113,15 +132,17 @@ void bind_operations(nb::module_& module) {
     module.def(
         "pairs_add",
         [](Pool& pool, const Activations& x, const HeldMatrix& down, const ExpertPairs& pairs,
-           Rows& out) {
+           Rows& out, const Vector* bias) {
             require_rows("pairs_add", x.tokens_max, pairs);
             require_tokens(pairs.tokens, out.tokens_max, "pairs_add");
-            require_bank("pairs_add", x, down.view, pairs, out.width);
+            const LinearPart part = checked_bank("pairs_add", x, down, bias, pairs, out.width);
             const nb::gil_scoped_release released;
-            pairs_add(pool, x, down.view, pairs, out);
+            pairs_add(pool, x, part, pairs, out);
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("down"), nb::arg("pairs"), nb::arg("out"),
-        "out row of a token += the sum of its pairs' weight * (down * x), experts ascending.");
+        nb::arg("bias") = nb::none(),
+        "out row of a token += the sum of its pairs' weight * (down * x + bias), experts "
+        "ascending.\n\nThe bias has n_expert * out.width values, those of expert 0 first.");
 }
 
 }  // namespace

@@ -172,7 +172,7 @@ CA_FN uint16_t float_to_half(float x) {
 
 CA_FN float bf16_to_float(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
 
-// ------------------------------------------------------------------------- rule 5: exp, ln, silu
+// ------------------------------------------------------------------ rule 5: exp, ln, activations
 
 // p times 2^n, t = n + ROUND_MAGIC: n is added to the exponent field of p.
 CA_FN float scale_by_magic(float p, float t) {
@@ -235,7 +235,33 @@ CA_FN float logc(float x) {
     return fma_rn(e, 0.693359375f, add_rn(z, y));
 }
 
-CA_FN float silu(float x) { return div_rn(x, add_rn(1.0f, expc(-x))); }
+// x times the logistic function of w.
+CA_FN float sigmoid_times(float x, float w) { return div_rn(x, add_rn(1.0f, expc(-w))); }
+
+CA_FN float silu(float x) { return sigmoid_times(x, x); }
+
+// What a feed-forward part makes of the products of its gate and up matrices.
+enum class Activation : int { silu, oai };
+
+// The activation of gpt-oss holds both products in bounds, and takes the gate times a slope.
+constexpr float OAI_LIMIT = 7.0f;
+constexpr float OAI_SLOPE = 1.702f;
+
+// 1, or NaN when a value is not finite: the bounds of `oai` would hide an infinity.
+CA_FN float one_if_finite(float gate, float up) {
+    return fma_rn(gate, 0.0f, fma_rn(up, 0.0f, 1.0f));
+}
+
+CA_FN float oai(float gate, float up) {
+    const float g = gate < OAI_LIMIT ? gate : OAI_LIMIT;
+    const float above = up > -OAI_LIMIT ? up : -OAI_LIMIT;
+    const float u = above < OAI_LIMIT ? above : OAI_LIMIT;
+    return mul_rn(sigmoid_times(g, mul_rn(g, OAI_SLOPE)), add_rn(u, one_if_finite(gate, up)));
+}
+
+CA_FN float gated(Activation activation, float gate, float up) {
+    return activation == Activation::oai ? oai(gate, up) : mul_rn(silu(gate), up);
+}
 
 // ------------------------------------------------- rule 1: activations as int8 and a short scale
 

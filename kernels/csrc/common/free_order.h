@@ -30,4 +30,6 @@ SIMD_FN V16 vexp2c(V16 x) {
 }
 
 SIMD_FN V16 vexpc(V16 x) { return vexp2c(x * vset(ca::LOG2_E)); }
-SIMD_FN V16 vsilu(V16 x) { return x * vreciprocal(vset(1.0f) + vexpc(vneg(x))); }
+SIMD_FN V16 vsigmoid_times(V16 x, V16 w) {
+    return x * vreciprocal(vset(1.0f) + vexpc(vneg(w)));
+}

@@ -457,7 +457,7 @@ SIMD_FN V16 vexpc(V16 x) {
     return vselect_ge(x, -87.0f, y, vmax(vzero(), x));
 }
 
-SIMD_FN V16 vsilu(V16 x) { return x / (vset(1.0f) + vexpc(vneg(x))); }
+SIMD_FN V16 vsigmoid_times(V16 x, V16 w) { return x / (vset(1.0f) + vexpc(vneg(w))); }
 
 #endif
 

@@ -9,6 +9,7 @@
 
 #include "common/pool.h"
 #include "common/types.h"
+#include "linear/linear.h"
 
 namespace batchengine {
 
@@ -55,14 +56,15 @@ void select_experts(Pool& pool, const Rows& logits, size_t tokens, float scale, 
 // The activations of each pair: those of its token.
 void gather_pairs(Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out);
 
-// Per pair: out = silu(gate * x) * (up * x) of its expert.
-void pairs_gated(Pool& pool, const Activations& x, const Matrix& gate, const Matrix& up,
-                 const ExpertPairs& pairs, Rows& out);
+// Per pair: out = ca::gated(activation, gate * x, up * x) of its expert. Each matrix is a bank, and
+// its bias has a value for each row of it.
+void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
+                 ca::Activation activation, const ExpertPairs& pairs, Rows& out);
 
 void quantise_pairs(Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out);
 
-// Per token: out += the sum of its pairs' weight * (down * x), experts ascending.
-void pairs_add(Pool& pool, const Activations& x, const Matrix& down, const ExpertPairs& pairs,
+// Per token: out += the sum of its pairs' weight * (down * x + bias), experts ascending.
+void pairs_add(Pool& pool, const Activations& x, const LinearPart& down, const ExpertPairs& pairs,
                Rows& out);
 
 }  // namespace batchengine

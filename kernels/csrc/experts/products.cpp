@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "experts/experts.h"
-#include "linear/linear.h"
 #include "linear/pack.h"
 
 namespace batchengine {
@@ -33,12 +32,19 @@ void walk(const ExpertPairs& pairs, const ExpertPairs::Run& of, size_t first, si
                  static_cast<size_t>(pairs.group_pairs[group]), group == of.group);
 }
 
+// The bias of a row tile of a bank, or null.
+const float* bias_of(const LinearPart& bank, size_t tile) {
+    return bank.bias ? bank.bias->data.data() + tile * TILE_ROWS : nullptr;
+}
+
 }  // namespace
 
-void pairs_gated(Pool& pool, const Activations& x, const Matrix& gate, const Matrix& up,
-                 const ExpertPairs& pairs, Rows& out) {
+void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
+                 const LinearPart& up_part, ca::Activation activation, const ExpertPairs& pairs,
+                 Rows& out) {
     if (pairs.n_runs == 0) return;
     const LinearKernels& kernels = linear_kernels();
+    const Matrix &gate = *gate_part.matrix, &up = *up_part.matrix;
     const size_t tiles = out.width / TILE_ROWS;
     const size_t run = std::min(run_tiles(gate.kind), run_tiles(up.kind));
     const size_t bytes = tile_bytes(gate.kind, gate.cols) + tile_bytes(up.kind, up.cols);
@@ -56,18 +62,21 @@ void pairs_gated(Pool& pool, const Activations& x, const Matrix& gate, const Mat
                      multiply_tiles(up, x, bank + tile, count, group, rows, cold, ups);
                      float* to = out.row(group * GROUP_TOKENS) + tile * TILE_ROWS;
                      for (size_t t = 0; t < count; ++t)
-                         kernels.gate(gates[t], nullptr, ups[t],
-                                      {to + t * TILE_ROWS, out.stride, nullptr, rows, TILE_ROWS});
+                         kernels.gate(activation, gates[t], bias_of(gate_part, bank + tile + t),
+                                      ups[t],
+                                      {to + t * TILE_ROWS, out.stride,
+                                       bias_of(up_part, bank + tile + t), rows, TILE_ROWS});
                  });
         }
     });
 }
 
 // A piece is row tiles of all experts: one thread adds what they give to these outputs, in order.
-void pairs_add(Pool& pool, const Activations& x, const Matrix& down, const ExpertPairs& pairs,
-               Rows& out) {
+void pairs_add(Pool& pool, const Activations& x, const LinearPart& down_part,
+               const ExpertPairs& pairs, Rows& out) {
     if (pairs.n_runs == 0) return;
     const LinearKernels& kernels = linear_kernels();
+    const Matrix& down = *down_part.matrix;
     const size_t tiles = out.width / TILE_ROWS, run = run_tiles(down.kind);
     const size_t bytes = tile_bytes(down.kind, down.cols);
     const size_t cut = piece_tiles(tiles, tiles, bytes, run, pool.threads());
@@ -90,7 +99,8 @@ void pairs_add(Pool& pool, const Activations& x, const Matrix& down, const Exper
                          for (size_t t = 0; t < count; ++t)
                              kernels.add_pairs(
                                  results[t],
-                                 {pairs.row_token.data() + row, pairs.row_weight.data() + row, rows,
+                                 {pairs.row_token.data() + row, pairs.row_weight.data() + row,
+                                  bias_of(down_part, bank + tile + t), rows,
                                   sums.data() + (tile - first + t) * TILE_ROWS, stride});
                      });
             }

@@ -1,6 +1,7 @@
 // Golden vectors of mixtures of experts: selections with ties and with a NaN, and the experts of a step in
-// which some have many tokens and some none. Of each way in which weights are read there is one kind: every
-// worker computes all of this at its start, and golden_linear has the products of all kinds.
+// which some have many tokens and some none, without biases, and with biases and the activation `oai`. Of
+// each way in which weights are read there is one kind: every worker computes all of this at its start, and
+// golden_linear has the products of all kinds.
 #include "common/ca.h"
 #include "experts/experts.h"
 #include "golden/golden.h"
@@ -39,6 +40,16 @@ void golden_experts(Pool& pool, Golden& golden) {
     Rows gated(pairs.rows_max, N_FF);
     quantise(pool, in, TOKENS, x);
     gather_pairs(pool, x, pairs, gathered);
+    // Gates and ups past both bounds of `oai`, and gates whose exp is infinite.
+    GoldenSource bias_source(0xB1A5);
+    const auto biases = [&](size_t rows, float size, float each_61st) {
+        std::vector<float> values(EXPERTS * rows);
+        for (size_t i = 0; i < values.size(); ++i)
+            values[i] = i % 61 == 7 ? each_61st : size * bias_source.unit();
+        return Vector(values.data(), values.size());
+    };
+    const Vector gate_bias = biases(N_FF, 12.0f, -60.0f), up_bias = biases(N_FF, 12.0f, 20.0f);
+    const Vector down_bias = biases(COLS, 1.0f, 0.0f);
     for (const Kind kind : KINDS) {
         const auto bank = [&](size_t rows, size_t cols) {
             const std::vector<uint8_t> tensor = random_tensor(kind, rows, cols, source);
@@ -46,16 +57,26 @@ void golden_experts(Pool& pool, Golden& golden) {
             pack(pool, kind, rows, cols, tensor.data(), packed.data());
             return packed;
         };
-        const Buffer<uint8_t> gate = bank(EXPERTS * N_FF, COLS), up = bank(EXPERTS * N_FF, COLS);
-        const Buffer<uint8_t> down = bank(EXPERTS * COLS, N_FF);
-        pairs_gated(pool, gathered, {kind, EXPERTS * N_FF, COLS, gate.data()},
-                    {kind, EXPERTS * N_FF, COLS, up.data()}, pairs, gated);
-        quantise_pairs(pool, gated, pairs, gated_q8);
-        for (size_t t = 0; t < TOKENS; ++t) std::memcpy(out.row(t), in.row(t), COLS * sizeof(float));
-        pairs_add(pool, gated_q8, {kind, EXPERTS * COLS, N_FF, down.data()}, pairs, out);
-        // The bits of a NaN in a sum are not defined.
-        for (const size_t t : {11, 17}) std::memset(out.row(t), 0, COLS * sizeof(float));
-        golden.add(std::string("experts ") + kind_name(kind), out, TOKENS);
+        const Buffer<uint8_t> gates = bank(EXPERTS * N_FF, COLS), ups = bank(EXPERTS * N_FF, COLS);
+        const Buffer<uint8_t> downs = bank(EXPERTS * COLS, N_FF);
+        const Matrix gate{kind, EXPERTS * N_FF, COLS, gates.data()};
+        const Matrix up{kind, EXPERTS * N_FF, COLS, ups.data()};
+        const Matrix down{kind, EXPERTS * COLS, N_FF, downs.data()};
+        const auto record = [&](const std::string& name, ca::Activation activation,
+                                const Vector* gate_bias, const Vector* up_bias,
+                                const Vector* down_bias) {
+            pairs_gated(pool, gathered, {&gate, gate_bias}, {&up, up_bias}, activation, pairs,
+                        gated);
+            quantise_pairs(pool, gated, pairs, gated_q8);
+            for (size_t t = 0; t < TOKENS; ++t)
+                std::memcpy(out.row(t), in.row(t), COLS * sizeof(float));
+            pairs_add(pool, gated_q8, {&down, down_bias}, pairs, out);
+            // The bits of a NaN in a sum are not defined.
+            for (const size_t t : {11, 17}) std::memset(out.row(t), 0, COLS * sizeof(float));
+            golden.add(name + " " + kind_name(kind), out, TOKENS);
+        };
+        record("experts", ca::Activation::silu, nullptr, nullptr, nullptr);
+        record("experts of oai", ca::Activation::oai, &gate_bias, &up_bias, &down_bias);
     }
 }
 

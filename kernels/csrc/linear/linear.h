@@ -31,6 +31,7 @@ struct TileTarget {
 struct PairTarget {
     const int32_t* token;  // of each pair
     const float* weight;   // of each pair
+    const float* bias;     // 16 values, or null
     size_t pairs;          // 1..16
     float* sums;           // 16 values of token 0
     size_t stride;         // floats between those of two tokens
@@ -43,10 +44,11 @@ struct LinearKernels {
                      size_t group, size_t tokens, bool cold, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
     void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + RN(y + bias))
-    // out = RN(silu(RN(gate + gate_bias)) * RN(up + bias))
-    void (*gate)(const TileResult& gate, const float* gate_bias, const TileResult& up,
-                 const TileTarget& target);
-    // sums of token = fma(weight of the pair, y, sums of token), for each pair of a group and 16 rows
+    // out = ca::gated(activation, RN(gate + gate_bias), RN(up + bias))
+    void (*gate)(ca::Activation activation, const TileResult& gate, const float* gate_bias,
+                 const TileResult& up, const TileTarget& target);
+    // sums of token = fma(weight of the pair, RN(y + bias), sums of token), for each pair of a group
+    // and 16 rows
     void (*add_pairs)(const TileResult& result, const PairTarget& target);
     // RN(RN(a * b) + c): differs from one fma when the compiler contracted this level's code.
     float (*multiply_then_add)(float a, float b, float c);

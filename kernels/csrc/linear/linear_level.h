@@ -243,16 +243,35 @@ void add_tile(const TileResult& result, const TileTarget& to) {
         put(to, token, get(to, token) + biased(result, to.bias, token));
 }
 
-void gate_tile(const TileResult& gate, const float* gate_bias, const TileResult& up,
-               const TileTarget& to) {
+// Lane by lane ca::gated.
+template <ca::Activation ACTIVATION>
+SIMD_FN V16 gated(V16 gate, V16 up) {
+    if constexpr (ACTIVATION == ca::Activation::silu) return vsigmoid_times(gate, gate) * up;
+    const V16 limit = vset(ca::OAI_LIMIT), one = vfma(gate, vzero(), vfma(up, vzero(), vset(1.0f)));
+    const V16 g = vmin(gate, limit), u = vmin(vmax(up, vset(-ca::OAI_LIMIT)), limit);
+    return vsigmoid_times(g, g * vset(ca::OAI_SLOPE)) * (u + one);
+}
+
+template <ca::Activation ACTIVATION>
+SIMD_FN void gate_tokens(const TileResult& gate, const float* gate_bias, const TileResult& up,
+                         const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
-        put(to, token, vsilu(biased(gate, gate_bias, token)) * biased(up, to.bias, token));
+        put(to, token,
+            gated<ACTIVATION>(biased(gate, gate_bias, token), biased(up, to.bias, token)));
+}
+
+void gate_tile(ca::Activation activation, const TileResult& gate, const float* gate_bias,
+               const TileResult& up, const TileTarget& to) {
+    if (activation == ca::Activation::oai)
+        gate_tokens<ca::Activation::oai>(gate, gate_bias, up, to);
+    else
+        gate_tokens<ca::Activation::silu>(gate, gate_bias, up, to);
 }
 
 void add_pairs(const TileResult& result, const PairTarget& to) {
     for (size_t pair = 0; pair < to.pairs; ++pair) {
         float* sums = to.sums + static_cast<size_t>(to.token[pair]) * to.stride;
-        vstore(sums, vfma(vset(to.weight[pair]), vload(result.y[pair]), vload(sums)));
+        vstore(sums, vfma(vset(to.weight[pair]), biased(result, to.bias, pair), vload(sums)));
     }
 }
 

@@ -207,19 +207,20 @@ void add(const TileResult& result, const TileTarget& to) {
         }
 }
 
-void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
-          const TileTarget& to) {
+void gate(ca::Activation activation, const TileResult& gate, const float* gate_bias,
+          const TileResult& up, const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
         for (size_t row = 0; row < to.rows; ++row)
-            to.out[token * to.stride + row] = ca::silu(biased(gate, gate_bias, token, row)) *
-                                              biased(up, to.bias, token, row);
+            to.out[token * to.stride + row] =
+                ca::gated(activation, biased(gate, gate_bias, token, row),
+                          biased(up, to.bias, token, row));
 }
 
 void add_pairs(const TileResult& result, const PairTarget& to) {
     for (size_t pair = 0; pair < to.pairs; ++pair)
         for (size_t row = 0; row < TILE_ROWS; ++row) {
             float& sum = to.sums[static_cast<size_t>(to.token[pair]) * to.stride + row];
-            sum = ca::add_expert(sum, to.weight[pair], result.y[pair][row]);
+            sum = ca::add_expert(sum, to.weight[pair], biased(result, to.bias, pair, row));
         }
 }
 

@@ -126,7 +126,8 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
         GPU_UNROLL
         for (int i = 0; i < each; i++)
             if (slot + i * SLOTS <= columns.last)
-                gpu::put(to, columns.row(slot + i * SLOTS), gpu::block_y() * gpu::TILE + row, y[i]);
+                gpu::put(to, columns.expert, columns.row(slot + i * SLOTS),
+                         gpu::block_y() * gpu::TILE + row, y[i]);
 }
 
 }  // namespace

@@ -298,8 +298,8 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
             for (int group = 0; group < groups; group++) {
                 const int column = group * FEW_BLOCK_TOKENS + token;
                 if (column <= at.last)
-                    gpu::put(to, at.row(column), (first_tile + tile) * gpu::TILE + row, y[group], gate,
-                             gate_y[group]);
+                    gpu::put(to, at.expert, at.row(column), (first_tile + tile) * gpu::TILE + row, y[group],
+                             gate, gate_y[group]);
             }
         }
         gpu::barrier();
@@ -487,7 +487,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     const Columns at = gpu::columns_of(pairs, to.tokens, tokens);  // again: registers are few
     if (has_tile && !segments.partials)
         for_outputs<PARTS>(row0, [&](int column, int row, int p, int i) {
-            if (column <= at.last) gpu::put(to, at.row(column), row, y[p][i]);
+            if (column <= at.last) gpu::put(to, at.expert, at.row(column), row, y[p][i]);
         });
 }
 
@@ -547,5 +547,5 @@ KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int row
     float y = at(0);
     GPU_UNROLL_4
     for (int segment = 1; segment < segments; segment++) y = ca::add_rn(y, at(segment));
-    gpu::put({bias, out, stride, rows, tokens, static_cast<Then>(then)}, token, row, y);
+    gpu::put({bias, out, stride, rows, tokens, static_cast<Then>(then)}, 0, token, row, y);
 }

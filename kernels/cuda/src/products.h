@@ -10,18 +10,20 @@ namespace gpu {
 enum class Then : int {
     store,  // out = y + bias
     add,    // out = out + (y + bias): the residual stream
-    gate,   // out = silu(gate) * (y + bias)
+    // out = ca::gated(gate, y + bias) of the activation of that name
+    gate_silu,
+    gate_oai,
 };
 
-// The gate's matrix, of the size of the other one, and its bias, which may be null. Without a matrix, `out`
-// holds the gate's product.
+// The gate's matrix, of the size of the other one, and its bias as in Target. Without a matrix, `out` holds
+// the gate's product, with its bias.
 struct Gate {
     In<uint8_t> matrix;
     In<float> bias;
 };
 
 struct Target {
-    In<float> bias;  // or null
+    In<float> bias;  // or null; of a bank, a value for each row of it
     Out<float> out;
     int64_t stride;
     int rows;
@@ -29,16 +31,18 @@ struct Target {
     Then then;
 };
 
-// gate_y: the gate's product, if `gate` has a matrix.
-GPU_FN void put(const Target& to, int token, int row, float y, const Gate& gate = {}, float gate_y = 0.0f) {
+// Of row `row` of the matrix, or of an expert. gate_y: the gate's product, if `gate` has a matrix.
+GPU_FN void put(const Target& to, int expert, int token, int row, float y, const Gate& gate = {},
+                float gate_y = 0.0f) {
     if (row >= to.rows) return;
-    if (to.bias) y = ca::add_rn(y, to.bias[row]);
+    const int64_t of_bank = int64_t{expert} * to.rows + row;
+    if (to.bias) y = ca::add_rn(y, to.bias[of_bank]);
     const int64_t at = token * to.stride + row;
     if (to.then == Then::add) y = ca::add_rn(to.out[at], y);
-    if (to.then == Then::gate) {
+    if (to.then == Then::gate_silu || to.then == Then::gate_oai) {
         if (!gate.matrix) gate_y = to.out[at];
-        if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[row]);
-        y = ca::mul_rn(ca::silu(gate_y), y);
+        if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[of_bank]);
+        y = ca::gated(to.then == Then::gate_oai ? ca::Activation::oai : ca::Activation::silu, gate_y, y);
     }
     to.out[at] = y;
 }

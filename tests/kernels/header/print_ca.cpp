@@ -113,6 +113,11 @@ void transcendental() {
         return ca::logc(ca::float_of(0x00800000u + above));
     });
     print("silu", [] { return ca::silu(source.below(2) ? source.between(-20, 20) : source.any()); });
+    for (const auto activation : {ca::Activation::silu, ca::Activation::oai})
+        print(activation == ca::Activation::oai ? "gated oai" : "gated silu", [&] {
+            const float gate = source.below(4) ? source.between(-70, 20) : source.any();
+            return ca::gated(activation, gate, source.below(4) ? source.between(-20, 20) : source.any());
+        });
 }
 
 void rows() {

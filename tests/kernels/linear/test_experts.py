@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kernels as k
+from tests.kernels import binary32
 from tests.kernels.test_linear import quantised, rows_of
 from tests.kernels.test_twin import (
     add,
@@ -85,6 +86,15 @@ def test_a_logit_that_is_no_number_poisons_its_token_alone(pool: k.Pool, bad: fl
         assert_bits(poisoned[token : token + 1], [weights[token].tolist()])
 
 
+def oai(gate: F32, up: F32) -> F32:
+    """The twin of rule 5, for finite values."""
+    g, u = np.minimum(gate, np.float32(7)), np.clip(up, np.float32(-7), np.float32(7))
+    with np.errstate(over="ignore"):
+        x = -g * binary32.constant(0x3FD9DB23)
+    grown = np.where(x > 88, np.float32(np.inf), binary32.exp(np.minimum(x, np.float32(88))))
+    return (g / (np.float32(1) + grown)) * (u + np.float32(1))
+
+
 class Bank:
     """Random weights of experts, in the bytes of a file and packed."""
 
@@ -124,12 +134,23 @@ class Bank:
 
 
 class Layer:
-    """The banks of one feed-forward part."""
+    """The banks of one feed-forward part, at will with a bias each and the activation `oai`."""
 
     def __init__(
-        self, pool: k.Pool, kind: str, n_expert: int, n_embd: int, n_ff: int, down: str = ""
+        self,
+        pool: k.Pool,
+        kind: str,
+        n_expert: int,
+        n_embd: int,
+        n_ff: int,
+        down: str = "",
+        is_oai: bool = False,
     ) -> None:
         self.n_embd, self.n_ff = n_embd, n_ff
+        self.activation = "oai" if is_oai else "silu"
+        rng, sizes = np.random.default_rng(4), (n_ff, n_ff, n_embd)
+        values = [(6 * rng.standard_normal((n_expert, n))).astype(np.float32) for n in sizes]
+        self.biases = values if is_oai else []
         self.gate = Bank(pool, kind, n_expert, n_ff, n_embd, 1)
         self.up = Bank(pool, kind, n_expert, n_ff, n_embd, 2)
         self.down = Bank(pool, down or kind, n_expert, n_embd, n_ff, 3)
@@ -142,9 +163,11 @@ class Layer:
         gated_q8 = k.Activations(pairs.rows_max, self.n_ff, keep_float=True)
         out = rows_of(x)
         k.gather_pairs(pool, quantised(pool, x), pairs, gathered)
-        k.pairs_gated(pool, gathered, self.gate.matrix, self.up.matrix, pairs, gated)
+        of_gate, of_up, of_down = [k.Vector(b.reshape(-1)) for b in self.biases] or [None] * 3
+        banks = self.gate.matrix, self.up.matrix
+        k.pairs_gated(pool, gathered, *banks, pairs, gated, of_gate, of_up, self.activation)
         k.quantise_pairs(pool, gated, pairs, gated_q8)
-        k.pairs_add(pool, gated_q8, self.down.matrix, pairs, out)
+        k.pairs_add(pool, gated_q8, self.down.matrix, pairs, out, of_down)
         return out.view(len(x)).copy()
 
     def by_dense_kernels(
@@ -158,9 +181,17 @@ class Layer:
             sums = [0.0] * self.n_embd
             for expert, weight in zip(of, chosen, strict=True):
                 gate, up = self.gate.experts[expert], self.up.experts[expert]
-                k.linear_gated(pool, quantised(pool, row[None]), gate, up, None, None, 1, gated)
+                biases = [k.Vector(b[expert]) for b in self.biases] or [None] * 3
+                x_q8 = quantised(pool, row[None])
+                if self.activation == "silu":
+                    k.linear_gated(pool, x_q8, gate, up, biases[0], biases[1], 1, gated)
+                else:
+                    both = k.Rows(1, 2 * self.n_ff)
+                    k.linear(pool, x_q8, [gate, up], biases[:2], 1, both)
+                    products = both.view(1).reshape(2, -1)
+                    gated.view(1)[0] = oai(*products)
                 hidden = quantised(pool, gated.view(1).copy())
-                k.linear(pool, hidden, [self.down.experts[expert]], [None], 1, down)
+                k.linear(pool, hidden, [self.down.experts[expert]], biases[2:], 1, down)
                 y = down.view(1)[0].tolist()
                 sums = [fma(weight, a, b) for a, b in zip(y, sums, strict=True)]
             out.append([add(a, b) for a, b in zip(row.tolist(), sums, strict=True)])
@@ -201,10 +232,13 @@ def test_the_experts_of_a_token_are_the_twin(pool: k.Pool) -> None:
     assert_bits(layer.add(pool, x, logits, 3, 0.75), wanted)
 
 
+@pytest.mark.parametrize("is_oai", [False, True])
 @pytest.mark.parametrize("kind", k.KINDS)
-def test_pairs_are_products_of_dense_layers_on_every_level(pool: k.Pool, kind: str) -> None:
+def test_pairs_are_products_of_dense_layers_on_every_level(
+    pool: k.Pool, kind: str, is_oai: bool
+) -> None:
     n_embd, n_ff = (256, 256) if kind in SUPERBLOCK_BYTES else (96, 64)
-    layer = Layer(pool, kind, 6, n_embd, n_ff)
+    layer = Layer(pool, kind, 6, n_embd, n_ff, is_oai=is_oai)
     x, logits = step_of(2, 40, n_embd, 6)
     logits[3:33, 2] += 20  # an expert of more than two groups
     logits[:, 4] = -50  # one that no token chose
@@ -214,12 +248,101 @@ def test_pairs_are_products_of_dense_layers_on_every_level(pool: k.Pool, kind: s
         assert_bits(layer.add(pool, x, logits, 2)[:35], wanted)
 
 
+class Gates:
+    """Banks of zeros, so that each product is its bias: the activation of any two values."""
+
+    def __init__(self, pool: k.Pool, n: int) -> None:
+        bank = Bank(pool, "q4_0", 2, n, 32, 1)
+        self._zero = bank._packed(pool, b"\0" * 18 * 2 * n, 2 * n)
+        self._pool, self._n = pool, n
+
+    def of(self, gate: F32, up: F32, activation: str) -> F32:
+        """The activation of two rows of n values, as the second of two experts computes it."""
+        pairs, _, _ = selected(self._pool, np.array([[0, 1]], np.float32), 1)
+        gathered, out = k.Activations(pairs.rows_max, 32), k.Rows(pairs.rows_max, self._n)
+        x, other = quantised(self._pool, np.ones((1, 32), np.float32)), np.full_like(gate, 1e9)
+        k.gather_pairs(self._pool, x, pairs, gathered)
+        biases = [k.Vector(np.concatenate([other, values])) for values in (gate, up)]
+        k.pairs_gated(self._pool, gathered, self._zero, self._zero, pairs, out, *biases, activation)
+        return out.view(1)[0].copy()
+
+
+EDGES = [0.0, 7.0, -7.0, 7.0000005, -7.0000005, -1.0, -51.7, -51.71, -51.704, -300.0, 3e38, -3e38]
+ANY_SIZE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_oai_is_rule_5_on_every_level(pool: k.Pool, data: st.DataObject) -> None:
+    one = st.sampled_from(EDGES) | st.floats(-60, 12, width=32) | ANY_SIZE
+    rows = data.draw(st.lists(st.tuples(one, one), min_size=32, max_size=32))
+    gate, up = np.array(rows, np.float32).T.copy() + np.float32(0)  # a product is no -0
+    gates = Gates(pool, 32)
+    for level in LEVELS:
+        k.set_isa(level)
+        assert_bits(gates.of(gate, up, "oai")[None], [oai(gate, up).tolist()])
+
+
+@pytest.mark.parametrize("activation", ["silu", "oai"])
+def test_a_gate_or_an_up_that_is_not_finite_gives_nothing_finite(
+    pool: k.Pool, activation: str
+) -> None:
+    bad = np.array([np.nan, np.inf, -np.inf], np.float32)
+    sound = np.array([-100.0, -3.0, 0.5, 9.0], np.float32)
+    pairs = [(b, s) for b in bad for s in sound] + [(s, b) for b in bad for s in sound]
+    pairs += [(b, c) for b in bad for c in bad]
+    gate, up = np.zeros(48, np.float32), np.zeros(48, np.float32)
+    gate[: len(pairs)], up[: len(pairs)] = np.array(pairs, np.float32).T
+    gates = Gates(pool, 48)
+    for level in LEVELS:
+        k.set_isa(level)
+        found = gates.of(gate, up, activation)
+        assert not np.isfinite(found[: len(pairs)]).any()
+        assert (found[len(pairs) :] == 0).all()
+
+
+def test_oai_is_the_activation_of_gpt_oss(pool: k.Pool) -> None:
+    """Within a few units of binary32, whose definition has one rounding per operation."""
+    rng = np.random.default_rng(6)
+    gate, up = (8 * rng.standard_normal((2, 4096))).astype(np.float32)
+    g, u = np.minimum(gate.astype(np.float64), 7), np.clip(up.astype(np.float64), -7, 7)
+    wanted = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    found = Gates(pool, 4096).of(gate, up, "oai")
+    # The slope is rounded, and its error grows with the exponent.
+    assert (np.abs(found - wanted) <= 2.0**-21 * np.abs(wanted) * np.maximum(1, -g)).all()
+
+
 @pytest.mark.parametrize("level", LEVELS)
-def test_batch_and_threads_change_no_bit(level: str) -> None:
+@pytest.mark.parametrize("is_oai", [False, True])
+def test_experts_of_floats_are_near_binary64(pool: k.Pool, level: str, is_oai: bool) -> None:
+    k.set_isa(level)
+    layer = Layer(pool, "f32", 4, 96, 32, is_oai=is_oai)
+    x, logits = step_of(6, 20, 96, 4)
+    gate, up, down = (
+        bank.source.astype(np.float64).reshape(4, bank.rows, bank.cols)
+        for bank in (layer.gate, layer.up, layer.down)
+    )
+    biases = [b.astype(np.float64) for b in layer.biases] or [np.zeros((4, 1))] * 3
+    _, ids, weights = selected(pool, logits, 2)
+    wanted = x.astype(np.float64)
+    for row, of, chosen in zip(wanted, ids.tolist(), weights.tolist(), strict=True):
+        h = row.copy()
+        for e, weight in zip(of, chosen, strict=True):
+            g, u = gate[e] @ h + biases[0][e], up[e] @ h + biases[1][e]
+            if is_oai:
+                g, u = np.minimum(g, 7), np.clip(u, -7, 7) + 1
+            hidden = g / (1 + np.exp(-g * (1.702 if is_oai else 1))) * u
+            row += weight * (down[e] @ hidden + biases[2][e])
+    assert np.abs(layer.add(pool, x, logits, 2) - wanted).max() < 1e-4
+
+
+@pytest.mark.parametrize("is_oai", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_batch_and_threads_change_no_bit(level: str, is_oai: bool) -> None:
     k.set_isa(level)
     x, logits = step_of(3, 70, 192, 16)
     one, three = k.Pool(1), k.Pool(3)
-    layer = Layer(one, "q4_0", 16, 192, 160, down="q8_0")
+    layer = Layer(one, "q4_0", 16, 192, 160, down="q8_0", is_oai=is_oai)
     together = layer.add(one, x, logits, 4)
     assert_bits(layer.add(three, x, logits, 4), together.tolist())
     for first, end in ((0, 1), (1, 3), (3, 20), (20, 70)):
@@ -229,8 +352,9 @@ def test_batch_and_threads_change_no_bit(level: str) -> None:
     three.close()
 
 
-def test_a_token_that_is_no_number_does_not_affect_others(pool: k.Pool) -> None:
-    layer = Layer(pool, "q5_0", 4, 64, 32)
+@pytest.mark.parametrize("is_oai", [False, True])
+def test_a_token_that_is_no_number_does_not_affect_others(pool: k.Pool, is_oai: bool) -> None:
+    layer = Layer(pool, "q5_0", 4, 64, 32, is_oai=is_oai)
     x, logits = step_of(4, 9, 64, 4)
     sound = layer.add(pool, x, logits, 2)
     x[5, 3] = np.inf
@@ -283,6 +407,7 @@ def test_calls_check_every_size(pool: k.Pool) -> None:
     gathered, gated = k.Activations(n, 64, keep_float=True), k.Rows(n, 32)
     gate, up, down = layer.gate.matrix, layer.up.matrix, layer.down.matrix
     q8, out = k.Activations(n, 32, keep_float=True), k.Rows(3, 64)
+    sound, short = k.Vector(np.zeros(128, np.float32)), k.Vector(np.zeros(64, np.float32))
     for call in (
         lambda: k.ExpertPairs(4, 0, 1),
         lambda: k.ExpertPairs(4, 1025, 1),
@@ -298,11 +423,15 @@ def test_calls_check_every_size(pool: k.Pool) -> None:
         lambda: k.pairs_gated(pool, gathered, gate, down, pairs, gated),
         lambda: k.pairs_gated(pool, gathered, gate, up, pairs, k.Rows(n, 16)),
         lambda: k.pairs_gated(pool, gathered, gate, up, pairs, k.Rows(n - 1, 32)),
+        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, short, sound),
+        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, sound, short),
+        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, sound, sound, "gelu"),
         lambda: k.quantise_pairs(pool, gated, pairs, k.Activations(n, 64)),
         lambda: k.quantise_pairs(pool, k.Rows(n - 1, 32), pairs, q8),
         lambda: k.pairs_add(pool, q8, up, pairs, out),
         lambda: k.pairs_add(pool, q8, down, pairs, k.Rows(2, 64)),
         lambda: k.pairs_add(pool, k.Activations(n, 32), down, pairs, out),
+        lambda: k.pairs_add(pool, q8, down, pairs, out, sound),
     ):
         with pytest.raises(ValueError, match=r"\w"):
             call()
