@@ -170,13 +170,19 @@ GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
     return to;
 }
 
-// The same, for a kind of which two blocks lie as the two before: b = first + i with an even `first`, so that
-// a constant i costs nothing.
-template <Kind kind>
+// Blocks of a unit of packed weights.
+GPU_FN constexpr int unit_blocks(Kind kind) {
+    if (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k) return 8;
+    return kind == Kind::mxfp4 ? 4 : 2;  // q4_1 and q5_1: two units
+}
+
+// The same, where b = first + i, and `first` is a multiple of `multiple`: of units, if these are not larger,
+// so that a constant i costs nothing.
+template <Kind kind, int multiple>
 GPU_FN Packed load_part_from(In<uint8_t> tile, int first, int i, int g, int t) {
-    if constexpr (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k || kind == Kind::mxfp4)
-        return load_part<kind>(tile, first + i, g, t);
-    return load_part<kind>(tile + first / 2 * (tile_bytes(kind, 2 * ca::BLOCK)), i, g, t);
+    constexpr int UNIT = unit_blocks(kind);
+    if constexpr (multiple % UNIT) return load_part<kind>(tile, first + i, g, t);
+    return load_part<kind>(tile + first / UNIT * tile_bytes(kind, UNIT * ca::BLOCK), i, g, t);
 }
 
 template <Kind kind>

@@ -257,7 +257,7 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
                 if (b + AHEAD <= end)
                     GPU_UNROLL
                     for (int i = 0; i < AHEAD; i++)
-                        next[i] = gpu::load_part_from<kind>(tile, b, i, g, t);
+                        next[i] = gpu::load_part_from<kind, gpu::SPAN>(tile, b, i, g, t);
                 else
                     GPU_UNROLL
                     for (int i = 0; i < AHEAD; i++)
@@ -422,13 +422,13 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     };
     gpu::Packed next[2];
     const auto load_two = [&](int b) {
-        next[0] = gpu::load_part_from<kind>(tile, b, 0, g, t);
-        next[1] = gpu::load_part_from<kind>(tile, b, 1, g, t);
+        next[0] = gpu::load_part_from<kind, 2>(tile, b, 0, g, t);
+        next[1] = gpu::load_part_from<kind, 2>(tile, b, 1, g, t);
     };
     const auto load = [&](int b) {  // the same, where the second or both may be past the last
         const int first = b < blocks ? b : 0;
-        next[0] = gpu::load_part_from<kind>(tile, first, 0, g, t);
-        next[1] = gpu::load_part_from<kind>(tile, first, first + 1 < blocks ? 1 : 0, g, t);
+        next[0] = gpu::load_part_from<kind, 2>(tile, first, 0, g, t);
+        next[1] = gpu::load_part_from<kind, 2>(tile, first, first + 1 < blocks ? 1 : 0, g, t);
     };
     float acc[PARTS][4], y[PARTS][4];
     GPU_UNROLL
