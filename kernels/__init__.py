@@ -68,7 +68,8 @@ from kernels._native import (
 )
 
 KINDS = (
-    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k", "f16", "bf16", "f32"
+    "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k", "mxfp4",
+    "f16", "bf16", "f32",
 )  # fmt: skip
 
 __all__ = [

@@ -140,13 +140,13 @@ _TYPES = {
     name: gguf.GGMLQuantizationType[name.upper()]
     for name in (
         "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k",
-        "q6_k",
+        "q6_k", "mxfp4",
     )
 }  # fmt: skip
 _FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}  # rows that are not whole superblocks
 _FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 15,
-    "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32,
+    "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32, "mxfp4": 38,
 }  # fmt: skip
 
 
@@ -385,6 +385,9 @@ def random_matrix(
         parts = [half(scales(74.0)), raw(32)]
     elif kind == "iq4_nl":
         parts = [half(scales(67.0)), raw(16)]
+    elif kind == "mxfp4":  # scales are powers of two
+        size = np.log2(spread / 5.85 * rng.uniform(0.6, 1.4, n_blocks))
+        parts = [(128 + np.rint(size)).astype(np.uint8).reshape(n_blocks, 1), raw(16)]
     elif kind == "q6_k":
         parts = [raw(192), raw(16), half(scales(18.5 * 74.0))]
     elif kind in ("q4_k", "q5_k"):

@@ -13,7 +13,7 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
-    "q4_k": 144, "q5_k": 176, "q6_k": 210,
+    "q4_k": 144, "q5_k": 176, "q6_k": 210, "mxfp4": 17,
 }  # fmt: skip
 # Where a block's scales stand, if not at its start alone: d, then m or dmin.
 SCALES_AT = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
@@ -42,6 +42,11 @@ def random_tensor(kind: str, rows: int, cols: int, rng: np.random.Generator) -> 
     stride = BLOCK_BYTES[kind]
     width = 256 if kind.endswith("_k") else 32
     blocks = rng.integers(0, 256, (rows * cols // width, stride), dtype=np.uint8)
+    if kind == "mxfp4":  # bytes e: those of models, and 0 to 2 for none and for the smallest scale
+        draw = rng.random(len(blocks))
+        blocks[:, 0] = 115 + blocks[:, 0] % 8
+        blocks[draw < 0.1, 0] %= 3
+        return blocks.reshape(-1)
     for at in SCALES_AT.get(kind, (0,)):
         scales = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         scales[rng.random(len(blocks)) < 0.05] = np.float16(2.0**-23)

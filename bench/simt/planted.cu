@@ -283,6 +283,19 @@ KERNEL(smallest_of_half, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     y[gpu::thread()] = static_cast<int32_t>(least);
 }
 
+// Bytes 0 and 3 are chosen by two digits of x, to base 8: each byte holds its number.
+KERNEL(chosen_bytes, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const auto n = static_cast<uint32_t>(x[gpu::thread()]);
+    const uint32_t bytes = gpu::bytes_of(0x03020100u, 0x07060504u, (n & 7u) | (n >> 3 & 7u) << 12);
+    y[gpu::thread()] = static_cast<int32_t>(bytes);
+}
+KERNEL(number_of_no_byte, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const auto n = static_cast<uint32_t>(x[gpu::thread()]);
+    y[gpu::thread()] = static_cast<int32_t>(gpu::bytes_of(n, n, n & 15u));
+}
+
 KERNEL(count_and_write, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     gpu::begin();
     if (gpu::thread() == 3)

@@ -35,6 +35,7 @@ PLANTED = {
     "early_copy": "races|under way",
     "missing_warp_barrier": "nothing has written|races",
     "shuffle_for_barrier": "races|nothing has written",
+    "number_of_no_byte": "a number of a byte is above 7",
     "count_and_write": "races",
     "no_dependency_wait": "ends without a dependency_wait",
     "read_before_wait": "before its dependency_wait",

@@ -5,7 +5,7 @@
 // allocation or a shared array, a misaligned one, a read of memory that nothing has written, two accesses
 // to one byte without a barrier between them (in shared memory, and in global memory within and across
 // blocks), an access to shared memory that a copy is under way to, a collective that some threads do
-// not reach, reach elsewhere or by other calls, or never leave.
+// not reach, reach elsewhere or by other calls, or never leave, a byte of `bytes_of` that does not exist.
 // With SIMT_UNCHECKED only the last kind is found, and pointers are plain: for running whole models.
 #pragma once
 
@@ -396,6 +396,14 @@ GPU_FN uint32_t min_of_lanes(uint32_t x, int line = __builtin_LINE()) {
 }
 GPU_FN int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 GPU_FN int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
+GPU_FN uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t numbers) {
+    if (numbers & 0x8888u) simt::fail("a number of a byte is above 7");
+    const uint64_t both = uint64_t{high} << 32 | low;
+    uint32_t bytes = 0;
+    for (int i = 0; i < 4; i++)
+        bytes |= static_cast<uint32_t>(both >> (numbers >> 4 * i & 7u) * 8 & 255u) << 8 * i;
+    return bytes;
+}
 GPU_FN bool any(bool x, int line = __builtin_LINE()) { return ballot(x, line) != 0; }
 
 // c += A * B of a warp with k bytes a row, from the fragments as gpu.h lays them out. The words of a lane:

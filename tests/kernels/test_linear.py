@@ -206,7 +206,7 @@ def test_a_nonfinite_token_does_not_affect_other_tokens(
 
 
 def round_f32(value: Fraction) -> Fraction:
-    """Nearest binary32 value, ties to even; normal range only."""
+    """Nearest binary32 value, ties to even, subnormal ones included; without overflow."""
     if value == 0:
         return value
     exponent = 0
@@ -215,7 +215,7 @@ def round_f32(value: Fraction) -> Fraction:
         exponent += 1
     while magnitude < Fraction(2) ** exponent:
         exponent -= 1
-    unit = Fraction(2) ** (exponent - 23)
+    unit = Fraction(2) ** max(exponent - 23, -149)
     return round(value / unit) * unit
 
 
@@ -507,10 +507,11 @@ def test_pack_reports_the_first_bad_scale(pool: k.Pool, kind: str, bad: float) -
     tensor = random_tensor(kind, rows, cols, np.random.default_rng(1))
     table = tensor.reshape(rows, -1)
     half = np.array([bad], np.float16).view(np.uint8)
+    scale = np.array([255], np.uint8) if kind == "mxfp4" else half
     for row, slot in ((33, 1), (17, 1), (17, 0)):  # every earlier one takes precedence
         if kind in BLOCK_BYTES:
             at = slot * BLOCK_BYTES[kind] + SCALES_AT.get(kind, (0,))[0]
-            table[row, at : at + 2] = half
+            table[row, at : at + len(scale)] = scale
         else:
             value = np.array([bad], np.float32)
             as_bytes = {"f16": half, "f32": value.view(np.uint8), "bf16": value.view(np.uint8)[2:]}

@@ -91,6 +91,8 @@ SHAPES: dict[str, Shape] = {
     "q5_0": replace(QWEN3, base="q5_0"),
     "q5_1": replace(QWEN3, base="q5_1"),
     "iq4_nl": replace(LLAMA, base="iq4_nl"),
+    "mxfp4": replace(LLAMA, base="mxfp4"),
+    "pure_mxfp4": replace(QWEN3, base="mxfp4", kinds={"token_embd": "mxfp4"}),
     "q4_k": replace(QWEN3, base="q4_k"),
     "q5_k": replace(QWEN3, base="q5_k"),
     "pure_q4_k": replace(QWEN3, base="q4_k", kinds={"token_embd": "q4_k"}),
@@ -106,6 +108,17 @@ SHAPES: dict[str, Shape] = {
     "qwen3moe": QWEN3MOE,
     "qwen3moe_q4_k_m": replace(
         QWEN3MOE, n_ff=256, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
+    ),
+    # Banks of experts in MXFP4 beside Q8_0, as files of gpt-oss.
+    "qwen3moe_mxfp4": replace(
+        QWEN3MOE,
+        base="q8_0",
+        kinds={
+            **QWEN3MOE.kinds,
+            "ffn_gate": "mxfp4",
+            "ffn_up": "mxfp4",
+            "ffn_down": "mxfp4",
+        },
     ),
     "qwen3moe_every_expert": replace(QWEN3MOE, n_expert=6, n_used=6),
     "qwen3moe_many_experts": replace(QWEN3MOE, n_ff=32, n_expert=128, n_used=8),

@@ -587,7 +587,7 @@ def test_the_error_of_a_nonfinite_scale_names_tensor_row_and_block(
 # kind -> byte offset inside row 3 of a block's scale (or of a number) that becomes infinite
 SCALE_AT = {
     "q4_1": 2, "q5_0": 22, "q5_1": 2, "q8_0": 34, "iq4_nl": 18, "q4_k": 2, "q5_k": 0, "q6_k": 208,
-    "f16": 10, "bf16": 10, "f32": 12,
+    "mxfp4": 17, "f16": 10, "bf16": 10, "f32": 12,
 }  # fmt: skip
 
 
@@ -597,7 +597,8 @@ def test_nonfinite_numbers_are_refused_in_every_storage_type(
 ) -> None:
     path = tmp_path / "m.gguf"
     write_synthetic(path, replace(TINY, n_embd=256, kinds={"ffn_up": kind}))
-    bits = {"f32": b"\x00\x00\x80\x7f", "bf16": b"\x80\x7f"}.get(kind, b"\x00\x7c")
+    of_kind = {"f32": b"\x00\x00\x80\x7f", "bf16": b"\x80\x7f", "mxfp4": b"\xff"}
+    bits = of_kind.get(kind, b"\x00\x7c")
 
     def edit(_: Any, tensors: dict[str, Any]) -> None:
         rows = tensors["blk.0.ffn_up.weight"][0].view(np.uint8)

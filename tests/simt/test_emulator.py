@@ -33,6 +33,7 @@ def test_right_kernels_compute(gpu: Emulator, seed: int) -> None:
     least = [int(~X[last]) for last in (31, 63) for _ in range(32)]  # the largest, as unsigned
     bits = [int(value & 0xFFFFFFFF).bit_count() for value in least]
     assert outcome(gpu, "smallest", seed) == [*least, *bits]
+    assert outcome(gpu, "chosen_bytes", seed)[:N] == ((X & 7) | (X >> 3 & 7) << 24).tolist()
 
 
 def product(gpu: Emulator, kernel: str) -> tuple[bool, bool]:

@@ -28,12 +28,12 @@ SIMD_FN uint8x16_t nibbles(uint8x16_t packed) {
     return G < 4 ? vandq_u8(packed, vdupq_n_u8(15)) : vshrq_n_u8(packed, 4);
 }
 
-// Each kind: how many blocks one packed unit holds; its size; how many times the offset (-8 * S) a sum
-// starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
+// Each kind: how many blocks one packed unit holds; its size; whether the scales are powers of two of any
+// size; how many times the offset (-8 * S) a sum starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
 template <class Packed>
 struct Unit {
     static constexpr size_t BYTES = sizeof(Packed);
-    static constexpr bool HAS_MINIMUM = false;
+    static constexpr bool HAS_MINIMUM = false, HAS_POWER = false;
     static constexpr int OFFSETS = 0;
     SIMD_FN const Packed& of(const uint8_t* unit) { return *reinterpret_cast<const Packed*>(unit); }
 };
@@ -110,11 +110,36 @@ struct WeightsQ5_1 : MinimumUnit<PackedQ5_1> {
     }
 };
 
+// The values of a table, of which packed bytes hold the indices.
+template <int G>
+SIMD_FN uint8x16_t values_of(const int8_t (&table)[16], const uint8_t* packed) {
+    return vqtbl1q_u8(vreinterpretq_u8_s8(vld1q_s8(table)), nibbles<G>(vld1q_u8(packed)));
+}
+
 struct WeightsIQ4_NL : PairUnit<PackedQ4_0> {
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
-        const uint8x16_t table = vreinterpretq_u8_s8(vld1q_s8(IQ4_VALUES));
-        return vqtbl1q_u8(table, nibbles<G>(vld1q_u8(of(unit).q[i][G % 4][row])));
+        return values_of<G>(IQ4_VALUES, of(unit).q[i][G % 4][row]);
+    }
+};
+
+// Bytes of four rows as int32.
+SIMD_FN uint32x4_t bytes_at(const uint8_t* bytes) {
+    uint32_t four;
+    std::memcpy(&four, bytes, 4);
+    return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
+}
+
+// Four blocks, each with a power of two as its scale.
+struct WeightsMXFP4 : Unit<PackedMXFP4> {
+    static constexpr size_t BLOCKS = 4;
+    static constexpr bool HAS_POWER = true;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return values_of<G>(MXFP4_VALUES, of(unit).q[i][G % 4][row]);
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return vreinterpretq_f32_u32(vshlq_n_u32(bytes_at(of(unit).field[i] + row), 23));
     }
 };
 
@@ -126,10 +151,7 @@ struct SuperUnit : Unit<Packed> {
     static constexpr bool HAS_MINIMUM = true;
     using Unit<Packed>::of;
     SIMD_FN float32x4_t times_bytes(const uint16_t* half, const uint8_t* bytes) {
-        uint32_t four;
-        std::memcpy(&four, bytes, 4);
-        const uint32x4_t wide = vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
-        return vmulq_f32(halves_at(half), vcvtq_f32_u32(wide));
+        return vmulq_f32(halves_at(half), vcvtq_f32_u32(bytes_at(bytes)));
     }
     SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
         return times_bytes(of(unit).d + row, of(unit).scale[i] + row);
@@ -284,11 +306,15 @@ void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, Tile
             dot_block<Weights, N>(sums, unit, i, row, x, cell, 2 * cell - token);
             UNROLL for (int quad = 0; quad < QUADS; ++quad) {
                 const size_t at = row + 4 * static_cast<size_t>(quad);
-                // acc = fma(float(I), dw * dx, acc); the product of the scales is exact.
+                // acc = fma(float(I), dw * dx, acc), or of powers fma(float(I) * dx, dw, acc); the first
+                // product is exact.
                 const float32x4_t dw = Weights::scale(unit, i, at);
-                UNROLL for (int n = 0; n < N; ++n)
-                    acc[quad][n] = vfmaq_f32(acc[quad][n], vcvtq_f32_s32(sums.s[quad][n]),
-                                             vmulq_n_f32(dw, x.scale[cell + n]));
+                UNROLL for (int n = 0; n < N; ++n) {
+                    const float32x4_t integer = vcvtq_f32_s32(sums.s[quad][n]);
+                    const float32x4_t scaled = Weights::HAS_POWER ? integer : dw;
+                    acc[quad][n] = vfmaq_f32(acc[quad][n], Weights::HAS_POWER ? dw : integer,
+                                             vmulq_n_f32(scaled, x.scale[cell + n]));
+                }
                 // acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
                 if constexpr (Weights::HAS_MINIMUM) {
                     const float32x4_t mw = Weights::minimum(unit, i, at);

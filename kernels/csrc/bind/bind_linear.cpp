@@ -78,7 +78,8 @@ void bind_matrix(nb::module_& module) {
         nb::sig("def pack(pool: Pool, kind: str, rows: int, cols: int, "
                 "source: typing_extensions.Buffer, destination: typing_extensions.Buffer) -> None"),
         "Packs a GGUF tensor (rows of cols values) into a writable, 64-byte aligned buffer.\n\n"
-        "ValueError names the row and block of the first scale that is NaN or infinite.");
+        "ValueError names the row and block of the first scale that is NaN or infinite, "
+        "or of mxfp4 above 2^32.");
     nb::class_<HeldMatrix>(module, "Matrix", "Packed weights; keeps their buffer alive.")
         .def(
             "__init__",

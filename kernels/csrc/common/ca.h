@@ -309,6 +309,15 @@ CA_FN float step(float acc, int32_t integer, float weight_scale, float scale) {
     return fma_rn(static_cast<float>(integer), mul_rn(weight_scale, scale), acc);
 }
 
+// The same where the weight's scale is any power of two: its product with a small `scale` would be no
+// normal number. That of an integer below 2^17 and `scale` is, and it is exact.
+CA_FN float step_of_power(float acc, int32_t integer, float power, float scale) {
+    return fma_rn(mul_rn(static_cast<float>(integer), scale), power, acc);
+}
+
+// 2^(exponent - 127) of an exponent field of binary32; +0 of field 0.
+CA_FN float power_of_field(uint32_t field) { return float_of(field << 23); }
+
 // ------------------------------------------------------------------------------- rule 3: RMS norm
 
 // Sum of x[i]²: lane i mod 64 is a chain of fma, then the tree 32, 16, 8, 4, 2, 1.

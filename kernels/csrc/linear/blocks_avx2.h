@@ -1,8 +1,9 @@
 // One block of each kind with AVX2, for linear_avx2.cpp: eight rows of a tile times N tokens.
 //
-// Without a dot instruction, maddubs adds two products in int16. 8 x (15*127*2) = 30480 and
-// 2 x (63*127*2) = 32004 still fit, so nibbles sum a whole block in int16 and six-bit weights two
-// dwords; eight-bit weights widen at once (128*127*2 = 32512).
+// Without a dot instruction, maddubs adds two products in int16. 8 x (15*127*2) = 30480,
+// 4 x (31*127*2) = 31496 and 2 x (63*127*2) = 32004 still fit, so nibbles sum a whole block in int16,
+// five-bit weights half of one and six-bit weights two dwords; eight-bit weights widen at once
+// (128*127*2 = 32512).
 #pragma once
 
 #include "linear/linear_level.h"
@@ -36,6 +37,14 @@ SIMD_FN void scale_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 dw, con
     UNROLL for (int n = 0; n < N; ++n)
         acc[n] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[n]),
                                  _mm256_mul_ps(dw, _mm256_set1_ps(scale[n])), acc[n]);
+}
+
+// acc = fma(float(I) * dx, power, acc); the first product is exact.
+template <int N>
+SIMD_FN void power_in(__m256 (&acc)[N], const __m256i (&sums)[N], __m256 power, const float* scale) {
+    UNROLL for (int n = 0; n < N; ++n)
+        acc[n] = _mm256_fmadd_ps(
+            _mm256_mul_ps(_mm256_cvtepi32_ps(sums[n]), _mm256_set1_ps(scale[n])), power, acc[n]);
 }
 
 // acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
@@ -97,13 +106,15 @@ struct ByteDots {
     }
 };
 
+SIMD_FN __m256i table_of(const int8_t (&values)[16]) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+}
+
 struct TableDots {
     static constexpr int OFFSETS = 0;
     template <int N>
     SIMD_FN void dot_block(__m256i (&sums)[N], const uint8_t* block, const int8_t* q) {
-        const __m256i mask = _mm256_set1_epi8(15);
-        const __m256i table = _mm256_broadcastsi128_si256(
-            _mm_loadu_si128(reinterpret_cast<const __m128i*>(IQ4_VALUES)));
+        const __m256i mask = _mm256_set1_epi8(15), table = table_of(IQ4_VALUES);
         UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
         UNROLL for (int j = 0; j < 4; ++j) {
             const __m256i packed = load32(block + 64 * j);
@@ -116,17 +127,32 @@ struct TableDots {
     }
 };
 
-// Weights of dword g for eight rows.
-template <int G>
-SIMD_FN __m256i five_bits(const uint8_t* block) {
-    const __m256i packed = load32(block + 64 * (G % 4));
-    if constexpr (G < 4) return _mm256_and_si256(packed, _mm256_set1_epi8(31));
-    const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(packed, 3), _mm256_set1_epi8(0x1C));
-    const __m256i lower = _mm256_srli_epi16(load32(block + 64 * 4), 2 * (G % 4));
-    return _mm256_or_si256(upper, _mm256_and_si256(lower, _mm256_set1_epi8(3)));
-}
+// Weights of five bits: dword G of eight rows.
+struct FiveBitWeights {
+    template <int G>
+    SIMD_FN __m256i dword(const uint8_t* block) {
+        const __m256i packed = load32(block + 64 * (G % 4));
+        if constexpr (G < 4) return _mm256_and_si256(packed, _mm256_set1_epi8(31));
+        const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(packed, 3), _mm256_set1_epi8(0x1C));
+        const __m256i lower = _mm256_srli_epi16(load32(block + 64 * 4), 2 * (G % 4));
+        return _mm256_or_si256(upper, _mm256_and_si256(lower, _mm256_set1_epi8(3)));
+    }
+};
 
-// 4 x (31*127*2) = 31496: half a block adds up in int16.
+// The values of MXFP4 plus 16: 4 to 28.
+struct MXFP4Weights {
+    template <int G>
+    SIMD_FN __m256i dword(const uint8_t* block) {
+        const __m256i packed = load32(block + 64 * (G % 4));
+        const __m256i indices =
+            _mm256_and_si256(G < 4 ? packed : _mm256_srli_epi16(packed, 4), _mm256_set1_epi8(15));
+        const __m256i table = _mm256_add_epi8(table_of(MXFP4_VALUES), _mm256_set1_epi8(16));
+        return _mm256_shuffle_epi8(table, indices);
+    }
+};
+
+// Half a block adds up in int16.
+template <class Weights>
 struct FiveBitDots {
     static constexpr int OFFSETS = 2;
     template <int N>
@@ -134,7 +160,7 @@ struct FiveBitDots {
         __m256i pairs[2][N];
         UNROLL for (int n = 0; n < N; ++n) pairs[0][n] = pairs[1][n] = _mm256_setzero_si256();
         repeat<8>(EACH(g) {
-            const __m256i weights = five_bits<g>(block);
+            const __m256i weights = Weights::template dword<g>(block);
             UNROLL for (int n = 0; n < N; ++n)
                 add_words(pairs[g / 4][n],
                           _mm256_maddubs_epi16(weights, every_dword(q + n * BLOCK_WIDTH + 4 * g)));
@@ -146,6 +172,13 @@ struct FiveBitDots {
 
 // Each kind: how many blocks one packed unit holds, its size, and one block's step.
 
+template <class Dots, int N>
+SIMD_FN void add_offsets(__m256i (&sums)[N], const int32_t* offsets) {
+    if constexpr (Dots::OFFSETS != 0)
+        UNROLL for (int n = 0; n < N; ++n)
+            sums[n] = _mm256_add_epi32(sums[n], _mm256_set1_epi32(Dots::OFFSETS * offsets[n]));
+}
+
 // Two blocks, each with a scale.
 template <class Packed, class Dots>
 struct PairUnit {
@@ -156,17 +189,31 @@ struct PairUnit {
         const auto& pair = *reinterpret_cast<const Packed*>(unit);
         __m256i sums[N];
         Dots::template dot_block<N>(sums, vectors_at(pair, i, row), x.q + cell * BLOCK_WIDTH);
-        if constexpr (Dots::OFFSETS != 0)
-            UNROLL for (int n = 0; n < N; ++n)
-                sums[n] = _mm256_add_epi32(
-                    sums[n], _mm256_set1_epi32(Dots::OFFSETS * x.offset[cell + n]));
+        add_offsets<Dots>(sums, x.offset + cell);
         scale_in<N>(acc, sums, halves_at(pair.d[i] + row), x.scale + cell);
     }
 };
 struct WeightsQ4_0 : PairUnit<PackedQ4_0, NibbleDots> {};
-struct WeightsQ5_0 : PairUnit<PackedQ5_0, FiveBitDots> {};
+struct WeightsQ5_0 : PairUnit<PackedQ5_0, FiveBitDots<FiveBitWeights>> {};
 struct WeightsQ8_0 : PairUnit<PackedQ8_0, ByteDots> {};
 struct WeightsIQ4_NL : PairUnit<PackedQ4_0, TableDots> {};
+
+// Four blocks, each with a power of two as its scale.
+struct WeightsMXFP4 {
+    static constexpr size_t BLOCKS = 4, BYTES = sizeof(PackedMXFP4);
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t) {
+        using Dots = FiveBitDots<MXFP4Weights>;
+        const auto& four = *reinterpret_cast<const PackedMXFP4*>(unit);
+        __m256i sums[N];
+        Dots::dot_block<N>(sums, vectors_at(four, i, row), x.q + cell * BLOCK_WIDTH);
+        add_offsets<Dots>(sums, x.offset + cell);
+        const __m128i field = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(four.field[i] + row));
+        const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(field), 23);
+        power_in<N>(acc, sums, _mm256_castsi256_ps(bits), x.scale + cell);
+    }
+};
 
 // One block with a scale and a minimum.
 template <class Packed, class Dots>
@@ -183,7 +230,7 @@ struct MinimumUnit {
     }
 };
 struct WeightsQ4_1 : MinimumUnit<PackedQ4_1, NibbleDots> {};
-struct WeightsQ5_1 : MinimumUnit<PackedQ5_1, FiveBitDots> {};
+struct WeightsQ5_1 : MinimumUnit<PackedQ5_1, FiveBitDots<FiveBitWeights>> {};
 
 SIMD_FN __m256 bytes_at(const uint8_t* p) {
     return _mm256_cvtepi32_ps(
@@ -208,7 +255,7 @@ struct Superblock {
     }
 };
 struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots> {};
-struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots> {};
+struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots<FiveBitWeights>> {};
 
 struct WeightsQ6_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);

@@ -61,6 +61,18 @@ SIMD_FN void scale_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m
     }
 }
 
+// acc = fma(float(I) * dx, power, acc); the first product is exact.
+template <int R, int N>
+SIMD_FN void power_in(Accumulators<R, N>& acc, const Sums<R, N>& sums, const __m512 (&power)[R],
+                      const float* scale) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512 dx = _mm512_set1_ps(scale[n]);
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sums.s[r][n]), dx),
+                                          power[r], acc.a[r][n]);
+    }
+}
+
 // acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
 template <int R, int N>
 SIMD_FN void minimum_in(Accumulators<R, N>& acc, const __m512 (&mw)[R], const float* sum) {
@@ -115,14 +127,15 @@ struct ByteDots {
     }
 };
 
-// The table plus 128, as the unsigned operand of the dots.
+// Weights are values of a table, plus OFFSET as the unsigned operand of the dots.
+template <const int8_t (&VALUES)[16], int OFFSET>
 struct TableDots {
     template <int R, int N>
     SIMD_FN void dot_block(Sums<R, N>& sums, const uint8_t* const (&block)[R], const int8_t* q) {
         const __m512i mask = _mm512_set1_epi8(15);
-        const __m512i table = _mm512_xor_si512(
-            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(IQ4_VALUES))),
-            _mm512_set1_epi8(-128));
+        const __m512i table = _mm512_add_epi8(
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(VALUES))),
+            _mm512_set1_epi8(static_cast<char>(OFFSET)));
         UNROLL for (int j = 0; j < 4; ++j) {
             __m512i low[R], high[R];
             UNROLL for (int r = 0; r < R; ++r) {
@@ -185,7 +198,28 @@ struct PairUnit {
 struct WeightsQ4_0 : PairUnit<PackedQ4_0, NibbleDots, 0> {};
 struct WeightsQ5_0 : PairUnit<PackedQ5_0, FiveBitDots, 1> {};
 struct WeightsQ8_0 : PairUnit<PackedQ8_0, ByteDots, 4> {};
-struct WeightsIQ4_NL : PairUnit<PackedQ4_0, TableDots, 4> {};
+struct WeightsIQ4_NL : PairUnit<PackedQ4_0, TableDots<IQ4_VALUES, 128>, 4> {};
+
+// Four blocks, each with a power of two as its scale.
+struct WeightsMXFP4 {
+    static constexpr size_t BLOCKS = 4, BYTES = sizeof(PackedMXFP4);
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                       const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        start<1>(sums, x.offset + cell);
+        const uint8_t* block[R];
+        __m512 power[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* four = reinterpret_cast<const PackedMXFP4*>(unit[r]);
+            block[r] = block_at(*four, i);
+            const __m128i field = _mm_load_si128(reinterpret_cast<const __m128i*>(four->field[i]));
+            power[r] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(field), 23));
+        }
+        TableDots<MXFP4_VALUES, 16>::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
+        power_in(acc, sums, power, x.scale + cell);
+    }
+};
 
 // One block with a scale and a minimum.
 template <class Packed, class Dots>

@@ -67,6 +67,11 @@ struct FileQ6_K {
     uint16_t d;
 };
 static_assert(sizeof(FileQ6_K) == 210);
+struct FileMXFP4 {
+    uint8_t e;      // the scale is 2^(e - 128)
+    uint8_t q[16];  // indices into MXFP4_VALUES
+};
+static_assert(sizeof(FileMXFP4) == 17);
 
 // A file block at an address of any alignment.
 template <class Block>
@@ -79,9 +84,11 @@ Block load_block(const uint8_t* source, size_t index) {
 inline bool finite_half(uint16_t half) { return (half & 0x7C00u) != 0x7C00u; }
 inline bool zero_half(uint16_t half) { return (half & 0x7FFFu) == 0; }
 
-inline bool finite(uint16_t d) { return finite_half(d); }
+// Whether a block's scales are legal: finite, and of MXFP4 at most 2^32, far above those of any model.
+constexpr uint8_t MXFP4_E_MAX = 160;
+inline bool legal(const FileMXFP4& from) { return from.e <= MXFP4_E_MAX; }
 template <class Block>
-bool finite(const Block& from) {
+bool legal(const Block& from) {
     if constexpr (requires { from.m; }) return finite_half(from.d) && finite_half(from.m);
     if constexpr (requires { from.dmin; }) return finite_half(from.d) && finite_half(from.dmin);
     return finite_half(from.d);
@@ -97,6 +104,7 @@ inline unsigned nibble_of(const uint8_t (&q)[128], size_t k) {
 inline unsigned quant(const FileQ4_0& from, size_t k) { return nibble_of(from.q, k); }
 inline unsigned quant(const FileQ4_1& from, size_t k) { return nibble_of(from.q, k); }
 inline unsigned quant(const FileIQ4_NL& from, size_t k) { return nibble_of(from.q, k); }
+inline unsigned quant(const FileMXFP4& from, size_t k) { return nibble_of(from.q, k); }
 inline unsigned quant(const FileQ5_0& from, size_t k) {
     return nibble_of(from.q, k) | (from.high[k / 8] >> k % 8 & 1u) << 4;
 }

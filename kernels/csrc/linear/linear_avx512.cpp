@@ -11,6 +11,8 @@
 namespace batchengine {
 namespace {
 
+constexpr size_t SUPERBLOCK = 8;  // blocks; units of fewer may end within a row's last one
+
 template <int R, int N>
 SIMD_FN void fold(const Accumulators<R, N>& acc, bool first, size_t token, TileResult* results) {
     UNROLL for (int r = 0; r < R; ++r)
@@ -33,7 +35,7 @@ void product(const uint8_t* tiles, size_t bytes, const Panel& x, size_t token, c
             UNROLL for (int n = 0; n < N; ++n) acc.a[r][n] = _mm512_setzero_ps();
         for (size_t b = first; b < end; b += Weights::BLOCKS) {
             UNROLL for (size_t i = 0; i < Weights::BLOCKS; ++i) {
-                if (Weights::BLOCKS == 2 && b + i >= end) break;
+                if (Weights::BLOCKS < SUPERBLOCK && b + i >= end) break;
                 const size_t cell = (b + i) * GROUP_TOKENS + token;
                 Weights::template block<R, N>(acc, unit, i, x, cell, 2 * cell - token);
                 if (ahead.bytes)

@@ -73,13 +73,20 @@ float step_q5_1(float acc, const uint8_t* tile, size_t block, size_t row, const 
     return ca::step(acc, x.sum, ca::half_to_float(from.m[row]), x.scale);
 }
 
+// sum of values[nibble(k)] * q(k)
+int32_t dot_table(const int8_t (&values)[16], const uint8_t (&nibbles)[GROUPS / 2][TILE_ROWS][4],
+                  size_t row, const int8_t* q) {
+    int32_t sum = 0;
+    for (size_t k = 0; k < 16; ++k) {
+        const uint8_t byte = nibbles[k / 4][row][k % 4];
+        sum += values[byte & 15] * q[k] + values[byte >> 4] * q[k + 16];
+    }
+    return sum;
+}
+
 float step_iq4_nl(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& pair = reinterpret_cast<const PackedQ4_0*>(tile)[block / 2];
-    int32_t dot = 0;
-    for (size_t k = 0; k < 16; ++k) {
-        const uint8_t byte = pair.q[block % 2][k / 4][row][k % 4];
-        dot += IQ4_VALUES[byte & 15] * x.q[k] + IQ4_VALUES[byte >> 4] * x.q[k + 16];
-    }
+    const int32_t dot = dot_table(IQ4_VALUES, pair.q[block % 2], row, x.q);
     return ca::step(acc, dot, ca::half_to_float(pair.d[block % 2][row]), x.scale);
 }
 
@@ -130,6 +137,12 @@ float step_q6_k(float acc, const uint8_t* tile, size_t block, size_t row, const 
     return ca::step(acc, dot, super.d[row], x.scale);
 }
 
+float step_mxfp4(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& four = reinterpret_cast<const PackedMXFP4*>(tile)[block / 4];
+    const int32_t dot = dot_table(MXFP4_VALUES, four.q[block % 4], row, x.q);
+    return ca::step_of_power(acc, dot, ca::power_of_field(four.field[block % 4][row]), x.scale);
+}
+
 // Segments of 32 blocks, each from +0; their values are added in order.
 template <float (*STEP)(float, const uint8_t*, size_t, size_t, const Cell&)>
 float dot_blocks(const uint8_t* tile, size_t row, const Activations& x, size_t group, size_t token) {
@@ -175,6 +188,7 @@ float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activatio
         case Kind::q4_k: return dot_blocks<step_q4_k>(tile, row, x, group, token);
         case Kind::q5_k: return dot_blocks<step_q5_k>(tile, row, x, group, token);
         case Kind::q6_k: return dot_blocks<step_q6_k>(tile, row, x, group, token);
+        case Kind::mxfp4: return dot_blocks<step_mxfp4>(tile, row, x, group, token);
         default: return dot_floats(matrix, tile, row, x, group * GROUP_TOKENS + token);
     }
 }

@@ -19,7 +19,7 @@ constexpr KindFacts FACTS[KIND_COUNT] = {
     {"q4_0", 32, sizeof(FileQ4_0)},  {"q4_1", 32, sizeof(FileQ4_1)}, {"q5_0", 32, sizeof(FileQ5_0)},
     {"q5_1", 32, sizeof(FileQ5_1)},  {"q8_0", 32, sizeof(FileQ8_0)}, {"iq4_nl", 32, sizeof(FileIQ4_NL)},
     {"q4_k", 256, sizeof(FileQ4_K)}, {"q5_k", 256, sizeof(FileQ5_K)}, {"q6_k", 256, sizeof(FileQ6_K)},
-    {"f16", 1, 2},                   {"bf16", 1, 2},                 {"f32", 1, 4},
+    {"mxfp4", 32, sizeof(FileMXFP4)}, {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
 
@@ -147,6 +147,12 @@ void place(const FileQ6_K& from, PackedQ6_K* tile, size_t b, size_t row) {
     }
 }
 
+void place(const FileMXFP4& from, PackedMXFP4* tile, size_t b, size_t row) {
+    const bool is_zero = from.e < 2;
+    tile[b / 4].field[b % 4][row] = static_cast<uint8_t>(is_zero ? 127 : from.e - 1);
+    for (size_t i = 0; i < 32; ++i) put(tile[b / 4].q[b % 4], row, i, is_zero ? 0 : quant(from, i));
+}
+
 // One row of a tensor, and the tile it belongs to.
 struct RowSource {
     const uint8_t* source;
@@ -159,7 +165,7 @@ template <class File, class Packed>
 void pack_blocks(const RowSource& from, size_t block_width) {
     for (size_t b = 0; b < from.cols / block_width; ++b) {
         const auto block = load_block<File>(from.source, b);
-        if (!finite(block)) from.bad.report(from.row, b);
+        if (!legal(block)) from.bad.report(from.row, b);
         place(block, reinterpret_cast<Packed*>(from.tile), b, from.row % TILE_ROWS);
     }
 }
@@ -185,6 +191,7 @@ void pack_row(Kind kind, const RowSource& from) {
         case Kind::q4_k: return pack_blocks<FileQ4_K, PackedQ4_K>(from, 256);
         case Kind::q5_k: return pack_blocks<FileQ5_K, PackedQ5_K>(from, 256);
         case Kind::q6_k: return pack_blocks<FileQ6_K, PackedQ6_K>(from, 256);
+        case Kind::mxfp4: return pack_blocks<FileMXFP4, PackedMXFP4>(from, 32);
         case Kind::f16: return pack_floats<uint16_t>(from, 0x7C00u);
         case Kind::bf16: return pack_floats<uint16_t>(from, 0x7F80u);
         case Kind::f32: return pack_floats<uint32_t>(from, ca::INFINITY_BITS);
@@ -255,6 +262,11 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
             const int q = q6_at(super.block[b % 8], lane, i) * super.scale[k % 256 / 16][lane];
             return scaled(q, super.d[lane]);
         }
+        case Kind::mxfp4: {
+            const auto& four = reinterpret_cast<const PackedMXFP4*>(tile)[b / 4];
+            const int q = MXFP4_VALUES[weight_at(four.q[b % 4], lane, i)];
+            return scaled(q, ca::power_of_field(four.field[b % 4][lane]));
+        }
         case Kind::f16: return ca::half_to_float(half_at());
         case Kind::bf16: return ca::bf16_to_float(half_at());
         case Kind::f32: return reinterpret_cast<const float*>(tile)[at];
@@ -301,6 +313,7 @@ size_t tile_bytes(Kind kind, size_t cols) {
         case Kind::q4_k: return blocks / 8 * sizeof(PackedQ4_K);
         case Kind::q5_k: return blocks / 8 * sizeof(PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(PackedQ6_K);
+        case Kind::mxfp4: return div_up(blocks, 4) * sizeof(PackedMXFP4);
         case Kind::f16:
         case Kind::bf16: return blocks * BLOCK_WIDTH * TILE_ROWS * 2;
         case Kind::f32: return blocks * BLOCK_WIDTH * TILE_ROWS * 4;
@@ -328,9 +341,10 @@ void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source
     if (!bad.any()) return;
     const auto [row, place] = bad.where();
     const bool floats = facts(kind).block == 1;
+    const char* why = kind == Kind::mxfp4 ? " is NaN or above 2^32" : " is NaN or infinite";
     throw std::invalid_argument(std::string(kind_name(kind)) + ": row " + std::to_string(row) +
                                 (floats ? ", column " : ", block ") + std::to_string(place) +
-                                (floats ? ": the value" : ": the scale") + " is NaN or infinite");
+                                (floats ? ": the value" : ": the scale") + why);
 }
 
 void unpack_row(const Matrix& matrix, size_t row, float* out) {

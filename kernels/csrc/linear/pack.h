@@ -17,13 +17,14 @@ size_t tile_bytes(Kind kind, size_t cols);
 size_t packed_bytes(Kind kind, size_t rows, size_t cols);
 
 // Throws std::invalid_argument naming the first row and block whose scale (or row and column whose
-// value) is NaN or infinite; the destination is then unspecified.
+// value) is NaN or infinite, or of mxfp4 above 2^32; the destination is then unspecified.
 void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source, uint8_t* packed);
 
 // Row `row` as fp32, the weights' exact meaning:
 //   q4_0, q5_0, q8_0, iq4_nl  RN(float(q) * d)       q4_1, q5_1  fma(float(q), d, m)
 //   q4_k, q5_k  fma(float(q * scale), d, RN(float(min) * m))
 //   q6_k        RN(float(scale * q) * d)             f16, bf16, f32  the value itself
+//   mxfp4       float(q) * 2^(e - 128), exact, +0 for e < 2
 // Where the file's d is 0, q * d is +0 (but of iq4_nl).
 void unpack_row(const Matrix& matrix, size_t row, float* out);
 

@@ -5,8 +5,9 @@
 // vector, and four consecutive k are the four bytes of a dword. Those dwords are also the registers of
 // A in a GPU's 16x8x32 matrix product. No scale d is 0, so that kernels may
 // add to its exponent: a block whose d is 0 becomes zero weights with d = 1, which mean the same. So do
-// the rows past the last. (IQ4_NL has no weight 0, and keeps a d of 0.) Quantised kinds need cols to be a
-// multiple of their block; f16, bf16 and f32 take any cols and are padded with zeros to 32.
+// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL has no weight 0, and keeps a d of 0.)
+// Quantised kinds need cols to be a multiple of their block; f16, bf16 and f32 take any cols and are padded
+// with zeros to 32.
 // Compiles as C++ and CUDA C++.
 #pragma once
 
@@ -95,6 +96,15 @@ static_assert(sizeof(PackedQ5_K) == 2880);
 // IQ4_NL is packed as PackedQ4_0; a nibble is the index of its weight here.
 constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
+
+// Four blocks, for aligned loads with a byte of scale each: field = e - 1, the exponent field of the scale
+// in binary32. Nibbles as in PackedQ4_0, indices of MXFP4_VALUES. Blocks past the last are zero.
+struct PackedMXFP4 {
+    uint8_t field[4][TILE_ROWS];
+    uint8_t q[4][GROUPS / 2][TILE_ROWS][4];
+};
+static_assert(sizeof(PackedMXFP4) == 1088);
+constexpr int8_t MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 // f16, bf16, f32: [k][row 16] in the type of the file.
 

@@ -12,7 +12,9 @@ constexpr int TILE = static_cast<int>(batchengine::TILE_ROWS);
 constexpr int SEGMENT_BLOCKS = ca::SEGMENT / ca::BLOCK;
 
 // In the order of Kind in common/types.h.
-enum class Kind : int { q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, f16, bf16, f32 };
+enum class Kind : int {
+    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, f16, bf16, f32
+};
 
 // Bytes of a tile of 16 rows of `cols`.
 GPU_FN int64_t tile_bytes(Kind kind, int cols) {
@@ -27,6 +29,7 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
         case Kind::q4_k: return blocks / 8 * sizeof(batchengine::PackedQ4_K);
         case Kind::q5_k: return blocks / 8 * sizeof(batchengine::PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(batchengine::PackedQ6_K);
+        case Kind::mxfp4: return (blocks + 3) / 4 * sizeof(batchengine::PackedMXFP4);
         case Kind::f16:
         case Kind::bf16: return blocks * ca::BLOCK * TILE * 2;
         case Kind::f32: return blocks * ca::BLOCK * TILE * 4;
@@ -48,7 +51,7 @@ struct Part {
 // The same as it lies in memory, so that loads are under way before they are needed.
 struct Packed {
     Words2 low, high;
-    Words2 d;  // fp16: both in the first word
+    Words2 d;  // fp16: both in the first word; so are the exponent fields of mxfp4
     uint32_t m, factor, min;
 };
 
@@ -63,8 +66,9 @@ GPU_FN constexpr int shift_of(Kind kind) {
     }
 }
 GPU_FN constexpr bool has_sign(Kind kind) {
-    return shift_of(kind) > 0 || kind == Kind::q8_0 || kind == Kind::iq4_nl;
+    return shift_of(kind) > 0 || kind == Kind::q8_0;
 }
+GPU_FN constexpr bool has_table(Kind kind) { return kind == Kind::iq4_nl || kind == Kind::mxfp4; }
 GPU_FN constexpr bool has_minimum(Kind kind) {
     return kind == Kind::q4_1 || kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k;
 }
@@ -83,24 +87,34 @@ GPU_FN uint32_t pair_at(In<uint8_t> tile, int64_t byte) {
     return in_as<uint16_t>(tile + byte)[0];
 }
 
-// The weight bytes of IQ4_NL + 128, four indices a word.
-#define IQ4_BYTE(i, n) (static_cast<uint32_t>(batchengine::IQ4_VALUES[i + n] + 128) << 8 * n)
-#define IQ4_WORD(i) (IQ4_BYTE(i, 0) | IQ4_BYTE(i, 1) | IQ4_BYTE(i, 2) | IQ4_BYTE(i, 3))
-constexpr uint32_t IQ4_WORD0 = IQ4_WORD(0), IQ4_WORD1 = IQ4_WORD(4), IQ4_WORD2 = IQ4_WORD(8),
-                   IQ4_WORD3 = IQ4_WORD(12);
-#undef IQ4_WORD
-#undef IQ4_BYTE
-
-// The bytes of four indices, one in each byte.
-GPU_FN uint32_t iq4_bytes(uint32_t indices) {
-    uint32_t bytes = 0;
-    for (int i = 0; i < 32; i += 8) {
-        const uint32_t index = indices >> i & 15u;
-        const uint32_t low = index & 4u ? IQ4_WORD1 : IQ4_WORD0;
-        const uint32_t high = index & 4u ? IQ4_WORD3 : IQ4_WORD2;
-        bytes |= ((index & 8u ? high : low) >> (index & 3u) * 8 & 255u) << i;
+// The values of a kind with a table, four signed bytes a word.
+struct Table {
+    uint32_t word[4];
+};
+GPU_FN constexpr Table table_of(Kind kind) {
+    Table table = {};
+    for (int i = 0; i < 16; i++) {
+        const int8_t value = kind == Kind::mxfp4 ? batchengine::MXFP4_VALUES[i] : batchengine::IQ4_VALUES[i];
+        table.word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(value)) << i % 4 * 8;
     }
-    return bytes;
+    return table;
+}
+
+// The values of eight indices, two in each byte: those of the low halves of the bytes, then of the high ones.
+template <Kind kind>
+GPU_FN Words2 values_of(uint32_t indices) {
+    constexpr Table TABLE = table_of(kind);
+    const uint32_t in_half = indices & 0x77777777u;  // place of a value in its half of the table
+    const uint32_t halves = (indices >> 1 & 0x44444444u) | 0x32103210u;
+    uint32_t mixed[2];
+    GPU_UNROLL
+    for (int i = 0; i < 2; i++) {
+        const uint32_t places = in_half >> 16 * i;
+        const uint32_t first = bytes_of(TABLE.word[0], TABLE.word[1], places);
+        const uint32_t last = bytes_of(TABLE.word[2], TABLE.word[3], places);
+        mixed[i] = bytes_of(first, last, halves >> 16 * i);
+    }
+    return {{bytes_of(mixed[0], mixed[1], 0x6420u), bytes_of(mixed[0], mixed[1], 0x7531u)}};
 }
 
 // Block b of a tile, for lane (g, t).
@@ -148,17 +162,27 @@ GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
         to.factor = pair_at(tile, scales) | pair_at(tile, scales + TILE) << 16;
         to.low = words_at(tile, block + at_lane);
         to.high = words_at(tile, block + 256 + t / 2 * TILE * 4 + g * 8);
+    } else if constexpr (kind == Kind::mxfp4) {
+        const int64_t four = b / 4 * int64_t{sizeof(PackedMXFP4)};
+        to.d.word[0] = pair_at(tile, four + b % 4 * TILE + g * 2);
+        to.low = words_at(tile, four + 64 + b % 4 * 256 + at_lane);
     }
     return to;
 }
 
-// The same, for a kind whose blocks lie alike: b = first + i with an even `first`, so that a constant i
-// costs nothing.
-template <Kind kind>
+// Blocks of a unit of packed weights.
+GPU_FN constexpr int unit_blocks(Kind kind) {
+    if (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k) return 8;
+    return kind == Kind::mxfp4 ? 4 : 2;  // q4_1 and q5_1: two units
+}
+
+// The same, where b = first + i, and `first` is a multiple of `multiple`: of units, if these are not larger,
+// so that a constant i costs nothing.
+template <Kind kind, int multiple>
 GPU_FN Packed load_part_from(In<uint8_t> tile, int first, int i, int g, int t) {
-    if constexpr (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k)
-        return load_part<kind>(tile, first + i, g, t);
-    return load_part<kind>(tile + first / 2 * (tile_bytes(kind, 2 * ca::BLOCK)), i, g, t);
+    constexpr int UNIT = unit_blocks(kind);
+    if constexpr (multiple % UNIT) return load_part<kind>(tile, first + i, g, t);
+    return load_part<kind>(tile + first / UNIT * tile_bytes(kind, UNIT * ca::BLOCK), i, g, t);
 }
 
 template <Kind kind>
@@ -171,9 +195,10 @@ GPU_FN Part unpack(const Packed& from, int t) {
         if constexpr (kind == Kind::q4_0) {
             first = low << 4 & 0xF0F0F0F0u;
             second = low & 0xF0F0F0F0u;
-        } else if constexpr (kind == Kind::iq4_nl) {
-            first = iq4_bytes(first);
-            second = iq4_bytes(second);
+        } else if constexpr (has_table(kind)) {
+            const Words2 values = values_of<kind>(low);
+            first = values.word[0];
+            second = values.word[1];
         } else if constexpr (kind == Kind::q5_0) {
             first = low << 3 & 0xF8F8F8F8u;
             second = (low & 0xE0E0E0E0u) | (high >> (2 * t) << 3 & 0x18181818u);
@@ -190,7 +215,12 @@ GPU_FN Part unpack(const Packed& from, int t) {
         constexpr uint32_t SIGN = has_sign(kind) ? 0x80808080u : 0;
         part.q[row] = first ^ SIGN;
         part.q[row + 2] = second ^ SIGN;
-        part.d[row] = kind == Kind::q6_k ? ca::float_of(from.d.word[row]) : half_of(from.d.word[0], row);
+        if constexpr (kind == Kind::q6_k)
+            part.d[row] = ca::float_of(from.d.word[row]);
+        else if constexpr (kind == Kind::mxfp4)
+            part.d[row] = ca::power_of_field(from.d.word[0] >> 8 * row & 255u);
+        else
+            part.d[row] = half_of(from.d.word[0], row);
         if constexpr (shift_of(kind) > 0) part.d[row] = ca::mul_rn(part.d[row], 1.0f / (1 << shift_of(kind)));
         part.m[row] = half_of(from.m, row);
         part.factor[row][0] = part.factor[row][1] = part.min[row] = 1;
@@ -244,6 +274,7 @@ GPU_FN float value_at(Kind kind, In<uint8_t> tile, int row, int k) {
         case Kind::q4_k: return weight_at<Kind::q4_k>(tile, row, k);
         case Kind::q5_k: return weight_at<Kind::q5_k>(tile, row, k);
         case Kind::q6_k: return weight_at<Kind::q6_k>(tile, row, k);
+        case Kind::mxfp4: return weight_at<Kind::mxfp4>(tile, row, k);
         case Kind::f16: return float_at<Kind::f16>(tile, row, k);
         case Kind::bf16: return float_at<Kind::bf16>(tile, row, k);
         case Kind::f32: return float_at<Kind::f32>(tile, row, k);

@@ -32,8 +32,9 @@ constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spr
 
 // Kinds of which t * I, with I = Σ n q before a factor, has at most 24 significant bits (7 of t, 17 of I).
 // So t * I, (a factor) * d and t * S are exact floats, and a step is one fma of two of them: the same sum
-// of the same exact product as fma(float(I), d * t, acc) of rule 2, which is rounded once. A sum of up to
-// 2²² over the magic number M has the bits of the float M + I, and fma(M + I, t, -M * t) is t * I.
+// of the same exact product as fma(float(I), d * t, acc) of rule 2, which is rounded once; of mxfp4 it is
+// the step of rule 2. A sum of up to 2²² over the magic number M has the bits of the float M + I, and
+// fma(M + I, t, -M * t) is t * I.
 GPU_FN constexpr bool scales_first(Kind kind) {
     return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k;
 }
@@ -148,7 +149,8 @@ GPU_FN Rows rows_from(int first, int64_t spans, gpu::In<uint32_t> q, gpu::In<flo
 // How many blocks of weights `few` loads before it uses the first of them, and again meanwhile: as many as
 // leave registers for the tokens.
 GPU_FN constexpr int ahead_of(Kind kind, int groups) {
-    const bool is_small = kind == Kind::q4_0 || kind == Kind::iq4_nl || kind == Kind::q4_1;
+    const bool is_small =
+        kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::iq4_nl || kind == Kind::mxfp4;
     return is_small && groups == 1 ? 8 : 4;
 }
 // Whether it loads them while it computes the ones before. Kinds of many words a block have no registers for
@@ -255,7 +257,7 @@ GPU_FN void few(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In<
                 if (b + AHEAD <= end)
                     GPU_UNROLL
                     for (int i = 0; i < AHEAD; i++)
-                        next[i] = gpu::load_part_from<kind>(tile, b, i, g, t);
+                        next[i] = gpu::load_part_from<kind, gpu::SPAN>(tile, b, i, g, t);
                 else
                     GPU_UNROLL
                     for (int i = 0; i < AHEAD; i++)
@@ -420,13 +422,13 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     };
     gpu::Packed next[2];
     const auto load_two = [&](int b) {
-        next[0] = gpu::load_part_from<kind>(tile, b, 0, g, t);
-        next[1] = gpu::load_part_from<kind>(tile, b, 1, g, t);
+        next[0] = gpu::load_part_from<kind, 2>(tile, b, 0, g, t);
+        next[1] = gpu::load_part_from<kind, 2>(tile, b, 1, g, t);
     };
     const auto load = [&](int b) {  // the same, where the second or both may be past the last
         const int first = b < blocks ? b : 0;
-        next[0] = gpu::load_part_from<kind>(tile, first, 0, g, t);
-        next[1] = gpu::load_part_from<kind>(tile, first, first + 1 < blocks ? 1 : 0, g, t);
+        next[0] = gpu::load_part_from<kind, 2>(tile, first, 0, g, t);
+        next[1] = gpu::load_part_from<kind, 2>(tile, first, first + 1 < blocks ? 1 : 0, g, t);
     };
     float acc[PARTS][4], y[PARTS][4];
     GPU_UNROLL
@@ -533,6 +535,7 @@ QUANTISED(iq4_nl)
 QUANTISED(q4_k)
 QUANTISED(q5_k)
 QUANTISED(q6_k)
+QUANTISED(mxfp4)
 
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).

@@ -152,6 +152,12 @@ void products_and_norms() {
         const float unit = ca::power_of_two(source.below(180) - 90);
         return ca::step(source.between(-99, 99), integer, scale, unit * 1.25f);
     });
+    print("step_of_power", [] {  // with sums that are subnormal
+        const int32_t integer = source.below(97537) - 48768;
+        const float power = ca::power_of_field(static_cast<uint32_t>(source.below(160)));
+        const float scale = ca::power_of_two(source.below(186) - 97) * 1.25f;
+        return ca::step_of_power(source.between(-99, 99) * power, integer, power, scale);
+    });
     print("norm_factor",
           [] { return ca::norm_factor(source.between(0, 1e6f), 1 + source.below(9999), 1e-6f); });
     print("norm_value",

@@ -1,4 +1,4 @@
-"""The block types Q5_0, Q5_1, IQ4_NL, Q4_K and Q5_K: rule 2 of docs/numerics.md, exactly.
+"""The block types Q5_0, Q5_1, IQ4_NL, Q4_K, Q5_K and MXFP4: rule 2 of docs/numerics.md, exactly.
 
 The file blocks are decoded here from the byte layout alone. Expected outputs are chains of exact
 fractions, each step rounded once; every level must give these bits.
@@ -20,6 +20,7 @@ from tests.kernels.test_linear import (
     SCALES_AT,
     assert_same_bits,
     chain,
+    dequantised_by_library,
     in_segments,
     packed,
     product,
@@ -32,7 +33,8 @@ from tests.kernels.test_linear import (
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
-KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k")
+KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "mxfp4")
+MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -53,9 +55,13 @@ def half(raw: U8) -> Fraction:
 def groups_of(kind: str, block: U8) -> list[Group]:
     """The groups of one file block."""
     raw = [int(byte) for byte in block]
-    d, none = half(block), Fraction(0)
+    none = Fraction(0)
+    nibbles = [byte & 15 for byte in raw[-16:]] + [byte >> 4 for byte in raw[-16:]]
+    if kind == "mxfp4":
+        power = Fraction(2) ** (raw[0] - 128) if raw[0] > 1 else none
+        return [Group([MXFP4_TABLE[n] for n in nibbles], power, none)]
+    d = half(block)
     if kind in ("q5_0", "q5_1", "iq4_nl"):
-        nibbles = [byte & 15 for byte in raw[-16:]] + [byte >> 4 for byte in raw[-16:]]
         if kind == "iq4_nl":
             return [Group([TABLE[n] for n in nibbles], d, none)]
         bits = int.from_bytes(bytes(raw[-20:-16]), "little")
@@ -138,13 +144,16 @@ def test_products_are_rule_2(pool: k.Pool, kind: str, tokens: int) -> None:
 
 
 def filled(kind: str, rows: int, cols: int, rng: np.random.Generator, byte: int) -> U8:
-    """Weights and six-bit scales of one byte, sane fp16 scales."""
+    """Weights and six-bit scales of one byte, sane scales of blocks."""
     tensor = random_tensor(kind, rows, cols, rng)
     size = BLOCK_BYTES[kind]
     table = tensor.reshape(-1, size)
-    scales_end = SCALES_AT.get(kind, (0,))[-1] + 2
+    scale = np.array([0.0137], np.float16).view(np.uint8)
+    if kind == "mxfp4":
+        scale = np.array([121], np.uint8)
+    scales_end = SCALES_AT.get(kind, (0,))[-1] + len(scale)
     table[:, scales_end:] = byte
-    table[:, :2] = np.array([0.0137], np.float16).view(np.uint8)
+    table[:, : len(scale)] = scale
     return tensor
 
 
@@ -163,7 +172,7 @@ def test_sums_at_their_bounds_are_exact(pool: k.Pool, kind: str, byte: int) -> N
     check_rows(pool, kind, tensor, rows, values, [(0, t) for t in range(6)] + [(16, 1)])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mxfp4"])
 def test_zero_and_subnormal_scales(pool: k.Pool, kind: str) -> None:
     """d, m and dmin of 0, -0, the least subnormal and the largest number; six-bit scales of 0."""
     rows, cols, tokens = 36, 512, 5
@@ -180,6 +189,48 @@ def test_zero_and_subnormal_scales(pool: k.Pool, kind: str) -> None:
         table[: rows // 2, 1, 4:16] = 0
     values = random_values(tokens, cols, rng)
     check_rows(pool, kind, tensor, rows, values, [(row, row % tokens) for row in range(rows)])
+
+
+@pytest.mark.parametrize("size", [1.0, 2.0**-30, 2.0**-88, 2.0**60])
+def test_smallest_and_largest_scales_of_mxfp4(pool: k.Pool, size: float) -> None:
+    """Blocks of no scale, of the least and of the largest one, alone and together in a row: with
+    small activations products and sums are subnormal."""
+    rows, cols, tokens = 36, 544, 5
+    rng = np.random.default_rng(4)
+    tensor = random_tensor("mxfp4", rows, cols, rng)
+    table = tensor.reshape(rows, -1, 17)
+    special = np.array([0, 1, 2, 3, 9, 98, 127, 159, 160], np.uint8)
+    table[:, :, 0] = np.resize(special, rows)[:, None]
+    for row in range(18, rows):
+        table[row, :, 0] = rng.choice(special[: 2 + row % 8], table.shape[1])
+    values = random_values(tokens, cols, rng) * np.float32(size)
+    check_rows(pool, "mxfp4", tensor, rows, values, [(row, row % tokens) for row in range(rows)])
+
+
+def test_every_weight_of_mxfp4_is_that_of_the_file(pool: k.Pool) -> None:
+    """All scales and indices, as the format's own library has them; below 2^-126 a scale is 0."""
+    rows = 161
+    tensor = random_tensor("mxfp4", rows, 32, np.random.default_rng(5))
+    table = tensor.reshape(rows, 17)
+    table[:, 0] = np.arange(rows)
+    table[:, 1:] = 17 * np.arange(16)
+    out = k.Rows(rows, 32)
+    k.embed(pool, packed(pool, "mxfp4", tensor, rows, 32), np.arange(rows, dtype=np.int32), out)
+    want = dequantised_by_library("mxfp4", tensor, rows, 32) + np.float32(0)  # -0 is +0
+    want[:2] = 0
+    assert_same_bits(out.view(rows).copy(), want)
+
+
+@pytest.mark.parametrize("byte", [161, 200, 254, 255])
+@pytest.mark.parametrize(("row", "block"), [(0, 0), (16, 6), (39, 16)])
+def test_a_scale_of_mxfp4_above_the_largest_is_refused(
+    pool: k.Pool, byte: int, row: int, block: int
+) -> None:
+    tensor = random_tensor("mxfp4", 40, 544, np.random.default_rng(6))
+    tensor.reshape(40, -1, 17)[row, block, 0] = byte
+    what = f"mxfp4: row {row}, block {block}: the scale is NaN or above 2\\^32"
+    with pytest.raises(ValueError, match=what):
+        packed(pool, "mxfp4", tensor, 40, 544)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -209,15 +260,18 @@ def test_embedding_has_one_rounding(pool: k.Pool, kind: str) -> None:
 def test_levels_agree_on_any_bytes(
     kind: str, rows: int, superblocks: int, tokens: int, seed: int, size: float
 ) -> None:
-    """Any bytes that a file may hold: only scales that are not finite are replaced."""
+    """Any bytes that a file may hold: only scales that are refused are replaced."""
     cols = 256 * superblocks if kind.endswith("_k") else 160 * superblocks
     rng, pool = np.random.default_rng(seed), k.Pool(1)
     tensor = rng.integers(0, 256, rows * cols // 32 * BLOCK_BYTES[kind], np.uint8)
     tensor = tensor[: rows * cols // (256 if kind.endswith("_k") else 32) * BLOCK_BYTES[kind]]
     table = tensor.reshape(-1, BLOCK_BYTES[kind])
-    for at in SCALES_AT.get(kind, (0,)):
-        exponent = table[:, at + 1] & 0x7C
-        table[exponent == 0x7C, at + 1] = 0x03
+    if kind == "mxfp4":
+        table[:, 0] %= 161
+    else:
+        for at in SCALES_AT.get(kind, (0,)):
+            exponent = table[:, at + 1] & 0x7C
+            table[exponent == 0x7C, at + 1] = 0x03
     matrix = packed(pool, kind, tensor, rows, cols)
     values = random_values(tokens, cols, rng) * np.float32(size)
     results: list[F32] = []
@@ -234,7 +288,7 @@ def test_levels_agree_on_any_bytes(
 
 BITS_MAX = {
     "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5, "iq4_nl": 4.5,
-    "q4_k": 4.63, "q5_k": 5.63, "q6_k": 6.63,
+    "q4_k": 4.63, "q5_k": 5.63, "q6_k": 6.63, "mxfp4": 4.25,
 }  # fmt: skip
 
 

@@ -29,6 +29,7 @@ NAN = 0x7FC00000
 LEVELS = k.isa_levels()
 BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
+    "mxfp4": 17,
 }  # fmt: skip
 SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 
@@ -113,6 +114,9 @@ class Bank:
             size = (BLOCK_BYTES | SUPERBLOCK_BYTES)[kind]
             blocks = rng.integers(0, 256, (n_expert * rows * cols // width, size), np.uint8)
             halves = {"q6_k": [208], "q4_1": [0, 2], "q5_1": [0, 2], "q4_k": [0, 2], "q5_k": [0, 2]}
+            if kind == "mxfp4":
+                blocks[:, 0] = 116 + blocks[:, 0] % 8
+                halves[kind] = []
             for at in halves.get(kind, [0]):
                 d = (rng.standard_normal(len(blocks)) / 256).astype(np.float16)
                 blocks[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
