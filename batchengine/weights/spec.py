@@ -56,7 +56,9 @@ class RopeSpec:
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
-    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model.
+    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model. window: tokens
+    that a row sees, its own the last of them; 0 = all. has_sinks: a logit per query head takes part
+    in each softmax.
     """
 
     n_head: int
@@ -66,6 +68,8 @@ class AttentionSpec:
     has_qk_norm: bool
     rope: RopeSpec
     has_rope: bool = True
+    window: int = 0
+    has_sinks: bool = False
 
     @property
     def q_rows(self) -> int:
