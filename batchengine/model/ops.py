@@ -119,6 +119,8 @@ class Ops(Protocol):
         layer: int,
         out: kernels.Rows,
         quantised: kernels.Activations | None = None,
+        window: int = 0,
+        sinks: kernels.Sinks | None = None,
     ) -> None:
         """Also quantises the rows of the step, if `quantised` is given."""
 
@@ -166,9 +168,11 @@ class CpuOps:
         layer: int,
         out: kernels.Rows,
         quantised: kernels.Activations | None = None,
+        window: int = 0,
+        sinks: kernels.Sinks | None = None,
     ) -> None:
         """`kernels.attend`, then `quantise`."""
-        kernels.attend(self.pool, queries, batch, shape, layer, out)
+        kernels.attend(self.pool, queries, batch, shape, layer, out, window=window, sinks=sinks)
         if quantised is not None:
             self.quantise(out, batch.n_tokens, quantised)
 

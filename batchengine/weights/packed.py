@@ -74,7 +74,7 @@ class Weights:
     packed_bytes: int
     cache_path: Path
 
-    def tensors(self) -> list[kernels.Matrix | kernels.Vector]:
+    def tensors(self) -> list[kernels.Matrix | kernels.Vector | kernels.Sinks]:
         """Every tensor that a forward pass reads; a tied head is not repeated."""
         ends = [self.embedding, self.output_norm, self.head_bias]
         if self.head is not self.embedding:
@@ -311,9 +311,9 @@ def _packed(plan: Any, file: cache.CacheFile) -> Any:
     return type(plan)(**{name: _packed(part, file) for name, part in parts.items()})
 
 
-def _tensors_of(group: Any) -> list[kernels.Matrix | kernels.Vector]:
+def _tensors_of(group: Any) -> list[kernels.Matrix | kernels.Vector | kernels.Sinks]:
     """The tensors of a group of `_packed`, and of the groups in it."""
-    if isinstance(group, kernels.Matrix | kernels.Vector):
+    if isinstance(group, kernels.Matrix | kernels.Vector | kernels.Sinks):
         return [group]
     if group is None:
         return []

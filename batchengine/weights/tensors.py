@@ -88,7 +88,7 @@ class AttentionRoles(Generic[M, V]):
     k_norm: V | None
     output: M
     output_bias: V | None
-    sinks: V | None = None
+    sinks: kernels.Sinks | None = None
 
     @property
     def readers(self) -> list[M]:

@@ -297,6 +297,13 @@ def partial(
     return m, denominator, [rn(float(s)) * 2.0**u for s in sums]
 
 
+def sunk(sink: float, d: int) -> tuple[float, float, list[float]]:
+    """(m, l, o) of a sink."""
+    z = mul(sink, value("3FB8AA3B"))
+    m = float(math.ceil(z))
+    return m, rn(float(round(exp2(add(z, -m)) * 2.0**22))) * 2.0**-22, [0.0] * d
+
+
 def folded(
     a: tuple[float, float, list[float]], b: tuple[float, float, list[float]]
 ) -> tuple[float, float, list[float]]:
@@ -306,26 +313,42 @@ def folded(
     return big[0], fma(small[1], k, big[1]), o
 
 
-@pytest.mark.parametrize(("d", "length", "size"), [(96, 40, 1.0), (64, 300, 4.0)])
-def test_attention(pool: K.Pool, d: int, length: int, size: float) -> None:
+@pytest.mark.parametrize(
+    ("d", "length", "size", "window", "sink"),
+    [
+        (96, 40, 1.0, 0, None),
+        (64, 300, 4.0, 0, None),
+        (64, 300, 4.0, 0, 21.7),
+        (64, 300, 1.0, 128, -0.3),
+        (32, 530, 2.0, 277, 1.5),
+        (32, 530, 2.0, 7, None),
+    ],
+)
+def test_attention(
+    pool: K.Pool, d: int, length: int, size: float, window: int, sink: float | None
+) -> None:
     qkv = (np.random.default_rng(length).standard_normal((length, 3 * d)) * size).astype(np.float32)
     qkv[5, d : 2 * d] *= np.float32(30)
     qkv[7, 2 * d :] = 0
-    timeline = Timeline(K.PageShape(1, 1, d), 1, 2)
-    out = step(pool, [timeline], [qkv])[0][-1:]
+    timeline = Timeline(K.PageShape(1, 1, d), 1, 3)
+    sinks = None if sink is None else K.Sinks(np.array([sink], np.float32))
+    out = step(pool, [timeline], [qkv], window, sinks)[0][-1:]
+    begin = length - window if window else 0
     factor = rn(1.4426950408889634 * timeline.scale / (d & -d))
     pages = [
         partial(
             transformed(qkv[-1, :d].tolist()),
-            [transformed(k) for k in qkv[first : first + 256, d : 2 * d].tolist()],
-            qkv[first : first + 256, 2 * d :].tolist(),
+            [transformed(k) for k in qkv[max(first, begin) : first + 256, d : 2 * d].tolist()],
+            qkv[max(first, begin) : first + 256, 2 * d :].tolist(),
             factor,
         )
-        for first in range(0, length, 256)
+        for first in range(begin // 256 * 256, length, 256)
     ]
     whole = pages[0]
     for page in pages[1:]:
         whole = folded(whole, page)
+    if sink is not None:
+        whole = folded(whole, sunk(rn(sink), d))
     r = div(1.0, whole[1])
     assert_bits(out, [[mul(v, r) for v in whole[2]]])
 

@@ -118,17 +118,24 @@ class Step:
     def rows(self) -> K.Rows:
         return K.Rows(self.total, self.n_head * self.shape.head_dim)
 
-    def attend(self) -> F32:
+    def attend(self, window: int = 0, sinks: K.Sinks | None = None) -> F32:
         """(tokens, n_head * head_dim), copied."""
         out = self.rows()
-        K.attend(self.pool, self.queries, self.batch, self.shape, self.layer, out)
+        at = self.pool, self.queries, self.batch, self.shape, self.layer
+        K.attend(*at, out, window=window, sinks=sinks)
         return out.view(self.total).copy()
 
 
-def step(pool: K.Pool, timelines: Sequence[Timeline], rows: Sequence[F32]) -> list[F32]:
+def step(
+    pool: K.Pool,
+    timelines: Sequence[Timeline],
+    rows: Sequence[F32],
+    window: int = 0,
+    sinks: K.Sinks | None = None,
+) -> list[F32]:
     """Writes the next rows of each timeline and returns each timeline's attention rows."""
     one = Step(pool, timelines, rows)
-    return np.split(one.attend(), np.cumsum(one.counts)[:-1])
+    return np.split(one.attend(window, sinks), np.cumsum(one.counts)[:-1])
 
 
 def random_qkv(seed: int, tokens: int, n_head: int, n_kv: int, d: int) -> F32:

@@ -13,8 +13,9 @@ import kernels
 from batchengine.model.ops import Ops, is_float
 from batchengine.weights import AttentionSpec, AttentionWeights
 
-# Queries of a step, KV layer, and where its rows go: attention to pages that lie elsewhere too.
-Attend = Callable[[kernels.Queries, int, kernels.Rows], None]
+# Queries of a step, KV layer, where its rows go, window and sinks: attention to pages that lie elsewhere
+# too.
+Attend = Callable[[kernels.Queries, int, kernels.Rows, int, kernels.Sinks | None], None]
 
 
 class AttentionBuffers:
@@ -84,9 +85,10 @@ class Attention:
         )
         quantised = buffers.mixed_q8 if is_quantised else None
         if attend is None:
-            ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed, quantised)
+            at = buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed, quantised
+            ops.attend(*at, spec.window, w.sinks)
             return
-        attend(buffers.queries, self.kv_layer, buffers.mixed)
+        attend(buffers.queries, self.kv_layer, buffers.mixed, spec.window, w.sinks)
         if quantised is not None:
             ops.quantise(buffers.mixed, n, quantised)
 

@@ -57,15 +57,17 @@ SIMD_FN void store_digits(V16 weights, uint8_t* high, uint8_t* low) {
     vst1q_u8(low, vandq_u8(vcombine_u8(vmovn_u16(a), vmovn_u16(b)), vdupq_n_u8(127)));
 }
 
-// Scores of one row -> m, l and digits up to the next multiple of 16 tokens. The row is first padded:
-// scores after the visible tokens are stale. False when a score or a weight is not finite.
-SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+// Scores of tokens [first, n) of one row -> m, l and digits of whole runs of 16 tokens. The row is
+// first padded: scores of other tokens may be stale. False when a score or a weight is not finite.
+SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
+                          const PagePartials& out) {
     float* const s = scratch.score[row];
     const float* const dv = scratch.dv;
-    const int end = (n + 15) / 16 * 16;
-    for (int t = n; t < end; t++) s[t] = s[0];
-    V16 top = vset(s[0]), check = vzero();
-    for (int t = 0; t < end; t += 16) {
+    const int begin = first / 16 * 16, end = (n + 15) / 16 * 16;
+    for (int t = begin; t < first; t++) s[t] = s[first];
+    for (int t = n; t < end; t++) s[t] = s[first];
+    V16 top = vset(s[first]), check = vzero();
+    for (int t = begin; t < end; t += 16) {
         const V16 x = vload(s + t);
         top = vmax(top, x);
         check = vfma(x, vzero(), check);  // NaN when x is not finite, else 0
@@ -75,18 +77,20 @@ SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PageP
     out.m[row] = m;
 
     // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
-    float dv_tail[16];
-    for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
+    float dv_head[16], dv_tail[16];
+    const auto seen = [&](int t) { return t < first || t >= n ? 0.0f : dv[t]; };
+    for (int i = 0; i < 16; i++) dv_head[i] = seen(begin + i), dv_tail[i] = seen(end - 16 + i);
+    for (int t = begin; t < first; t++) s[t] = -0x1p127f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
     const V16 shift = vset(m), unit = vset(0x1p22f);
     int32x4_t sum = vdupq_n_s32(0);
     V16 w_top = vzero();
     check = vzero();
-    for (int t = 0; t < end; t += 16) {
+    for (int t = begin; t < end; t += 16) {
         const V16 p = vexp2c(vload(s + t) - shift);
         const V16 scaled = p * unit;
         UNROLL for (int i = 0; i < 4; i++) sum = vaddq_s32(sum, vcvtnq_s32_f32(scaled.v[i]));
-        const V16 w = p * vload(t + 16 == end ? dv_tail : dv + t);
+        const V16 w = p * vload(t + 16 == end ? dv_tail : t == begin ? dv_head : dv + t);
         check = vfma(w, vzero(), check);
         w_top = vmax(w_top, w);
         vstore(s + t, w);
@@ -96,7 +100,7 @@ SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PageP
 
     const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(vreduce_max(w_top)));
     scratch.unit[row] = weights.unit;
-    for (int t = 0; t < end; t += 16)
+    for (int t = begin; t < end; t += 16)
         store_digits(vload(s + t) * vset(weights.inverse), scratch.high[row] + t,
                      scratch.low[row] + t);
     return true;
@@ -107,15 +111,15 @@ SIMD_FN void clear(int row, int t, AttentionScratch& scratch) {
     vst1q_u8(scratch.low[row] + t, vdupq_n_u8(0));
 }
 
-// Numerators of R rows for dims [dim, dim + 8), from `tiles` tiles of 16 tokens.
+// Numerators of R rows for dims [dim, dim + 8), from tiles [first, tiles) of 16 tokens.
 template <int R>
-SIMD_FN void output_dims(const PageView& page, int head_dim, int row, int dim, int tiles,
+SIMD_FN void output_dims(const PageView& page, int head_dim, int row, int dim, int first, int tiles,
                          const AttentionScratch& scratch, const PagePartials& out) {
     int32x4_t high[R][2], low[R][2];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int i = 0; i < 2; i++) high[r][i] = low[r][i] = vdupq_n_s32(0);
-    const int8_t* v = page.v + dim * 4;
-    for (int tile = 0; tile < tiles; tile++, v += 16 * head_dim) {
+    const int8_t* v = page.v + first * 16 * head_dim + dim * 4;
+    for (int tile = first; tile < tiles; tile++, v += 16 * head_dim) {
         int8x16_t wh[R], wl[R];
         UNROLL for (int r = 0; r < R; r++) {
             wh[r] = vreinterpretq_s8_u8(vld1q_u8(scratch.high[row + r] + 16 * tile));
@@ -142,29 +146,29 @@ SIMD_FN void output_dims(const PageView& page, int head_dim, int row, int dim, i
 template <int R>
 void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row,
                 float (*score)[256]) {
-    for (int token = 0; token < rows.visible[row + R - 1]; token += 8)
+    for (int token = rows.hidden[row] / 8 * 8; token < rows.visible[row + R - 1]; token += 8)
         score_tokens<R>(page, head_dim, rows, row, token, score);
 }
 
 template <int R>
 void output_rows(const PageView& page, int head_dim, const QueryRows& rows, int row,
                  const AttentionScratch& scratch, const PagePartials& out) {
-    const int tiles = (rows.visible[row + R - 1] + 15) / 16;
+    const int first = rows.hidden[row] / 16, tiles = (rows.visible[row + R - 1] + 15) / 16;
     for (int dim = 0; dim < head_dim; dim += 8)
-        output_dims<R>(page, head_dim, row, dim, tiles, scratch, out);
+        output_dims<R>(page, head_dim, row, dim, first, tiles, scratch, out);
 }
 
 }  // namespace
 
 void page_partials_neon(const PageView& page, int head_dim, const QueryRows& rows,
                         AttentionScratch& scratch, const PagePartials& out) {
-    const int tiles = (rows.visible[rows.rows - 1] + 15) / 16;
+    const int first_tile = rows.hidden[0] / 16, tiles = (rows.visible[rows.rows - 1] + 15) / 16;
     const int fours = rows.rows / ROWS * ROWS;
     for (int row = 0; row < fours; row += ROWS)
         score_rows<ROWS>(page, head_dim, rows, row, scratch.score);
     for (int row = fours; row < rows.rows; row++)
         score_rows<1>(page, head_dim, rows, row, scratch.score);
-    for (int i = 0; i < tiles * 16; i += 16)
+    for (int i = first_tile * 16; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
     page_softmax_rows<16, page_softmax, clear>(rows, scratch, out);
     for (int row = 0; row < fours; row += ROWS)

@@ -18,8 +18,9 @@ struct Tile {
     size_t kv_head;
     size_t first_row;  // counted from the entry's first token
     size_t rows;
-    size_t first_superpage;  // the span, as far as the last row sees it: [first, end)
+    size_t first_superpage;  // of the span, those that any row sees: [first, end)
     size_t end_superpage;
+    bool is_folded;      // into one accumulator: the span begins at super-page 0
     size_t split_start;  // index of its first result in Queries::split, when split
 
     size_t superpages() const { return end_superpage - first_superpage; }
@@ -69,11 +70,20 @@ struct Job {
     const size_t layer;
     const KvHeads heads;  // those of `queries`; a tile counts from heads.first
     const size_t group;   // query heads per KV head
+    const size_t window;  // 0: none
     const PageKernel kernel;
     const RowOps& ops;
 
     size_t position(const Tile& tile, size_t row) const {
         return tile.entry->start_position + (tile.first_row + row) / group;
+    }
+    // The first position that a row of a tile sees.
+    size_t begin(const Tile& tile, size_t row) const {
+        return first_seen(position(tile, row), window);
+    }
+    // The first page of a super-page of a tile that a row of it sees.
+    size_t first_page(const Tile& tile, size_t superpage) const {
+        return std::max(superpage * SUPERPAGE_PAGES, begin(tile, 0) / PAGE_TOKENS);
     }
     // Token (within the entry) and query head of a row of a tile.
     size_t token(const Tile& tile, size_t row) const { return (tile.first_row + row) / group; }
@@ -82,17 +92,26 @@ struct Job {
     }
 };
 
-// One page against the rows of a tile that see any of it: [first, tile.rows). Returns first. `after` is
-// read when the pages of the tile have been.
-size_t attend_page(const Job& job, const Tile& tile, size_t page_index, const int8_t* after,
+// Rows [first, end) of a tile.
+struct RowRun {
+    size_t first;
+    size_t end;
+};
+
+// One page against the rows of a tile that see any of it, which are returned. `after` is read when the
+// pages of the tile have been.
+RowRun attend_page(const Job& job, const Tile& tile, size_t page_index, const int8_t* after,
                    AttentionScratch& scratch, TileAccumulators& into) {
     const size_t page_start = page_index * PAGE_TOKENS;
-    int32_t visible[ATTENTION_ROWS_MAX];
-    size_t first = 0;
+    int32_t hidden[ATTENTION_ROWS_MAX], visible[ATTENTION_ROWS_MAX];
+    size_t first = 0, end = tile.rows;
     while (job.position(tile, first) < page_start) first++;
-    for (size_t r = first; r < tile.rows; r++)
+    while (job.begin(tile, end - 1) >= page_start + PAGE_TOKENS) end--;
+    for (size_t r = first; r < end; r++) {
+        hidden[r] = static_cast<int32_t>(std::max(job.begin(tile, r), page_start) - page_start);
         visible[r] = static_cast<int32_t>(
             std::min(job.position(tile, r) + 1 - page_start, PAGE_TOKENS));
+    }
 
     const size_t head_dim = job.shape.head_dim;
     uint8_t* base = job.batch.page(*tile.entry, page_start);
@@ -102,8 +121,8 @@ size_t attend_page(const Job& job, const Tile& tile, size_t page_index, const in
                        tile.first_row + first;
     const QueryRows rows{job.queries.q.data() + row * head_dim,
                          job.queries.scale.data() + row * (head_dim / 32),
-                         job.queries.offset.data() + row * (head_dim / 32), visible + first,
-                         static_cast<int>(tile.rows - first)};
+                         job.queries.offset.data() + row * (head_dim / 32), hidden + first,
+                         visible + first, static_cast<int>(end - first)};
     const size_t next_start = page_start + PAGE_TOKENS;
     const int8_t* next_k = after;
     if (next_start <= job.position(tile, tile.rows - 1) &&
@@ -112,31 +131,32 @@ size_t attend_page(const Job& job, const Tile& tile, size_t page_index, const in
     const PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
     job.kernel(view, static_cast<int>(head_dim), rows, scratch,
                {into.m + first, into.l + first, into.o[0] + first * head_dim});
-    return first;
+    return {first, end};
 }
 
-void fold_rows(const Job& job, TileAccumulators& into, const TileAccumulators& next, size_t first,
-               size_t rows) {
+void fold_rows(const Job& job, TileAccumulators& into, const TileAccumulators& next, RowRun rows) {
     const size_t d = job.shape.head_dim;
-    for (size_t r = first; r < rows; r++)
+    for (size_t r = rows.first; r < rows.end; r++)
         job.ops.fold(into.m + r, into.l + r, into.o[0] + r * d, next.m[r], next.l[r],
                      next.o[0] + r * d, d);
 }
 
-// Folds the pages of one super-page, left to right from its first page. Returns the first row that
-// sees any of it.
-size_t attend_superpage(const Job& job, const Tile& tile, size_t superpage, const int8_t* after,
+// Folds the pages of one super-page, left to right from the first page that a row sees. Returns the rows
+// that see any of it; those after them are empty.
+RowRun attend_superpage(const Job& job, const Tile& tile, size_t superpage, const int8_t* after,
                         Workspace& space, TileAccumulators& into) {
     const size_t last_position = job.position(tile, tile.rows - 1);
-    const size_t first_page = superpage * SUPERPAGE_PAGES;
+    const size_t first_page = job.first_page(tile, superpage);
     const size_t last_page =
-        std::min(first_page + SUPERPAGE_PAGES, last_position / PAGE_TOKENS + 1);
-    const size_t first = attend_page(job, tile, first_page, after, space.scratch, into);
+        std::min((superpage + 1) * SUPERPAGE_PAGES, last_position / PAGE_TOKENS + 1);
+    RowRun rows = attend_page(job, tile, first_page, after, space.scratch, into);
+    for (size_t r = rows.end; r < tile.rows; r++) into.l[r] = 0.0f;
     for (size_t p = first_page + 1; p < last_page; p++) {
-        const size_t seen = attend_page(job, tile, p, after, space.scratch, space.page);
-        fold_rows(job, into, space.page, seen, tile.rows);
+        const RowRun seen = attend_page(job, tile, p, after, space.scratch, space.page);
+        fold_rows(job, into, space.page, seen);
+        rows.end = seen.end;
     }
-    return first;
+    return rows;
 }
 
 // A row's accumulator, or a part of it, when it is complete.
@@ -150,32 +170,32 @@ struct Emitted {
 
 template <class Emit>
 void emit_rows(const Job& job, const Tile& tile, size_t superpage, const TileAccumulators& from,
-               size_t first, Emit& emit) {
-    for (size_t r = first; r < tile.rows; r++)
+               RowRun rows, Emit& emit) {
+    for (size_t r = rows.first; r < rows.end; r++)
         emit(tile, Emitted{r, superpage, from.m[r], from.l[r], from.o[0] + r * job.shape.head_dim});
 }
 
 template <class Emit>
 void attend_whole(const Job& job, const Tile& tile, const int8_t* after, Emit& emit) {
     Workspace& space = workspace();
-    attend_superpage(job, tile, 0, after, space, space.total);
-    for (size_t s = 1; s < tile.end_superpage; s++) {
-        const size_t first = attend_superpage(job, tile, s, after, space, space.superpage);
-        fold_rows(job, space.total, space.superpage, first, tile.rows);
+    attend_superpage(job, tile, tile.first_superpage, after, space, space.total);
+    for (size_t s = tile.first_superpage + 1; s < tile.end_superpage; s++) {
+        const RowRun seen = attend_superpage(job, tile, s, after, space, space.superpage);
+        fold_rows(job, space.total, space.superpage, seen);
     }
-    emit_rows(job, tile, 0, space.total, 0, emit);
+    emit_rows(job, tile, 0, space.total, {0, tile.rows}, emit);
 }
 
 template <class Emit>
 void attend_term(const Job& job, const Tile& tile, size_t superpage, const int8_t* after, Emit& emit) {
     Workspace& space = workspace();
-    const size_t first = attend_superpage(job, tile, superpage, after, space, space.superpage);
-    emit_rows(job, tile, superpage, space.superpage, first, emit);
+    const RowRun seen = attend_superpage(job, tile, superpage, after, space, space.superpage);
+    emit_rows(job, tile, superpage, space.superpage, seen, emit);
 }
 
 // Index of a split result: per tile [superpage][row].
 size_t split_index(const Tile& tile, size_t superpage, size_t row) {
-    return tile.split_start + superpage * tile.rows + row;
+    return tile.split_start + (superpage - tile.first_superpage) * tile.rows + row;
 }
 
 void attend_split(const Job& job, const Tile& tile, size_t superpage, const int8_t* after,
@@ -195,11 +215,13 @@ void fold_split(const Job& job, const Tile& tile, size_t row, const Accumulators
                 Emit& emit) {
     const size_t d = job.shape.head_dim;
     const size_t end = std::min(tile.end_superpage, job.position(tile, row) / SUPERPAGE_TOKENS + 1);
-    const size_t start = split_index(tile, 0, row);
+    const size_t first =
+        std::max(tile.first_superpage, job.begin(tile, row) / SUPERPAGE_TOKENS);
+    const size_t start = split_index(tile, first, row);
     alignas(64) float o[HEAD_DIM_MAX];
     float m = split.m[start], l = split.l[start];
     std::copy_n(split.o.data() + start * d, d, o);
-    for (size_t s = 1; s < end; s++) {
+    for (size_t s = first + 1; s < end; s++) {
         const size_t i = split_index(tile, s, row);
         job.ops.fold(&m, &l, o, split.m[i], split.l[i], split.o.data() + i * d, d);
     }
@@ -208,27 +230,32 @@ void fold_split(const Job& job, const Tile& tile, size_t row, const Accumulators
 
 // The K that a piece reads first.
 const int8_t* first_k(const Job& job, const Piece& piece) {
-    uint8_t* const page = job.batch.page(*piece.tile->entry, piece.superpage * SUPERPAGE_TOKENS);
+    const size_t first = job.first_page(*piece.tile, piece.superpage);
+    uint8_t* const page = job.batch.page(*piece.tile->entry, first * PAGE_TOKENS);
     return HeadPage(page, job.shape, job.layer, job.heads.first + piece.tile->kv_head).k;
 }
 
-// Adds the tiles of an entry's rows that see super-page `first`, for super-pages [first, end).
+// Adds the tiles of an entry's rows that see any of the super-pages [first, end).
 void cut_entry(const Job& job, const BatchEntry& entry, size_t first, size_t end,
                std::vector<Tile>& tiles) {
-    const size_t group = job.group, rows_total = entry.n_tokens * group;
+    const size_t group = job.group, start = entry.start_position;
     const size_t span_start = first * SUPERPAGE_TOKENS;
-    const size_t first_row =
-        span_start > entry.start_position ? (span_start - entry.start_position) * group : 0;
+    const size_t first_token = span_start > start ? span_start - start : 0;
+    size_t end_token = entry.n_tokens;
+    while (end_token > first_token &&
+           first_seen(start + end_token - 1, job.window) / SUPERPAGE_TOKENS >= end)
+        end_token--;
     for (size_t head = 0; head < job.heads.count; head++)
-        for (size_t row = first_row; row < rows_total; row += ATTENTION_ROWS_MAX) {
-            const size_t rows = std::min<size_t>(ATTENTION_ROWS_MAX, rows_total - row);
-            const size_t last = entry.start_position + (row + rows - 1) / group;
-            tiles.push_back({&entry, head, row, rows, first,
-                             std::min(end, last / SUPERPAGE_TOKENS + 1), 0});
+        for (size_t row = first_token * group; row < end_token * group; row += ATTENTION_ROWS_MAX) {
+            const size_t rows = std::min<size_t>(ATTENTION_ROWS_MAX, end_token * group - row);
+            const size_t begin = first_seen(start + row / group, job.window) / SUPERPAGE_TOKENS;
+            const size_t last = (start + (row + rows - 1) / group) / SUPERPAGE_TOKENS;
+            tiles.push_back({&entry, head, row, rows, std::max(first, begin),
+                             std::min(end, last + 1), first == 0, 0});
         }
 }
 
-// A tile from super-page 0 is split when it alone is more than a quarter of a thread's fair share.
+// A tile that is folded is split when it alone is more than a quarter of a thread's fair share.
 std::vector<Piece> cut_pieces(std::vector<Tile>& tiles, size_t threads, size_t* split_rows) {
     size_t total = 0;
     for (const Tile& tile : tiles) total += tile.rows * tile.superpages();
@@ -237,12 +264,12 @@ std::vector<Piece> cut_pieces(std::vector<Tile>& tiles, size_t threads, size_t* 
     for (Tile& tile : tiles) {
         const size_t size = tile.rows * tile.superpages();
         PieceKind kind = PieceKind::term;
-        if (tile.first_superpage == 0) {
+        if (tile.is_folded) {
             const bool split = threads > 1 && tile.superpages() > 1 && size * threads * 4 > total;
             kind = split ? PieceKind::split : PieceKind::whole;
         }
         if (kind == PieceKind::whole) {
-            pieces.push_back({&tile, kind, 0});
+            pieces.push_back({&tile, kind, tile.first_superpage});
             continue;
         }
         if (kind == PieceKind::split) {
@@ -255,8 +282,8 @@ std::vector<Piece> cut_pieces(std::vector<Tile>& tiles, size_t threads, size_t* 
     return pieces;
 }
 
-// emit(tile, Emitted) for every row of every tile, from any thread: once for a tile from super-page
-// 0, else once per super-page that the row sees.
+// emit(tile, Emitted) for every row of every tile, from any thread: once for a tile that is folded,
+// else once per super-page that the row sees.
 template <class Emit>
 void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumulators& split,
                   Emit&& emit) {
@@ -284,7 +311,7 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
     if (split_rows == 0) return;
     std::vector<std::pair<const Tile*, size_t>> rows;
     for (const Piece& piece : pieces)
-        if (piece.kind == PieceKind::split && piece.superpage == 0)
+        if (piece.kind == PieceKind::split && piece.superpage == piece.tile->first_superpage)
             for (size_t r = 0; r < piece.tile->rows; r++) rows.emplace_back(piece.tile, r);
     for_each(pool, rows.size(), false, [&](size_t i) {
         fold_split(job, *rows[i].first, rows[i].second, split, emit);
@@ -292,17 +319,18 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
 }
 
 Job make_job(const Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-             KvHeads heads) {
+             KvHeads heads, size_t window) {
     const size_t group = queries.n_head / heads.count;
-    return {queries, batch, shape, layer, heads, group, page_kernel(), rowops()};
+    return {queries, batch, shape, layer, heads, group, window, page_kernel(), rowops()};
 }
 
 }  // namespace
 
 void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
-                     size_t layer, const std::vector<Span>& spans, KvHeads heads, Partials& out) {
-    const Job job = make_job(queries, batch, shape, layer, heads);
-    set_spans(out, batch, spans);
+                     size_t layer, const std::vector<Span>& spans, KvHeads heads, Partials& out,
+                     size_t window) {
+    const Job job = make_job(queries, batch, shape, layer, heads, window);
+    set_spans(out, batch, spans, window);
     std::vector<Tile> tiles;
     for (size_t e = 0; e < batch.n_entries; e++) {
         const PartialEntry& entry = out.entries[e];
@@ -319,15 +347,15 @@ void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const Pag
 }
 
 void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-            Rows& out) {
-    const Job job = make_job(queries, batch, shape, layer, {0, shape.n_kv_head});
+            Rows& out, size_t window, const Sinks* sinks) {
+    const Job job = make_job(queries, batch, shape, layer, {0, shape.n_kv_head}, window);
     std::vector<Tile> tiles;
     for (size_t e = 0; e < batch.n_entries; e++)
         cut_entry(job, batch.entries[e], 0, SIZE_MAX, tiles);
     attend_tiles(pool, job, tiles, queries.split, [&](const Tile& tile, const Emitted& part) {
         float* row = out.row(tile.entry->first_token + job.token(tile, part.row));
-        job.ops.finish(part.l, part.o, shape.head_dim,
-                       row + job.head(tile, part.row) * shape.head_dim);
+        const size_t head = job.head(tile, part.row);
+        finish_head(part.m, part.l, part.o, shape.head_dim, sinks, head, row + head * shape.head_dim);
     });
 }
 

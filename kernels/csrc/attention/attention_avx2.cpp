@@ -47,29 +47,31 @@ SIMD_FN void score_tile(const PageView& page, int head_dim, const QueryRows& row
 }
 
 template <int R>
-void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
-                float (*score)[256]) {
-    for (int tile = 0; tile < tiles; tile++)
+void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tile,
+                int tiles, float (*score)[256]) {
+    for (; tile < tiles; tile++)
         score_tile<R>(page, head_dim, rows, row, tile, score);
 }
 
-void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,
+void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tile, int tiles,
                 float (*score)[256]) {
     int row = 0;
     for (; row + 2 <= rows.rows; row += 2)
-        score_rows<2>(page, head_dim, rows, row, tiles, score);
-    if (row < rows.rows) score_rows<1>(page, head_dim, rows, row, tiles, score);
+        score_rows<2>(page, head_dim, rows, row, tile, tiles, score);
+    if (row < rows.rows) score_rows<1>(page, head_dim, rows, row, tile, tiles, score);
 }
 
-// Scores of one row -> m, l and 14-bit weights up to the next multiple of 16 tokens. The row is first
-// padded: scores after the visible tokens are stale. False when a score or a weight is not finite.
-SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+// Scores of tokens [first, n) of one row -> m, l and 14-bit weights of whole runs of 16 tokens. The row is
+// first padded: scores of other tokens may be stale. False when a score or a weight is not finite.
+SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
+                          const PagePartials& out) {
     float* const s = scratch.score[row];
     const float* const dv = scratch.dv;
-    const int end = (n + 15) / 16 * 16;
-    for (int t = n; t < end; t++) s[t] = s[0];
-    V16 top = vset(s[0]), check = vzero();
-    for (int t = 0; t < end; t += 16) {
+    const int begin = first / 16 * 16, end = (n + 15) / 16 * 16;
+    for (int t = begin; t < first; t++) s[t] = s[first];
+    for (int t = n; t < end; t++) s[t] = s[first];
+    V16 top = vset(s[first]), check = vzero();
+    for (int t = begin; t < end; t += 16) {
         const V16 x = vload(s + t);
         top = vmax(top, x);
         check = vfma(x, vzero(), check);  // NaN when x is not finite, else 0
@@ -79,21 +81,23 @@ SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PageP
     out.m[row] = m;
 
     // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
-    float dv_tail[16];
-    for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
+    float dv_head[16], dv_tail[16];
+    const auto seen = [&](int t) { return t < first || t >= n ? 0.0f : dv[t]; };
+    for (int i = 0; i < 16; i++) dv_head[i] = seen(begin + i), dv_tail[i] = seen(end - 16 + i);
+    for (int t = begin; t < first; t++) s[t] = -0x1p127f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
     const V16 shift = vset(m), magic = vset(ca::ROUND_MAGIC), unit = vset(0x1p22f);
     const __m256i magic_bits = _mm256_castps_si256(magic.a);
     __m256i sum = _mm256_setzero_si256();
     V16 w_top = vzero();
     check = vzero();
-    for (int t = 0; t < end; t += 16) {
+    for (int t = begin; t < end; t += 16) {
         const V16 p = vexp2c(vload(s + t) - shift);
         // fma rounds p * 2^22 to an integer in one step, because that product is exact.
         const V16 rounded = vfma(p, unit, magic);
         sum = _mm256_add_epi32(sum, _mm256_sub_epi32(_mm256_castps_si256(rounded.a), magic_bits));
         sum = _mm256_add_epi32(sum, _mm256_sub_epi32(_mm256_castps_si256(rounded.b), magic_bits));
-        const V16 w = p * vload(t + 16 == end ? dv_tail : dv + t);
+        const V16 w = p * vload(t + 16 == end ? dv_tail : t == begin ? dv_head : dv + t);
         check = vfma(w, vzero(), check);
         w_top = vmax(w_top, w);
         vstore(s + t, w);
@@ -104,7 +108,7 @@ SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PageP
     const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(vreduce_max(w_top)));
     scratch.unit[row] = weights.unit;
     const V16 inverse = vset(weights.inverse);
-    for (int t = 0; t < end; t += 16) {
+    for (int t = begin; t < end; t += 16) {
         const V16 scaled = vload(s + t) * inverse;
         const __m256i packed =
             _mm256_packus_epi32(_mm256_cvtps_epi32(scaled.a), _mm256_cvtps_epi32(scaled.b));
@@ -118,15 +122,15 @@ SIMD_FN void clear(int row, int t, AttentionScratch& scratch) {
     _mm256_store_si256(reinterpret_cast<__m256i*>(scratch.weight[row] + t), _mm256_setzero_si256());
 }
 
-// Numerators of R rows for dims [dim, dim + 16).
+// Numerators of R rows for dims [dim, dim + 16), from quads [first, quads) of tokens.
 template <int R>
-SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int quads,
+SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int first, int quads,
                           const AttentionScratch& scratch, const PagePartials& out) {
     __m256i sum[R][4];  // dims 4i..4i+3, two token pairs each
     repeat<R>(EACH(r) { repeat<4>(EACH(i) { sum[r][i] = _mm256_setzero_si256(); }); });
-    const int8_t* v = page.v + dim * 4;
+    const int8_t* v = page.v + (first * head_dim + dim) * 4;
     const int8_t* next = row == 0 && page.next_k ? page.next_k + dim * 4 : nullptr;
-    for (int t = 0; t < quads; t++, v += head_dim * 4) {
+    for (int t = first; t < quads; t++, v += head_dim * 4) {
         if (next) prefetch(next + t * head_dim * 4);
         __m256i tile[4];
         repeat<4>(EACH(i) {
@@ -154,27 +158,28 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
 }
 
 template <int R>
-void output_rows(const PageView& page, int head_dim, int row, int quads,
+void output_rows(const PageView& page, int head_dim, int row, int first, int quads,
                  const AttentionScratch& scratch, const PagePartials& out) {
     for (int dim = 0; dim < head_dim; dim += 16)
-        output_block<R>(page, head_dim, row, dim, quads, scratch, out);
+        output_block<R>(page, head_dim, row, dim, first, quads, scratch, out);
 }
 
 }  // namespace
 
 void page_partials_avx2(const PageView& page, int head_dim, const QueryRows& rows,
                         AttentionScratch& scratch, const PagePartials& out) {
-    const int visible_max = rows.visible[rows.rows - 1];
-    const int tiles = (visible_max + 15) / 16;
-    score_page(page, head_dim, rows, tiles, scratch.score);
-    for (int i = 0; i < tiles * 16; i += 16)
+    const int hidden_min = rows.hidden[0], visible_max = rows.visible[rows.rows - 1];
+    const int first_tile = hidden_min / 16, tiles = (visible_max + 15) / 16;
+    score_page(page, head_dim, rows, first_tile, tiles, scratch.score);
+    for (int i = first_tile * 16; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
     page_softmax_rows<16, page_softmax, clear>(rows, scratch, out);
-    const int quads = (visible_max + 3) / 4;
+    const int first = hidden_min / 4, quads = (visible_max + 3) / 4;
     prefetch_next_scales(page, head_dim, tiles);
     int row = 0;
-    for (; row + 2 <= rows.rows; row += 2) output_rows<2>(page, head_dim, row, quads, scratch, out);
-    if (row < rows.rows) output_rows<1>(page, head_dim, row, quads, scratch, out);
+    for (; row + 2 <= rows.rows; row += 2)
+        output_rows<2>(page, head_dim, row, first, quads, scratch, out);
+    if (row < rows.rows) output_rows<1>(page, head_dim, row, first, quads, scratch, out);
 }
 
 }  // namespace batchengine

@@ -63,30 +63,30 @@ SIMD_FN void score_block(const PageView& page, int head_dim, const QueryRows& ro
     });
 }
 
-// Tiles [tile, tiles), TT at once. Tiles after them, which no row sees, are in no cache.
+// Tiles [tile, tiles), TT at once. Other tiles, which no row sees, are in no cache.
 template <int R, int TT>
-void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tiles,
-                float (*score)[256], int tile = 0) {
+void score_rows(const PageView& page, int head_dim, const QueryRows& rows, int row, int tile,
+                int tiles, float (*score)[256]) {
     for (; tile + TT <= tiles; tile += TT)
         if (row == 0)
             score_block<R, TT, true>(page, head_dim, rows, row, tile, score);
         else
             score_block<R, TT, false>(page, head_dim, rows, row, tile, score);
     if constexpr (TT > 1)
-        if (tile < tiles) score_rows<R, TT / 2>(page, head_dim, rows, row, tiles, score, tile);
+        if (tile < tiles) score_rows<R, TT / 2>(page, head_dim, rows, row, tile, tiles, score);
 }
 
-void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tiles,
+void score_page(const PageView& page, int head_dim, const QueryRows& rows, int tile, int tiles,
                 float (*score)[256]) {
     int row = 0;
     for (; row + 6 <= rows.rows; row += 6)
-        score_rows<6, 2>(page, head_dim, rows, row, tiles, score);
+        score_rows<6, 2>(page, head_dim, rows, row, tile, tiles, score);
     switch (rows.rows - row) {
-        case 1: return score_rows<1, 8>(page, head_dim, rows, row, tiles, score);
-        case 2: return score_rows<2, 4>(page, head_dim, rows, row, tiles, score);
-        case 3: return score_rows<3, 4>(page, head_dim, rows, row, tiles, score);
-        case 4: return score_rows<4, 2>(page, head_dim, rows, row, tiles, score);
-        case 5: return score_rows<5, 2>(page, head_dim, rows, row, tiles, score);
+        case 1: return score_rows<1, 8>(page, head_dim, rows, row, tile, tiles, score);
+        case 2: return score_rows<2, 4>(page, head_dim, rows, row, tile, tiles, score);
+        case 3: return score_rows<3, 4>(page, head_dim, rows, row, tile, tiles, score);
+        case 4: return score_rows<4, 2>(page, head_dim, rows, row, tile, tiles, score);
+        case 5: return score_rows<5, 2>(page, head_dim, rows, row, tile, tiles, score);
         default: return;
     }
 }
@@ -110,23 +110,26 @@ SIMD_FN void store_digits(const __m512i w[4], uint8_t* high, uint8_t* low) {
     _mm512_store_si512(low, _mm512_permutexvar_epi32(order, l));
 }
 
-// Scores of one row -> m, l and digits up to the next multiple of 64 tokens; s is overwritten with
-// the weights. False when a score or a weight is not finite.
-SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PagePartials& out) {
+// Scores of tokens [first, n) of one row -> m, l and digits of whole runs of 64 tokens; s is overwritten
+// with the weights. False when a score or a weight is not finite.
+SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
+                          const PagePartials& out) {
     float* const s = scratch.score[row];
-    const int whole = n / 16;
+    const int begin = first / 16, whole = n / 16;
+    const __mmask16 head = static_cast<__mmask16>(0xFFFFu << (first % 16));
     const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
     const int vectors = whole + (tail != 0);
     const __m512 zero = _mm512_setzero_ps();
+    for (int t = 16 * begin; t < first; t++) s[t] = s[first];
     // x * 0 is NaN for anything that is not finite and 0 otherwise.
-    __m512 top = _mm512_set1_ps(s[0]), check = zero;
-    for (int i = 0; i < whole; i++) {
+    __m512 top = _mm512_set1_ps(s[first]), check = zero;
+    for (int i = begin; i < whole; i++) {
         const __m512 x = _mm512_load_ps(s + 16 * i);
         top = _mm512_max_ps(top, x);
         check = _mm512_fmadd_ps(x, zero, check);
     }
     if (tail) {
-        const __m512 x = tail_or(s + 16 * whole, tail, s[0]);
+        const __m512 x = tail_or(s + 16 * whole, tail, s[first]);
         top = _mm512_max_ps(top, x);
         check = _mm512_fmadd_ps(x, zero, check);
     }
@@ -144,8 +147,9 @@ SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PageP
 #endif
     __m512 w_top = zero;
     check = zero;
-    for (int i = 0; i < vectors; i++) {
-        const __mmask16 mask = i < whole ? static_cast<__mmask16>(0xFFFF) : tail;
+    for (int i = begin; i < vectors; i++) {
+        const __mmask16 from = i == begin ? head : static_cast<__mmask16>(0xFFFF);
+        const __mmask16 mask = i < whole ? from : static_cast<__mmask16>(from & tail);
         V16 p = vexp2c(vload(s + 16 * i) - shift);
         p.v = _mm512_maskz_mov_ps(mask, p.v);
 #if defined(BATCHENGINE_FREE_ORDER)
@@ -170,8 +174,10 @@ SIMD_FN bool page_softmax(int n, int row, AttentionScratch& scratch, const PageP
     const ca::WeightUnit weights = ca::weight_unit(ca::bits_of(_mm512_reduce_max_ps(w_top)));
     scratch.unit[row] = weights.unit;
     const __m512 inverse = _mm512_set1_ps(weights.inverse);
+    const int run = begin / 4 * 4;
+    for (int i = run; i < begin; i++) _mm512_store_ps(s + 16 * i, zero);
     for (int i = vectors; i % 4; i++) _mm512_store_ps(s + 16 * i, zero);
-    for (int i = 0; i < vectors; i += 4) {
+    for (int i = run; i < vectors; i += 4) {
         __m512i w[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++)
@@ -186,17 +192,17 @@ SIMD_FN void clear(int row, int t, AttentionScratch& scratch) {
     _mm512_store_si512(scratch.low[row] + t, _mm512_setzero_si512());
 }
 
-// Numerators of R rows for dims [dim, dim + 16 * N).
+// Numerators of R rows for dims [dim, dim + 16 * N), from quads [first, quads) of tokens.
 template <int R, int N>
-SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int quads,
+SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, int first, int quads,
                           const AttentionScratch& scratch, const PagePartials& out) {
     __m512i high[R][N], low[R][N];
     repeat<R>(EACH(r) {
         repeat<N>(EACH(j) { high[r][j] = low[r][j] = _mm512_setzero_si512(); });
     });
-    const int8_t* v = page.v + dim * 4;
+    const int8_t* v = page.v + (first * head_dim + dim) * 4;
     const int8_t* next = row == 0 && page.next_k ? page.next_k + dim * 4 : nullptr;
-    for (int t = 0; t < quads; t++, v += head_dim * 4) {
+    for (int t = first; t < quads; t++, v += head_dim * 4) {
         __m512i tile[N];
         repeat<N>(EACH(j) { tile[j] = _mm512_loadu_si512(v + 64 * j); });
         if (next) repeat<N>(EACH(j) { prefetch(next + t * head_dim * 4 + 64 * j); });
@@ -218,31 +224,31 @@ SIMD_FN void output_block(const PageView& page, int head_dim, int row, int dim, 
 }
 
 template <int R>
-void output_rows(const PageView& page, int head_dim, int row, int quads,
+void output_rows(const PageView& page, int head_dim, int row, int first, int quads,
                  const AttentionScratch& scratch, const PagePartials& out) {
     int dim = 0;
     for (; dim + 64 <= head_dim; dim += 64)
-        output_block<R, 4>(page, head_dim, row, dim, quads, scratch, out);
-    if (dim < head_dim) output_block<R, 2>(page, head_dim, row, dim, quads, scratch, out);
+        output_block<R, 4>(page, head_dim, row, dim, first, quads, scratch, out);
+    if (dim < head_dim) output_block<R, 2>(page, head_dim, row, dim, first, quads, scratch, out);
 }
 
 }  // namespace
 
 void page_partials_avx512(const PageView& page, int head_dim, const QueryRows& rows,
                           AttentionScratch& scratch, const PagePartials& out) {
-    const int visible_max = rows.visible[rows.rows - 1];
-    const int tiles = (visible_max + 15) / 16;
-    score_page(page, head_dim, rows, tiles, scratch.score);
-    for (int i = 0; i < tiles * 16; i += 16)
+    const int hidden_min = rows.hidden[0], visible_max = rows.visible[rows.rows - 1];
+    const int first_tile = hidden_min / 16, tiles = (visible_max + 15) / 16;
+    score_page(page, head_dim, rows, first_tile, tiles, scratch.score);
+    for (int i = first_tile * 16; i < tiles * 16; i += 16)
         vstore(scratch.dv + i, vload_half(page.v_scale + i));
     page_softmax_rows<64, page_softmax, clear>(rows, scratch, out);
-    const int quads = (visible_max + 3) / 4;
+    const int first = hidden_min / 4, quads = (visible_max + 3) / 4;
     prefetch_next_scales(page, head_dim, tiles);
     int row = 0;
     for (; row + 3 <= rows.rows; row += 3)
-        output_rows<3>(page, head_dim, row, quads, scratch, out);
-    if (rows.rows - row == 2) output_rows<2>(page, head_dim, row, quads, scratch, out);
-    if (rows.rows - row == 1) output_rows<1>(page, head_dim, row, quads, scratch, out);
+        output_rows<3>(page, head_dim, row, first, quads, scratch, out);
+    if (rows.rows - row == 2) output_rows<2>(page, head_dim, row, first, quads, scratch, out);
+    if (rows.rows - row == 1) output_rows<1>(page, head_dim, row, first, quads, scratch, out);
 }
 
 }  // namespace batchengine

@@ -36,13 +36,14 @@ namespace {
 
 }  // namespace
 
-// Contiguous rows that read the same KV head. visible[r] = how many tokens of the page row r may
-// see, 1..256; later tokens are stale and must not affect results. visible never falls with r.
+// Contiguous rows that read the same KV head. Row r sees the tokens [hidden[r], visible[r]) of the page,
+// one at least; the others, which may be stale, must not affect results. Neither falls with r.
 struct QueryRows {
     const int8_t* q;        // [rows][head_dim]
     const float* scale;     // [rows][head_dim/32], NaN in a nonfinite group
     const int32_t* offset;  // [rows][head_dim/32]
-    const int32_t* visible; // [rows]
+    const int32_t* hidden;   // [rows]
+    const int32_t* visible;  // [rows]
     int rows;
 };
 
@@ -68,21 +69,22 @@ struct AttentionScratch {
 
 namespace {
 
-// Scores -> m, l, unit and weights of every row. SOFTEN(n, row, scratch, out) does it for the n tokens
-// that a row sees, with weights up to the next multiple of STEP tokens, and returns false when the row is
+// Scores -> m, l, unit and weights of every row. SOFTEN(first, n, row, scratch, out) does it for the tokens
+// [first, n) that a row sees, with weights of whole runs of STEP tokens, and returns false when the row is
 // not finite. CLEAR(row, t, scratch) zeroes the weights of STEP tokens from t on, which only other rows see.
 template <int STEP, auto SOFTEN, auto CLEAR>
 void page_softmax_rows(const QueryRows& rows, AttentionScratch& scratch, const PagePartials& out) {
-    const int end = rows.visible[rows.rows - 1];
+    const int begin = rows.hidden[0] / STEP * STEP, end = rows.visible[rows.rows - 1];
     for (int row = 0; row < rows.rows; row++) {
-        const int n = rows.visible[row];
-        int filled = (n + STEP - 1) / STEP * STEP;
-        if (!SOFTEN(n, row, scratch, out)) {
+        const int first = rows.hidden[row], n = rows.visible[row];
+        int from = first / STEP * STEP, filled = (n + STEP - 1) / STEP * STEP;
+        if (!SOFTEN(first, n, row, scratch, out)) {
             out.m[row] = 0.0f;
             out.l[row] = ca::canonical_nan();
             scratch.unit[row] = 0.0f;
-            filled = 0;
+            filled = from = begin;
         }
+        for (; from > begin; from -= STEP) CLEAR(row, from - STEP, scratch);
         for (; filled < end; filled += STEP) CLEAR(row, filled, scratch);
     }
 }

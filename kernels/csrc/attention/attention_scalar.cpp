@@ -29,15 +29,15 @@ float score(const PageView& page, int head_dim, int t, const int8_t* q, const fl
 void page_partials_scalar(const PageView& page, int head_dim, const QueryRows& rows,
                           AttentionScratch&, const PagePartials& out) {
     for (int r = 0; r < rows.rows; r++) {
-        const int n = rows.visible[r];
+        const int first = rows.hidden[r], n = rows.visible[r] - first;
         const int8_t* q = rows.q + r * head_dim;
         const float* q_scale = rows.scale + r * (head_dim / 32);
         float* o = out.o + r * head_dim;
         float s[256], p[256];
         int32_t weight[256];
         ca::PageSoftmax row{};
-        for (int t = 0; t < n; t++) s[t] = score(page, head_dim, t, q, q_scale);
-        if (!ca::page_softmax(s, page.v_scale, n, p, weight, row)) {
+        for (int t = 0; t < n; t++) s[t] = score(page, head_dim, first + t, q, q_scale);
+        if (!ca::page_softmax(s, page.v_scale + first, n, p, weight, row)) {
             out.m[r] = 0.0f;
             out.l[r] = ca::canonical_nan();
             for (int d = 0; d < head_dim; d++) o[d] = 0.0f;
@@ -47,8 +47,10 @@ void page_partials_scalar(const PageView& page, int head_dim, const QueryRows& r
         out.l[r] = row.l;
         for (int d = 0; d < head_dim; d++) {
             int32_t sum = 0;
-            for (int t = 0; t < n; t++)
-                sum += weight[t] * page.v[((t / 4) * head_dim + d) * 4 + t % 4];
+            for (int i = 0; i < n; i++) {
+                const int t = first + i;
+                sum += weight[i] * page.v[((t / 4) * head_dim + d) * 4 + t % 4];
+            }
             o[d] = ca::numerator(sum, row.unit);
         }
     }

@@ -79,6 +79,12 @@ inline size_t v_byte(size_t head_dim, size_t t, size_t d) {
     return ((t / 4) * head_dim + d) * 4 + t % 4;
 }
 
+// The first position that a row at `position` sees: a window of n shows it n tokens, its own the last of
+// them, and a window of 0 all.
+inline size_t first_seen(size_t position, size_t window) {
+    return window != 0 && position >= window ? position - window + 1 : 0;
+}
+
 // The tokens of one step: entries are independent sequences, one after the other.
 struct BatchEntry {
     size_t first_token;     // index of its first token in the step

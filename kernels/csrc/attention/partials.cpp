@@ -85,6 +85,13 @@ void fold_token(const RowOps& ops, Partials& into, const PartialEntry& mine, con
         }
 }
 
+// Whether a token sees any of the super-pages [first, end).
+bool sees(const PartialEntry& entry, size_t token, size_t first, size_t end, size_t window) {
+    const size_t position = entry.start_position + token;
+    return first * SUPERPAGE_TOKENS <= position &&
+           first_seen(position, window) < end * SUPERPAGE_TOKENS;
+}
+
 struct EntryToken {
     size_t entry;
     size_t token;
@@ -104,7 +111,17 @@ void append(std::string& bytes, const T* values, size_t count) {
 
 }  // namespace
 
-void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans) {
+Sinks::Sinks(const float* logits, size_t n_head_) : n_head(n_head_), values(2 * n_head_) {
+    for (size_t head = 0; head < n_head; head++) {
+        const ca::Sink sink = ca::sink_of(logits[head]);
+        if (!ca::is_finite(sink.m))
+            refuse("Sinks: that of head " + text(head) + " is not finite in base 2");
+        values[head] = sink.m;
+        values[n_head + head] = sink.l;
+    }
+}
+
+void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans, size_t window) {
     std::vector<PartialEntry> entries(batch.n_entries);
     for (size_t e = 0; e < entries.size(); e++) {
         const BatchEntry& entry = batch.entries[e];
@@ -129,14 +146,17 @@ void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& 
     partials.n_tokens = batch.n_tokens;
     partials.n_accumulators = total;
     for (const PartialEntry& entry : partials.entries)
-        for (size_t term = 0; term < entry.terms(); term++)
-            for (size_t token = 0; entry.seen(token) <= entry.first + term; token++) {
+        for (size_t term = 0; term < entry.terms(); term++) {
+            const size_t first = entry.first + term, end = entry.first == 0 ? entry.end() : first + 1;
+            for (size_t token = 0; token < entry.n_tokens; token++) {
+                if (sees(entry, token, first, end, window)) continue;
                 const size_t i = partials.index(entry, term, token, 0), n = partials.n_head;
                 std::fill_n(partials.at.m.data() + i, n, 0.0f);
                 std::fill_n(partials.at.l.data() + i, n, 0.0f);
                 std::fill_n(partials.at.o.data() + i * partials.head_dim, n * partials.head_dim,
                             0.0f);
             }
+        }
 }
 
 void fold(Pool& pool, Partials& into, const Partials& next) {
@@ -174,8 +194,20 @@ void fold(Pool& pool, Partials& into, const Partials& next) {
     });
 }
 
+void finish_head(float m, float l, const float* o, size_t head_dim, const Sinks* sinks, size_t head,
+                 float* out) {
+    const RowOps& ops = rowops();
+    if (sinks) {
+        alignas(CACHE_LINE) static constexpr float none[HEAD_DIM_MAX] = {};
+        std::copy_n(o, head_dim, out);
+        ops.fold(&m, &l, out, sinks->m()[head], sinks->l()[head], none, head_dim);
+        o = out;
+    }
+    ops.finish(l, o, head_dim, out);
+}
+
 void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& rows,
-            size_t first_head, Rows& out) {
+            size_t first_head, Rows& out, const Sinks* sinks) {
     std::vector<EntryToken> tokens;
     for (size_t e = 0; e < partials.entries.size(); e++) {
         const PartialEntry& entry = partials.entries[e];
@@ -184,7 +216,6 @@ void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& row
             refuse("finish: entry " + text(e) + " has " + range(entry) + " of 0.." + text(seen));
         for (size_t t = 0; t < entry.n_tokens; t++) tokens.push_back({e, t});
     }
-    const RowOps& ops = rowops();
     const size_t head_dim = partials.head_dim;
     for_each(pool, tokens.size(), tokens.size() * partials.n_head * head_dim <= VALUES_ALONE, [&](size_t index) {
         const auto [e, token] = tokens[index];
@@ -192,8 +223,8 @@ void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& row
         float* row = out.row(rows[e] + token) + first_head * head_dim;
         for (size_t head = 0; head < partials.n_head; head++) {
             const size_t i = partials.index(entry, 0, token, head);
-            ops.finish(partials.at.l[i], partials.at.o.data() + i * head_dim, head_dim,
-                       row + head * head_dim);
+            finish_head(partials.at.m[i], partials.at.l[i], partials.at.o.data() + i * head_dim,
+                        head_dim, sinks, first_head + head, row + head * head_dim);
         }
     });
 }

@@ -34,13 +34,25 @@ struct PartialEntry {
 
     size_t terms() const { return first == 0 && count > 0 ? 1 : count; }  // accumulators per row
     size_t end() const { return first + count; }
-    // Super-pages that its token `token` sees, counted from 0.
+    // Super-pages that its token `token` sees without a window, counted from 0.
     size_t seen(size_t token) const { return (start_position + token) / SUPERPAGE_TOKENS + 1; }
+};
+
+// What every row of a layer has to its tokens: a logit per query head, as the partial that is folded last.
+struct Sinks {
+    // std::invalid_argument for one that is not finite, or not in base 2.
+    Sinks(const float* logits, size_t n_head);
+    const float* m() const { return values.data(); }
+    const float* l() const { return values.data() + n_head; }
+
+    const size_t n_head;
+    Buffer<float> values;  // m of all heads, then l of all heads
 };
 
 // Accumulators of all entries, in order [entry][term][token][head]. One is m (base-2 maximum, an
 // integer), l (denominator; NaN after a value that is not finite) and o (numerator). A token that
-// sees nothing of a super-page has m = l = o = 0 there, and l > 0 everywhere else.
+// sees nothing of a super-page has m = l = o = 0 there, and l > 0 everywhere else; with l = 0 an
+// accumulator is empty, and a fold leaves the other one as it is.
 struct Partials {
     Partials(size_t tokens_max_, size_t n_head_, size_t head_dim_)
         : tokens_max(tokens_max_), n_head(n_head_), head_dim(head_dim_) {}
@@ -60,18 +72,22 @@ struct Partials {
 };
 
 // Gives `partials` the entries of a batch with these spans, at most one per entry, and accumulators
-// of which those that no token sees are zero. std::invalid_argument for a span outside its entry.
-void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans);
+// of which those that see no token are zero. std::invalid_argument for a span outside its entry.
+void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& spans, size_t window);
 
 // Folds in spans that begin where those of `into` end (or where either is empty).
 // std::invalid_argument, `into` unchanged, when the steps differ or a span is not the next one.
 void fold(Pool& pool, Partials& into, const Partials& next);
 
-// out row = heads in order from `first_head`, head_dim values each, for every token. The tokens of
-// entry e have consecutive rows from rows[e]. std::invalid_argument, `out` unchanged, when a token
-// sees a super-page that has not been folded.
+// out row = heads in order from `first_head`, head_dim values each, for every token; `sinks`, or null,
+// are those of all heads of `out`. The tokens of entry e have consecutive rows from rows[e].
+// std::invalid_argument, `out` unchanged, when a super-page up to a token has not been folded.
 void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& rows,
-            size_t first_head, Rows& out);
+            size_t first_head, Rows& out, const Sinks* sinks = nullptr);
+
+// finish of one row of one head.
+void finish_head(float m, float l, const float* o, size_t head_dim, const Sinks* sinks, size_t head,
+                 float* out);
 
 // Little-endian: u32 n_head, head_dim, n_entries, 0; per entry u32 n_tokens, first, count, 0 and
 // u64 start_position; then fp32 m[n], l[n], o[n][head_dim] of the n accumulators.

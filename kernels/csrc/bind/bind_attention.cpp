@@ -217,6 +217,13 @@ void attention_checks(const Pool& pool, const Queries& queries, const Batch& bat
                                                  number(n_kv_head) + " KV heads");
 }
 
+// The sinks are those of all heads of a row.
+void require_sinks(const Sinks* sinks, size_t n_head, const char* name) {
+    if (sinks)
+        require(sinks->n_head == n_head, std::string(name) + ": sinks of " + number(sinks->n_head) +
+                                             " heads, expected " + number(n_head));
+}
+
 // The pages of positions [start, end) of an entry have addresses.
 void require_pages(const Batch& batch, size_t e, size_t start, size_t end, const char* name) {
     if (batch.n_absent == 0) return;
@@ -285,18 +292,20 @@ void bind_place(nb::module_& module) {
     module.def(
         "attend",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-           Rows& out) {
+           Rows& out, size_t window, const Sinks* sinks) {
             attention_checks(pool, queries, batch, shape, layer, shape.n_kv_head, "attend");
+            require_sinks(sinks, queries.n_head, "attend");
             require(batch.n_absent == 0, "attend: pages of the batch are absent");
             require_tokens(batch.n_tokens, out.tokens_max, "attend");
             require_width(out.width, queries.n_head * shape.head_dim, "attend");
             const nb::gil_scoped_release release;
-            attend(pool, queries, batch, shape, layer, out);
+            attend(pool, queries, batch, shape, layer, out, window, sinks);
         },
         nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
-        nb::arg("out"),
+        nb::arg("out"), nb::kw_only(), nb::arg("window") = 0, nb::arg("sinks").none() = nb::none(),
         "Causal attention of the batch's tokens over their pages; out is (tokens, n_head * "
-        "head_dim). A head that met a NaN or infinity comes out as NaN.");
+        "head_dim). A head that met a NaN or infinity comes out as NaN. With a window of n > 0, a "
+        "token sees itself and the n - 1 before it.");
     module.def(
         "row_digests",
         [](const Batch& batch, const PageShape& shape, const AddressArray& seeds) {
@@ -396,7 +405,7 @@ void bind_partials_type(nb::module_& module) {
             "accumulators are not checked.");
 }
 
-std::vector<Span> checked_spans(const Batch& batch, const EntryArray& spans) {
+std::vector<Span> checked_spans(const Batch& batch, const EntryArray& spans, size_t window) {
     std::vector<Span> checked;
     for (size_t i = 0; i < spans.shape(0); i++) {
         require(spans(i, 0) >= 0 && spans(i, 1) >= 0 && spans(i, 2) >= 0,
@@ -407,20 +416,53 @@ std::vector<Span> checked_spans(const Batch& batch, const EntryArray& spans) {
         if (span.count == 0 || span.entry >= batch.n_entries) continue;
         const BatchEntry& entry = batch.entries[span.entry];
         const size_t frontier = entry.start_position + entry.n_tokens;
-        require_pages(batch, span.entry, span.first * SUPERPAGE_TOKENS,
+        require_pages(batch, span.entry,
+                      std::max(span.first * SUPERPAGE_TOKENS, first_seen(entry.start_position, window)),
                       std::min((span.first + span.count) * SUPERPAGE_TOKENS, frontier),
                       "attend_partials");
     }
     return checked;
 }
 
+void bind_sinks(nb::module_& module) {
+    nb::class_<Sinks>(module, "Sinks",
+                      "The sinks of one layer: per query head a logit that takes part in the softmax of "
+                      "every row and has no V.")
+        .def(
+            "__init__",
+            [](Sinks* self, nb::object values) {
+                const HeldBuffer held(values, false);
+                require(held.size() > 0 && held.size() % sizeof(float) == 0,
+                        "Sinks: " + number(held.size()) + " bytes are not fp32 values");
+                std::vector<float> logits(held.size() / sizeof(float));
+                std::memcpy(logits.data(), held.data(), held.size());
+                new (self) Sinks(logits.data(), logits.size());
+            },
+            nb::arg("values"),
+            nb::sig("def __init__(self, values: typing_extensions.Buffer) -> None"),
+            "From the fp32 bytes of n_head logits. ValueError for one that is not finite, also after its "
+            "product with log2 e.")
+        .def_prop_ro("n_head", [](const Sinks& self) { return self.n_head; })
+        .def(
+            "view",
+            [](nb::handle_t<Sinks> handle) {
+                Sinks& self = nb::cast<Sinks&>(handle);
+                return nb::ndarray<nb::numpy, const float, nb::ndim<2>>(self.values.data(),
+                                                                        {2, self.n_head}, handle);
+            },
+            nb::sig("def view(self) -> numpy.typing.NDArray[numpy.float32]"),
+            "Read-only numpy alias (2, n_head): m, then l, of the partial that each sink is.");
+}
+
 void bind_partials(nb::module_& module) {
     module.attr("SUPERPAGE_TOKENS") = SUPERPAGE_TOKENS;
+    bind_sinks(module);
     bind_partials_type(module);
     module.def(
         "attend_partials",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-           const EntryArray& spans, Partials& out, std::optional<std::pair<size_t, size_t>> some) {
+           const EntryArray& spans, Partials& out, std::optional<std::pair<size_t, size_t>> some,
+           size_t window) {
             const KvHeads heads = checked_heads(some.value_or(std::pair{size_t{0}, shape.n_kv_head}),
                                                 shape.n_kv_head, "attend_partials");
             attention_checks(pool, queries, batch, shape, layer, heads.count, "attend_partials");
@@ -429,16 +471,18 @@ void bind_partials(nb::module_& module) {
                     "attend_partials: the partials have " + number(out.n_head) + " heads of " +
                         number(out.head_dim) + ", expected " + number(queries.n_head) + " of " +
                         number(shape.head_dim));
-            const std::vector<Span> checked = checked_spans(batch, spans);
+            const std::vector<Span> checked = checked_spans(batch, spans, window);
             const nb::gil_scoped_release release;
-            attend_partials(pool, queries, batch, shape, layer, checked, heads, out);
+            attend_partials(pool, queries, batch, shape, layer, checked, heads, out, window);
         },
         nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("spans"), nb::arg("out"), nb::kw_only(), nb::arg("heads") = nb::none(),
+        nb::arg("window") = 0,
         "Attention to parts of the KV: spans int32 (n, 3) = entry, first super-page, count, at most "
-        "one per entry. Reads no page outside them. Overwrites out, where an entry without a span is "
-        "empty. queries and out are of the heads that read the KV heads `heads` (first, count), all "
-        "by default. ValueError for a span that its entry does not have.");
+        "one per entry. Reads no page outside them, and none that the window, as of attend(), hides "
+        "from all tokens of its entry. Overwrites out, where an entry without a span is empty. queries "
+        "and out are of the heads that read the KV heads `heads` (first, count), all by default. "
+        "ValueError for a span that its entry does not have.");
     module.def(
         "fold",
         [](Pool& pool, Partials& into, const Partials& next) {
@@ -454,9 +498,10 @@ void bind_partials(nb::module_& module) {
     module.def(
         "finish",
         [](Pool& pool, const Partials& partials, Rows& out,
-           const std::optional<std::vector<size_t>>& rows, size_t first_head) {
+           const std::optional<std::vector<size_t>>& rows, size_t first_head, const Sinks* sinks) {
             require_open(pool);
             const size_t heads = out.width / partials.head_dim;
+            require_sinks(sinks, heads, "finish");
             if (!rows) require_width(out.width, partials.n_head * partials.head_dim, "finish");
             require(partials.n_head <= heads && first_head <= heads - partials.n_head,
                     "finish: the rows have no such heads");
@@ -471,12 +516,14 @@ void bind_partials(nb::module_& module) {
                 require_tokens(first[e] + partials.entries[e].n_tokens, out.tokens_max, "finish");
             }
             const nb::gil_scoped_release release;
-            finish(pool, partials, first, first_head, out);
+            finish(pool, partials, first, first_head, out, sinks);
         },
         nb::arg("pool"), nb::arg("partials"), nb::arg("out"), nb::kw_only(),
         nb::arg("rows") = nb::none(), nb::arg("first_head") = 0,
+        nb::arg("sinks").none() = nb::none(),
         "The rows that attend() would give: (n_tokens, n_head * head_dim). With `rows`, the tokens "
-        "of entry e go to consecutive rows from rows[e], and the heads to those from first_head. "
+        "of entry e go to consecutive rows from rows[e], and the heads to those from first_head. The "
+        "sinks are those of all heads of a row of out. "
         "ValueError when the partials of an entry lack a super-page.");
 }
 

@@ -455,15 +455,34 @@ CA_FN bool page_softmax(const float* score, const uint16_t* v_scale, int n, floa
 CA_FN float numerator(int32_t sum, float unit) { return mul_rn(float_rn(sum), unit); }
 
 // Adds the partial that follows an accumulator (m, l, o) to it. The side with the smaller m shrinks
-// by an exact power of two; the other one is added as it is.
+// by an exact power of two; the other one is added as it is. One with l = 0 has no token: such a partial
+// changes nothing, and such an accumulator becomes the partial.
 CA_FN void fold(float& m, float& l, float* o, float m_next, float l_next, const float* o_next,
                 int head_dim) {
+    const bool is_kept = l_next == 0.0f, is_taken = !is_kept && l == 0.0f;
     const bool is_larger = m_next > m;
     const float shrink = exp2c(is_larger ? sub_rn(m, m_next) : sub_rn(m_next, m));
-    l = is_larger ? fma_rn(l, shrink, l_next) : fma_rn(l_next, shrink, l);
-    for (int i = 0; i < head_dim; i++)
-        o[i] = is_larger ? fma_rn(o[i], shrink, o_next[i]) : fma_rn(o_next[i], shrink, o[i]);
-    if (is_larger) m = m_next;
+    for (int i = 0; i < head_dim; i++) {
+        const float sum = is_larger ? fma_rn(o[i], shrink, o_next[i]) : fma_rn(o_next[i], shrink, o[i]);
+        o[i] = is_kept ? o[i] : is_taken ? o_next[i] : sum;
+    }
+    const float both = is_larger ? fma_rn(l, shrink, l_next) : fma_rn(l_next, shrink, l);
+    l = is_kept ? l : is_taken ? l_next : both;
+    m = !is_kept && (is_taken || is_larger) ? m_next : m;
+}
+
+// A sink as the last partial of its head; its o is 0.
+struct Sink {
+    float m;
+    float l;
+};
+
+// A logit that takes part in the softmax of every row, and has no V.
+CA_FN Sink sink_of(float logit) {
+    const float z = mul_rn(logit, LOG2_E);
+    const float m = add_rn(ceil_exact(z), 0.0f);
+    const int32_t share = round_to_int(mul_rn(exp2c(sub_rn(z, m)), 0x1p22f));
+    return {m, mul_rn(float_rn(share), 0x1p-22f)};
 }
 
 // The output row of an accumulator: RN(o * RN(1/l)); an l that is not finite gives NaN.

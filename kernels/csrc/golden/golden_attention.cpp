@@ -1,5 +1,5 @@
 // Golden vectors of norm and attention: two super-pages, a partial last page, both rope pairings,
-// chunks that cross page borders, outliers, zeros and values that are not finite.
+// chunks that cross page borders, outliers, zeros and values that are not finite; windows and sinks.
 #include "attention/attention.h"
 #include "common/ca.h"
 #include "golden/golden.h"
@@ -13,6 +13,7 @@ constexpr size_t TOKENS_MAX = 50;
 // Positions [0, HISTORY) only fill pages; the steps after them also attend: every shape of a tile.
 constexpr size_t HISTORY = 1050;
 constexpr size_t STEPS[] = {1, 2, 3, 4, 5, 16, 19};
+constexpr size_t WINDOWS[] = {0, 1, 16, 70, 128, 257, 1024};  // of the last step, with sinks
 
 struct Shape {
     size_t n_head, n_kv_head, head_dim;
@@ -77,6 +78,14 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, const Shape
         place(tokens);
         attend(pool, queries, batch, shape, 0, out);
         golden.add("attend " + name + " x " + std::to_string(tokens), out, tokens);
+    }
+    std::vector<float> logits(of.n_head);
+    fill(source, logits.data(), of.n_head, 9.0f);
+    const Sinks sinks(logits.data(), of.n_head);
+    golden.add("sinks " + name, sinks.values.data(), sinks.values.size() * sizeof(float));
+    for (const size_t window : WINDOWS) {
+        attend(pool, queries, batch, shape, 0, out, window, &sinks);
+        golden.add("attend " + name + " window " + std::to_string(window), out, batch.n_tokens);
     }
     golden.add("pages " + name, memory.data(), memory.size());
     std::vector<uint64_t> seeds(batch.n_tokens, 7), digests(batch.n_tokens);

@@ -24,10 +24,10 @@ struct RowOps {
                            int32_t* offset);
     // Rule 6: `groups` groups of `width` values share one fp16 scale each (K: 32, V: head_dim).
     void (*quantise_kv8)(const float* x, size_t groups, size_t width, int8_t* q, uint16_t* d);
-    // Rule 7, fold: adds the partial that follows the accumulator (m, l, o) to it.
+    // Rule 7, fold: adds the partial that follows the accumulator (m, l, o) to it; l = 0 is an empty one.
     void (*fold)(float* m, float* l, float* o, float m_next, float l_next, const float* o_next,
                  size_t head_dim);
-    // Rule 7, output: RN(o * RN(1/l)); an l that is not finite gives the canonical NaN.
+    // Rule 7, output: RN(o * RN(1/l)); an l that is not finite gives the canonical NaN. out may be o.
     void (*finish)(float l, const float* o, size_t head_dim, float* out);
     // Largest value of a row and the lowest index that has it; false when any value is NaN or inf.
     bool (*largest)(const float* x, size_t n, float* value, size_t* index);

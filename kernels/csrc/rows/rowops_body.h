@@ -153,8 +153,12 @@ void quantise_kv8(const float* x, size_t groups, size_t width, int8_t* q, uint16
 
 void fold(float* m, float* l, float* o, float m_next, float l_next, const float* o_next,
           size_t head_dim) {
+    if (l_next == 0.0f) return;
     // The side with the smaller m shrinks by an exact power of two; the other one is added as it is.
-    if (m_next > *m) {
+    if (*l == 0.0f) {
+        *m = m_next, *l = l_next;
+        for (size_t i = 0; i < head_dim; i += 16) vstore(o + i, vload(o_next + i));
+    } else if (m_next > *m) {
         const float shrink = ca::exp2c(*m - m_next);
         *l = ca::fma_rn(*l, shrink, l_next);
         for (size_t i = 0; i < head_dim; i += 16)

@@ -16,7 +16,8 @@ __device__ const void* const FUNCTIONS[] = {
     ADDRESS(norm_value), ADDRESS(rotate), ADDRESS(hadamard_width), ADDRESS(hadamard),
     ADDRESS(kv8_scale), ADDRESS(kv8_inverse),
     ADDRESS(kv8_value), ADDRESS(kv8_group), ADDRESS(quantise_query), ADDRESS(weight_exponent),
-    ADDRESS(weight_unit), ADDRESS(page_softmax), ADDRESS(numerator), ADDRESS(fold), ADDRESS(finish),
+    ADDRESS(weight_unit), ADDRESS(page_softmax), ADDRESS(numerator), ADDRESS(fold), ADDRESS(sink_of),
+    ADDRESS(finish),
     ADDRESS(penalised), ADDRESS(weight_of), ADDRESS(integer_weight), ADDRESS(share_of), ADDRESS(falling_key), ADDRESS(philox),
     ADDRESS(fraction_of), ADDRESS(log_of_sum), ADDRESS(log_probability),
     ADDRESS(select_experts), ADDRESS(add_expert)};

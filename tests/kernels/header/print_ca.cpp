@@ -188,14 +188,19 @@ void attention() {
         }
         source.row(o, 256, 20);
         source.row(o_next, 256, 20);
-        float m = static_cast<float>(source.below(60)), l = source.between(0, 300);
-        ca::fold(m, l, o, static_cast<float>(source.below(60)), source.between(0, 300), o_next, 256);
+        const auto share = [] { return source.below(8) ? source.between(0, 300) : 0.0f; };
+        float m = static_cast<float>(source.below(60)), l = share();
+        ca::fold(m, l, o, static_cast<float>(source.below(60)), share(), o_next, 256);
         folded.add(o, 256);
         folded.add(m);
         folded.add(l);
         ca::finish(source.below(8) ? l : source.any(), o, 256, o_next);
         finished.add(o_next, 256);
     }
+    print("sink_of", [] {
+        const ca::Sink sink = ca::sink_of(source.below(4) ? source.between(-30, 30) : source.any());
+        return source.below(2) ? sink.m : sink.l;
+    });
     print("numerator", [] {
         return ca::numerator(static_cast<int32_t>(source.next()),
                              ca::power_of_two(source.below(200) - 90));
