@@ -47,3 +47,16 @@ def test_the_document_has_the_bounds_of_a_group(name: str, value: float) -> None
     assert literal is not None
     assert float.fromhex(literal[1]) == value if "0x" in literal[1] else float(literal[1]) == value
     assert bits(value) in DOCUMENT
+
+
+def test_the_document_has_the_constants_of_oai() -> None:
+    rule = re.search(r"^oai\(g, u\) = .*?(?=\n\n)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    literals = [
+        re.search(rf"constexpr float OAI_{n} = (\S+)f;", HEADER) for n in ("SLOPE", "LIMIT")
+    ]
+    assert rule is not None
+    slope, limit = (float(found[1]) for found in literals if found is not None)
+    assert bits(slope) in rule[0]
+    assert f"value of {slope}" in rule[0]
+    assert f"min(g, {limit:g})" in rule[0]
+    assert f"min(max(u, −{limit:g}), {limit:g})" in rule[0]

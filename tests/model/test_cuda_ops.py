@@ -14,7 +14,9 @@ import pytest
 import kernels
 from batchengine.lanes.gpu.device import upload_weights
 from batchengine.lanes.gpu.step import GpuSteps
-from batchengine.model import Ops, Stepper
+from batchengine.model import CpuOps, Ops, Stepper
+from batchengine.model.layers.moe import MoeBuffers, MoeFfn
+from batchengine.weights import MoeSpec, MoeWeights
 from bench.cuda.cases import packed_with_bytes, rows_of
 from bench.cuda.cases.experts import cpu_part
 from bench.cuda.weights import random_model
@@ -173,6 +175,47 @@ def test_a_layer_of_experts_has_three_launches_more(gpu: Emulator) -> None:
     chosen = ["norm_quantise", "linear_f32", "select_experts"]
     wanted = [*attention, *chosen, product, "quantise", product, "add_pairs"]
     assert launches_of_a_layer(gpu, "moe-tiny") == wanted
+
+
+def test_a_layer_with_biases_of_selector_and_experts_has_the_bits_of_the_cpu(gpu: Emulator) -> None:
+    """Every bias and the activation reach the kernels: without one of them the bits are others."""
+    pool, rng, tokens, n_expert, width, n_ff = (
+        kernels.Pool(1),
+        np.random.default_rng(8),
+        5,
+        6,
+        64,
+        96,
+    )
+    spec = MoeSpec(n_expert, 3, n_ff, 1.0, "oai", has_bias=True)
+    shapes = (n_expert * n_ff, width), (n_expert * n_ff, width), (n_expert * width, n_ff)
+    banks = [packed_with_bytes(pool, "q4_0", *shape, rng)[0] for shape in shapes]
+    sizes = width, n_expert, n_expert * n_ff, n_expert * n_ff, n_expert * width
+    norm, *biases = (kernels.Vector(rng.standard_normal(n, np.float32)) for n in sizes)
+    selector = packed_with_bytes(pool, "f32", n_expert, width, rng)[0]
+    weights = MoeWeights(norm, selector, *banks, *biases)
+    x = rng.standard_normal((tokens, width), np.float32)
+
+    def added(ops: Ops, hidden: kernels.Rows, spec: MoeSpec, weights: MoeWeights) -> None:
+        buffers = MoeBuffers(ops, spec, [weights], tokens, width)
+        normed = ops.make_activations(tokens, width, True)
+        MoeFfn(ops, spec, weights, 1e-5, buffers).add(hidden, tokens, normed)
+
+    def on_cpu(spec: MoeSpec, weights: MoeWeights) -> bytes:
+        hidden = rows_of(x)
+        added(CpuOps(pool), hidden, spec, weights)
+        return hidden.view(tokens).tobytes()
+
+    ops = CudaOps(gpu, pool)
+    ops.upload(*banks, selector, norm, *biases)
+    hidden = ops.make_rows(tokens, width)
+    gpu.copy_in(hidden.address, x)
+    added(cast(Ops, ops), cast(kernels.Rows, hidden), spec, weights)
+    assert ops.read_rows(hidden, tokens).tobytes() == on_cpu(spec, weights)
+    others = [on_cpu(replace(spec, activation="silu"), weights)]
+    for name in ("selector_bias", "gate_bias", "up_bias", "down_bias"):
+        others.append(on_cpu(spec, replace(weights, **{name: None})))
+    assert len({on_cpu(spec, weights), *others}) == 6
 
 
 def test_a_graph_of_a_decode_serves_other_experts(gpu: Emulator) -> None:

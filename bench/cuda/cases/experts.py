@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, cast
 
@@ -182,7 +183,7 @@ def experts_case(
         ops.gather_pairs(of_tokens, pairs, gathered)
         ops.pairs_gated(gathered, banks[0], banks[1], pairs, gated, *biases[:2], activation)
         given = values, before.astype(np.float32)
-        wanted = cpu_part(pool, *given, banks, biases, activation, on_cpu)
+        wanted = cpu_part(pool, *given, banks, on_cpu, biases, activation)
         want = np.empty((len(order), n_ff), np.float32)
         want[order] = wanted[0].view(on_cpu.rows_max)[rows]
         compare_finite(ops.read_rows(gated, len(order)), want, f"pairs_gated: {what}")
@@ -215,9 +216,9 @@ def cpu_part(
     values: F32,
     before: F32,
     banks: list[kernels.Matrix],
-    biases: list[kernels.Vector | None],
-    activation: str,
     pairs: kernels.ExpertPairs,
+    biases: Sequence[kernels.Vector | None] = (None, None, None),
+    activation: str = "silu",
 ) -> tuple[kernels.Rows, kernels.Rows]:
     """What the CPU's gate lets through, and its output."""
     tokens, n_embd = values.shape

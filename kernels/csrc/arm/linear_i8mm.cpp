@@ -2,6 +2,6 @@
 #include "arm/linear_neon.h"
 
 namespace batchengine {
-const LinearKernels LINEAR_I8MM = {multiply, store_tile, add_tile, gate_tile, add_pairs,
+const LinearKernels LINEAR_I8MM = {multiply, store_tile, add_tile, GATE_SILU, GATE_OAI, add_pairs,
                                      multiply_then_add};
 }

@@ -43,7 +43,7 @@ void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
                  const LinearPart& up_part, ca::Activation activation, const ExpertPairs& pairs,
                  Rows& out) {
     if (pairs.n_runs == 0) return;
-    const LinearKernels& kernels = linear_kernels();
+    const GateTile gate_tile = linear_kernels().gate(activation);
     const Matrix &gate = *gate_part.matrix, &up = *up_part.matrix;
     const size_t tiles = out.width / TILE_ROWS;
     const size_t run = std::min(run_tiles(gate.kind), run_tiles(up.kind));
@@ -62,10 +62,9 @@ void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
                      multiply_tiles(up, x, bank + tile, count, group, rows, cold, ups);
                      float* to = out.row(group * GROUP_TOKENS) + tile * TILE_ROWS;
                      for (size_t t = 0; t < count; ++t)
-                         kernels.gate(activation, gates[t], bias_of(gate_part, bank + tile + t),
-                                      ups[t],
-                                      {to + t * TILE_ROWS, out.stride,
-                                       bias_of(up_part, bank + tile + t), rows, TILE_ROWS});
+                         gate_tile(gates[t], bias_of(gate_part, bank + tile + t), ups[t],
+                                   {to + t * TILE_ROWS, out.stride,
+                                    bias_of(up_part, bank + tile + t), rows, TILE_ROWS});
                  });
         }
     });

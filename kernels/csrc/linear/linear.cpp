@@ -192,8 +192,8 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
                      for (size_t t = 0; t < count; ++t) {
                          const float* gate_bias =
                              gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
-                         kernels.gate(ca::Activation::silu, gates[t], gate_bias, ups[t],
-                                      target(out, 0, up, tile + t, group, group_tokens));
+                         kernels.gate_silu(gates[t], gate_bias, ups[t],
+                                           target(out, 0, up, tile + t, group, group_tokens));
                      }
                  });
     });

@@ -37,6 +37,10 @@ struct PairTarget {
     size_t stride;         // floats between those of two tokens
 };
 
+// out = ca::gated(activation, RN(gate + gate_bias), RN(up + bias)), of one activation
+using GateTile = void (*)(const TileResult& gate, const float* gate_bias, const TileResult& up,
+                          const TileTarget& target);
+
 struct LinearKernels {
     // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias. Of a
     // nonfinite token the results are unspecified. `cold`: no cache holds these weights.
@@ -44,14 +48,17 @@ struct LinearKernels {
                      size_t group, size_t tokens, bool cold, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
     void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + RN(y + bias))
-    // out = ca::gated(activation, RN(gate + gate_bias), RN(up + bias))
-    void (*gate)(ca::Activation activation, const TileResult& gate, const float* gate_bias,
-                 const TileResult& up, const TileTarget& target);
+    GateTile gate_silu;
+    GateTile gate_oai;
     // sums of token = fma(weight of the pair, RN(y + bias), sums of token), for each pair of a group
     // and 16 rows
     void (*add_pairs)(const TileResult& result, const PairTarget& target);
     // RN(RN(a * b) + c): differs from one fma when the compiler contracted this level's code.
     float (*multiply_then_add)(float a, float b, float c);
+
+    GateTile gate(ca::Activation activation) const {
+        return activation == ca::Activation::oai ? gate_oai : gate_silu;
+    }
 };
 const LinearKernels& linear_kernels();  // of the level in use
 

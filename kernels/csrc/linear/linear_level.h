@@ -257,19 +257,11 @@ SIMD_FN V16 gated(V16 gate, V16 up) {
 }
 
 template <ca::Activation ACTIVATION>
-SIMD_FN void gate_tokens(const TileResult& gate, const float* gate_bias, const TileResult& up,
-                         const TileTarget& to) {
+void gate_tile(const TileResult& gate, const float* gate_bias, const TileResult& up,
+               const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
         put(to, token,
             gated<ACTIVATION>(biased(gate, gate_bias, token), biased(up, to.bias, token)));
-}
-
-void gate_tile(ca::Activation activation, const TileResult& gate, const float* gate_bias,
-               const TileResult& up, const TileTarget& to) {
-    if (activation == ca::Activation::oai)
-        gate_tokens<ca::Activation::oai>(gate, gate_bias, up, to);
-    else
-        gate_tokens<ca::Activation::silu>(gate, gate_bias, up, to);
 }
 
 void add_pairs(const TileResult& result, const PairTarget& to) {
@@ -278,6 +270,9 @@ void add_pairs(const TileResult& result, const PairTarget& to) {
         vstore(sums, vfma(vset(to.weight[pair]), biased(result, to.bias, pair), vload(sums)));
     }
 }
+
+constexpr GateTile GATE_SILU = gate_tile<ca::Activation::silu>;
+constexpr GateTile GATE_OAI = gate_tile<ca::Activation::oai>;
 
 // NaN if the vector and the plain expression differ, as a compiler may fuse only one of them.
 float multiply_then_add(float a, float b, float c) {

@@ -221,12 +221,13 @@ void add(const TileResult& result, const TileTarget& to) {
         }
 }
 
-void gate(ca::Activation activation, const TileResult& gate, const float* gate_bias,
-          const TileResult& up, const TileTarget& to) {
+template <ca::Activation ACTIVATION>
+void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
+          const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
         for (size_t row = 0; row < to.rows; ++row)
             to.out[token * to.stride + row] =
-                ca::gated(activation, biased(gate, gate_bias, token, row),
+                ca::gated(ACTIVATION, biased(gate, gate_bias, token, row),
                           biased(up, to.bias, token, row));
 }
 
@@ -242,6 +243,12 @@ float multiply_then_add(float a, float b, float c) { return a * b + c; }
 
 }  // namespace
 
-const LinearKernels LINEAR_SCALAR = {multiply, store, add, gate, add_pairs, multiply_then_add};
+const LinearKernels LINEAR_SCALAR = {multiply,
+                                     store,
+                                     add,
+                                     gate<ca::Activation::silu>,
+                                     gate<ca::Activation::oai>,
+                                     add_pairs,
+                                     multiply_then_add};
 
 }  // namespace batchengine

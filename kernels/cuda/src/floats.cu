@@ -122,12 +122,12 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
                 y[i] = first + s == 0 ? part : ca::add_rn(y[i], part);
             }
     }
+    const int expert = gpu::columns_of(pairs, to.tokens, COLUMNS).expert;  // again: registers are few
     if (team == 0)
         GPU_UNROLL
         for (int i = 0; i < each; i++)
             if (slot + i * SLOTS <= columns.last)
-                gpu::put(to, columns.expert, columns.row(slot + i * SLOTS),
-                         gpu::block_y() * gpu::TILE + row, y[i]);
+                gpu::put(to, expert, columns.row(slot + i * SLOTS), gpu::block_y() * gpu::TILE + row, y[i]);
 }
 
 }  // namespace
