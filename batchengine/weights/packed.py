@@ -33,6 +33,7 @@ from batchengine.weights.tensors import (
     LayerRoles,
     MatrixPlan,
     MoeRoles,
+    SinksPlan,
     TensorPlan,
     VectorPlan,
     plan_tensors,
@@ -48,11 +49,11 @@ Progress = Callable[[float], None]
 
 
 # The tensors of a layer, ready for the kernels.
-AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector]
+AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
 DenseWeights = DenseRoles[kernels.Matrix, kernels.Vector]
 MoeWeights = MoeRoles[kernels.Matrix, kernels.Vector]
 FfnWeights = DenseWeights | MoeWeights
-LayerWeights = LayerRoles[kernels.Matrix, kernels.Vector]
+LayerWeights = LayerRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +259,12 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
     if vector.name == ROPE_FACTORS and not (joined > 0.0).all():
         why = "a frequency is divided by each of them, so all must be positive"
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
+    if isinstance(vector, SinksPlan):
+        try:
+            kernels.Sinks(joined.data)
+        except ValueError as error:
+            file = gguf.path.name
+            raise errors.TENSOR_NUMBERS(tensor=vector.name, file=file, why=error) from error
     return memoryview(joined.tobytes())
 
 
@@ -301,6 +308,8 @@ def _packed(plan: Any, file: cache.CacheFile) -> Any:
     """The tensors of a plan as the kernels read them; a group of tensors keeps its class."""
     if isinstance(plan, MatrixPlan):
         return kernels.Matrix(plan.kind, plan.rows, plan.cols, file.entry(plan.name))
+    if isinstance(plan, SinksPlan):
+        return kernels.Sinks(file.entry(plan.name))
     if isinstance(plan, VectorPlan):
         return kernels.Vector(file.entry(plan.name))
     if plan is None:

@@ -73,12 +73,18 @@ class VectorPlan:
         return sum(size for _, size in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class SinksPlan(VectorPlan):
+    """The sinks of a layer's query heads."""
+
+
 M = TypeVar("M")  # a matrix: planned, or packed for the kernels
 V = TypeVar("V")  # a vector: planned, or packed
+S = TypeVar("S")  # sinks: planned, or packed
 
 
 @dataclass(frozen=True)
-class AttentionRoles(Generic[M, V]):
+class AttentionRoles(Generic[M, V, S]):
     """The tensors of an AttentionSpec by role. qkv has one fused matrix or three."""
 
     norm: V
@@ -88,7 +94,7 @@ class AttentionRoles(Generic[M, V]):
     k_norm: V | None
     output: M
     output_bias: V | None
-    sinks: kernels.Sinks | None = None
+    sinks: S | None = None
 
     @property
     def readers(self) -> list[M]:
@@ -146,17 +152,17 @@ class MoeRoles(Generic[M, V]):
 
 
 @dataclass(frozen=True)
-class LayerRoles(Generic[M, V]):
+class LayerRoles(Generic[M, V, S]):
     """The tensors of one layer."""
 
-    mixer: AttentionRoles[M, V]
+    mixer: AttentionRoles[M, V, S]
     ffn: DenseRoles[M, V] | MoeRoles[M, V]
 
 
-AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan]
+AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan, SinksPlan]
 DensePlan = DenseRoles[MatrixPlan, VectorPlan]
 MoePlan = MoeRoles[MatrixPlan, VectorPlan]
-LayerPlan = LayerRoles[MatrixPlan, VectorPlan]
+LayerPlan = LayerRoles[MatrixPlan, VectorPlan, SinksPlan]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +220,7 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if qk_norm else None,
         output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
-        sinks=find.vector(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
+        sinks=find.sinks(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
     )
 
 
@@ -314,6 +320,11 @@ class _Finder:
 
     def vector(self, name: str, size: int) -> VectorPlan:
         return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
+
+    def sinks(self, name: str, n_head: int) -> SinksPlan:
+        plan = SinksPlan(name, ((self.use_vector(name, n_head), n_head),))
+        self.vectors.append(plan)
+        return plan
 
     def bank_vector(self, name: str, n_expert: int, size: int) -> VectorPlan:
         """The vectors of all experts, one after the other."""

@@ -37,6 +37,7 @@ QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
 QWEN3MOE = replace(
     QWEN3, arch="qwen3moe", n_ff=128, n_expert=16, n_used=4, tied=False, kinds={"token_embd": "f32"}
 )
+BANKS = ("ffn_gate", "ffn_up", "ffn_down")
 GPT_OSS = replace(
     QWEN3MOE, arch="gpt-oss", n_layer=3, n_embd=288, n_ff=160, bias=0.3, k_bias=0.3, window=40,
     yarn_factor=32.0, yarn_trained=50, rope_base=150000.0, n_head=8,
@@ -125,6 +126,11 @@ SHAPES: dict[str, Shape] = {
     "gpt_oss": GPT_OSS,
     "gpt_oss_f32": replace(GPT_OSS, base="f32"),
     "gpt_oss_wide_window": replace(GPT_OSS, window=128, n_layer=4, n_head=16),
+    "gpt_oss_mxfp4": replace(
+        GPT_OSS,
+        base="q8_0",
+        kinds={**GPT_OSS.kinds, "output": "q8_0"} | dict.fromkeys(BANKS, "mxfp4"),
+    ),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.
@@ -227,7 +233,7 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss"])
 def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """1,300 tokens: six pages, two super-pages to fold."""
     path = model_of(name, tmp_path)
@@ -239,7 +245,7 @@ def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Pa
     assert float(exact.min()) > COSINE_MIN
 
 
-@pytest.mark.parametrize("name", ["qwen3_untied", "qwen3moe", "llama_experts"])
+@pytest.mark.parametrize("name", ["qwen3_untied", "qwen3moe", "llama_experts", "gpt_oss"])
 def test_greedy_tokens_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """Of 960 tokens that llama.cpp chose greedily. Logits of random models have near ties, so 94 %
     are equal; but every token that leads by a fifth of the logits' deviation is."""
@@ -287,7 +293,7 @@ def test_most_logits_agree_where_experts_are_nearly_equal(
     assert share < 0.35
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "llama_experts"])
+@pytest.mark.parametrize("name", ["qwen3moe", "llama_experts", "gpt_oss"])
 def test_with_another_number_of_experts_used_the_logits_disagree(
     name: str, tmp_path: Path, cache_dir: Path
 ) -> None:
@@ -298,6 +304,32 @@ def test_with_another_number_of_experts_used_the_logits_disagree(
     tokens = np.random.default_rng(5).integers(0, 320, 100).tolist()
     found = cosines(ours_of(path, tokens, cache_dir), theirs_of(fewer, tokens))
     assert float(np.median(found)) < COSINE_MIN - 0.01
+
+
+def wider_window(values: dict[str, Any], _: Any) -> None:
+    key = "gpt-oss.attention.sliding_window"
+    values[key] = (values[key][0] + 1, values[key][1])
+
+
+def larger_sinks(_: Any, tensors: dict[str, Any]) -> None:
+    for i in range(GPT_OSS.n_layer):
+        tensors[f"blk.{i}.attn_sinks.weight"][0][:] += 0.5
+
+
+def other_bias(_: Any, tensors: dict[str, Any]) -> None:
+    tensors["blk.1.ffn_up_exps.bias"][0][:] *= 1.5
+
+
+@pytest.mark.parametrize("edit", [wider_window, larger_sinks, other_bias])
+def test_with_another_window_or_other_sinks_the_logits_disagree(
+    edit: Any, tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail, by one position of a window."""
+    path = model_of("gpt_oss_f32", tmp_path)
+    tokens = np.random.default_rng(5).integers(0, 320, 300).tolist()
+    found = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, edit), tokens))
+    print(f"AGREEMENT {edit.__name__} median={np.median(found):.6f} min={found.min():.6f}")
+    assert float(found.min()) < 0.99 < EXACT_WORST
 
 
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])
