@@ -6,7 +6,7 @@
 // to one byte without a barrier between them (in shared memory, and in global memory within and across
 // blocks), an access to shared memory that a copy is under way to, a collective that some threads do
 // not reach, reach elsewhere or by other calls, or never leave, a byte of `bytes_of` that does not exist.
-// With SIMT_UNCHECKED only the last kind is found, and pointers are plain: for running whole models.
+// With SIMT_UNCHECKED only the last two kinds are found, and pointers are plain: for running whole models.
 #pragma once
 
 #include <cstdint>

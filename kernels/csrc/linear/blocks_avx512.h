@@ -89,8 +89,23 @@ SIMD_FN __m512 halves_at(const uint16_t* p) {
 
 // The dots of a block, by how its weights are packed: one struct each.
 
+// Nibbles are weights, or the places of theirs in a table; OFFSET makes them the unsigned operand of dots.
+struct Plain {
+    SIMD_FN __m512i weights(__m512i nibbles) { return nibbles; }
+};
+template <const int8_t (&VALUES)[16], int OFFSET>
+struct Table {
+    SIMD_FN __m512i weights(__m512i nibbles) {
+        const __m512i table = _mm512_add_epi8(
+            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(VALUES))),
+            _mm512_set1_epi8(static_cast<char>(OFFSET)));
+        return _mm512_shuffle_epi8(table, nibbles);
+    }
+};
+
 // The four nibble vectors of a block at block[r]: low nibbles are dwords 0..3, high 4..7. All low ones
 // come first and, when sums fill the registers, the bytes are loaded twice: keeping them would spill sums.
+template <class Meaning>
 struct NibbleDots {
     template <int R, int N>
     SIMD_FN void dot_block(Sums<R, N>& sums, const uint8_t* const (&block)[R], const int8_t* q) {
@@ -103,14 +118,15 @@ struct NibbleDots {
         UNROLL for (int j = 0; j < 4; ++j) {
             __m512i low[R];
             UNROLL for (int r = 0; r < R; ++r)
-                low[r] = _mm512_and_si512(_mm512_load_si512(block[r] + 64 * j), mask);
+                low[r] = Meaning::weights(
+                    _mm512_and_si512(_mm512_load_si512(block[r] + 64 * j), mask));
             dot<R, N>(sums, low, q, j);
         }
         UNROLL for (int j = 0; j < 4; ++j) {
             __m512i high[R];
             UNROLL for (int r = 0; r < R; ++r)
-                high[r] = _mm512_and_si512(
-                    _mm512_srli_epi16(_mm512_load_si512(again[r] + 64 * j), 4), mask);
+                high[r] = Meaning::weights(_mm512_and_si512(
+                    _mm512_srli_epi16(_mm512_load_si512(again[r] + 64 * j), 4), mask));
             dot<R, N>(sums, high, q, j + 4);
         }
     }
@@ -123,29 +139,6 @@ struct ByteDots {
             __m512i weights[R];
             UNROLL for (int r = 0; r < R; ++r) weights[r] = _mm512_load_si512(block[r] + 64 * g);
             dot<R, N>(sums, weights, q, g);
-        }
-    }
-};
-
-// Weights are values of a table, plus OFFSET as the unsigned operand of the dots.
-template <const int8_t (&VALUES)[16], int OFFSET>
-struct TableDots {
-    template <int R, int N>
-    SIMD_FN void dot_block(Sums<R, N>& sums, const uint8_t* const (&block)[R], const int8_t* q) {
-        const __m512i mask = _mm512_set1_epi8(15);
-        const __m512i table = _mm512_add_epi8(
-            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(VALUES))),
-            _mm512_set1_epi8(static_cast<char>(OFFSET)));
-        UNROLL for (int j = 0; j < 4; ++j) {
-            __m512i low[R], high[R];
-            UNROLL for (int r = 0; r < R; ++r) {
-                const __m512i packed = _mm512_load_si512(block[r] + 64 * j);
-                low[r] = _mm512_shuffle_epi8(table, _mm512_and_si512(packed, mask));
-                high[r] = _mm512_shuffle_epi8(
-                    table, _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask));
-            }
-            dot<R, N>(sums, low, q, j);
-            dot<R, N>(sums, high, q, j + 4);
         }
     }
 };
@@ -195,10 +188,10 @@ struct PairUnit {
         scale_in(acc, sums, dw, x.scale + cell);
     }
 };
-struct WeightsQ4_0 : PairUnit<PackedQ4_0, NibbleDots, 0> {};
+struct WeightsQ4_0 : PairUnit<PackedQ4_0, NibbleDots<Plain>, 0> {};
 struct WeightsQ5_0 : PairUnit<PackedQ5_0, FiveBitDots, 1> {};
 struct WeightsQ8_0 : PairUnit<PackedQ8_0, ByteDots, 4> {};
-struct WeightsIQ4_NL : PairUnit<PackedQ4_0, TableDots<IQ4_VALUES, 128>, 4> {};
+struct WeightsIQ4_NL : PairUnit<PackedQ4_0, NibbleDots<Table<IQ4_VALUES, 128>>, 4> {};
 
 // Four blocks, each with a power of two as its scale.
 struct WeightsMXFP4 {
@@ -216,7 +209,7 @@ struct WeightsMXFP4 {
             const __m128i field = _mm_load_si128(reinterpret_cast<const __m128i*>(four->field[i]));
             power[r] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(field), 23));
         }
-        TableDots<MXFP4_VALUES, 16>::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
+        NibbleDots<Table<MXFP4_VALUES, 16>>::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
         power_in(acc, sums, power, x.scale + cell);
     }
 };
@@ -243,7 +236,7 @@ struct MinimumUnit {
         minimum_in(acc, mw, x.sum + cell);
     }
 };
-struct WeightsQ4_1 : MinimumUnit<PackedQ4_1, NibbleDots> {};
+struct WeightsQ4_1 : MinimumUnit<PackedQ4_1, NibbleDots<Plain>> {};
 struct WeightsQ5_1 : MinimumUnit<PackedQ5_1, FiveBitDots> {};
 
 SIMD_FN __m512 bytes_at(const uint8_t* p) {
@@ -299,7 +292,7 @@ struct Superblock {
         sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
     }
 };
-struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots> {};
+struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots<Plain>> {};
 struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots> {};
 
 struct WeightsQ6_K {
