@@ -56,9 +56,9 @@ class RopeSpec:
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
-    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model. window: tokens
-    that a row sees, its own the last of them; 0 = all. has_sinks: a logit per query head takes part
-    in each softmax.
+    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model. window: how
+    many tokens a row sees, its own the last of them; 0 = all. has_sinks: a logit per query head
+    takes part in each softmax.
     """
 
     n_head: int
