@@ -15,7 +15,7 @@ import msgspec
 
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 2  # stands in the features of Hello, too: a data link has no greeting
+VERSION = 3  # stands in the features of Hello, too: a data link has no greeting
 # Pages of a pipeline that are computed by some of its stages and not yet with its owner, at most.
 WINDOW_PAGES = 16
 
@@ -51,14 +51,16 @@ class Query(Message, tag=1, frozen=True):
     """Attend, then send what comes of it to the next hop; the first of `hops` is the receiver.
 
     Payload: the queries of all entries' tokens that read KV heads [first_head, first_head +
-    n_heads) of attention layer `layer` (kernels.Queries.to_bytes). `unit` is unique among those of
-    `owner`, the daemon that receives the accumulators in the end.
+    n_heads) of attention layer `layer` (kernels.Queries.to_bytes). `window`: how many tokens one
+    sees, its own the last of them; 0 = all. `unit` is unique among those of `owner`, the daemon
+    that receives the accumulators in the end.
     """
 
     unit: int
     layer: int
     first_head: int
     n_heads: int
+    window: int
     owner: str
     entries: tuple[QueryEntry, ...]
     hops: tuple[Hop, ...]

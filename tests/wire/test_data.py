@@ -27,7 +27,7 @@ spans = st.builds(HeldSpan, u64, u64, u31, u31, u31)
 hops = st.builds(Hop, names, st.lists(spans, max_size=4).map(tuple))
 entries = st.lists(st.builds(QueryEntry, u31, u31), max_size=4).map(tuple)
 messages = (
-    st.builds(Query, u64, u31, u31, u31, names, entries, st.lists(hops, max_size=3).map(tuple))
+    st.builds(Query, u64, u31, u31, u31, u31, names, entries, st.lists(hops, max_size=3).map(tuple))
     | st.builds(Accumulators, u64, u31, u31)
     | st.builds(Refuse, u64, st.text(max_size=40))
     | st.builds(Hidden, u64, u31, u31)

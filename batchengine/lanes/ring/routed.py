@@ -2,7 +2,8 @@
 own pages meanwhile, and folds them in last.
 
 Entries whose pages lie with the same peers in the same order go together, as units of some KV
-heads. A layer waits until every unit is back, refused, or late.
+heads. A layer waits until every unit is back, refused, or late. Nothing goes round in a layer whose
+window hides all pages of the peers.
 """
 
 from __future__ import annotations
@@ -68,9 +69,11 @@ class Unit:
 
 @dataclass(slots=True)
 class Laps:
-    """The units under way in the layer that is computed, by number."""
+    """The layer that is computed, and its units under way, by number."""
 
     layer: int = -1
+    window: int = 0
+    sinks: kernels.Sinks | None = None
     units: dict[int, Unit] = field(default_factory=dict[int, Unit])
 
 
@@ -128,9 +131,16 @@ class RoutedAttention:
         ]
         self._units = [unit for group in self._groups for unit in self._cut(group)]
 
-    def attend(self, queries: kernels.Queries, layer: int, out: kernels.Rows) -> None:
+    def attend(
+        self,
+        queries: kernels.Queries,
+        layer: int,
+        out: kernels.Rows,
+        window: int,
+        sinks: kernels.Sinks | None,
+    ) -> None:
         """Attention of one layer for all entries; rows of unreachable ones are zero."""
-        laps = self._laps = Laps(layer)
+        laps = self._laps = Laps(layer, window, sinks)
         n_kv_head = self._attention.shape.n_kv_head
         for unit in self._units:
             group, heads = unit.group, unit.heads
@@ -140,13 +150,13 @@ class RoutedAttention:
                 continue
             data = queries.to_bytes(n_kv_head, (heads.first, heads.count), group.runs)
             unit.queries.load_bytes(data, heads.count)
-            if group.links:
+            if not group.spans.hides(window):
                 laps.units[unit.number] = unit
-                self._send_query(unit, layer, data)
+                self._send_query(unit, data)
         due = time.monotonic() + min(self._lap_s, self._left_s)
         for unit in self._units:
             if not unit.group.why:
-                self._compute_own(unit, layer, out)
+                self._compute_own(unit, out)
                 self._wait(0.0)
         began = time.monotonic()
         self._complete(due, out)
@@ -232,13 +242,14 @@ class RoutedAttention:
 
     # --------------------------------------------------------------------------- one layer
 
-    def _send_query(self, unit: Unit, layer: int, data: bytes) -> None:
+    def _send_query(self, unit: Unit, data: bytes) -> None:
         group = unit.group
         query = Query(
             unit.number,
-            layer,
+            self._laps.layer,
             unit.heads.first,
             unit.heads.count,
+            self._laps.window,
             self._owner,
             tuple(
                 QueryEntry(n, start)
@@ -249,13 +260,12 @@ class RoutedAttention:
         if not self._send(group.links[0], query, data):
             self._fail(group, "the link to a holder has ended")
 
-    def _compute_own(self, unit: Unit, layer: int, out: kernels.Rows) -> None:
-        """Attend to the worker's own pages; finish what has no others."""
-        own = self._attend(unit, unit.slices[0], layer)
-        if unit.group.links:
-            unit.early = own
+    def _compute_own(self, unit: Unit, out: kernels.Rows) -> None:
+        """Attend to the worker's own pages; finish what sees no others."""
+        if unit.number in self._laps.units:
+            unit.early = self._attend(unit, unit.slices[0])
         else:
-            self._finish(unit, own, out)
+            self._finish(unit, self._attend(unit, unit.group.spans.with_hidden), out)
 
     def _complete(self, due: float, out: kernels.Rows) -> None:
         """Complete every unit that comes round until `due`, and fail the groups of the others."""
@@ -283,12 +293,12 @@ class RoutedAttention:
             self._waited_s += time.monotonic() - now
 
     def _fold(self, unit: Unit, out: kernels.Rows) -> None:
-        attention, layer = self._attention, self._laps.layer
+        attention = self._attention
         try:
             total = attention.take_before(unit.before or b"", unit.group.spans, unit.heads)
             for index, span in enumerate(unit.slices):
                 part = unit.early if index == 0 else None
-                part = part or self._attend(unit, span, layer)
+                part = part or self._attend(unit, span)
                 kernels.fold(attention.pool, total, part)
                 attention.put(part, unit.heads)
         except ValueError as error:
@@ -297,12 +307,15 @@ class RoutedAttention:
             return
         self._finish(unit, total, out)
 
-    def _attend(self, unit: Unit, span: I32Array, layer: int) -> kernels.Partials:
-        return self._attention.attend(unit.queries, unit.group.spans, span, layer, unit.heads)
+    def _attend(self, unit: Unit, span: I32Array) -> kernels.Partials:
+        laps, spans = self._laps, unit.group.spans
+        return self._attention.attend(
+            unit.queries, spans, span, laps.layer, unit.heads, laps.window
+        )
 
     def _finish(self, unit: Unit, total: kernels.Partials, out: kernels.Rows) -> None:
-        rows, first = unit.group.rows, unit.heads.first_query
-        kernels.finish(self._attention.pool, total, out, rows=rows, first_head=first)
+        rows, first, sinks = unit.group.rows, unit.heads.first_query, self._laps.sinks
+        kernels.finish(self._attention.pool, total, out, rows=rows, first_head=first, sinks=sinks)
         self._attention.put(total, unit.heads)
         unit.is_done = True
 

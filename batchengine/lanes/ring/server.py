@@ -29,6 +29,7 @@ EARLY_BYTES_MAX = 256 << 20  # partials that wait for what lies before them
 ENTRIES_MAX = 1024
 HOPS_MAX = 64
 PAGES_MAX = 1 << 16  # of all entries of a query, those that lie elsewhere included
+WINDOW_MAX = 1 << 31
 
 Send = Callable[[str, DataMessage, Payload], bool]  # peer, message, payload
 Key = tuple[int, int, int, int]  # link, unit, layer, hops left
@@ -263,7 +264,8 @@ class AttentionServer:
         self._answer(job, total)
 
     def _attend(self, job: Job, queries: kernels.Queries, span: I32Array) -> kernels.Partials:
-        return job.attention.attend(queries, job.spans, span, job.query.layer, job.heads)
+        query = job.query
+        return job.attention.attend(queries, job.spans, span, query.layer, job.heads, query.window)
 
     def _answer(self, job: Job, partials: kernels.Partials) -> None:
         """Send accumulators to the next hop, which ends the query here."""
@@ -303,6 +305,8 @@ class AttentionServer:
             raise BadQuery(f"layer {query.layer}, head {first}")
         if not 1 <= count <= shape.n_kv_head - first:
             raise BadQuery(f"{count} heads from {first}")
+        if not 0 <= query.window <= WINDOW_MAX:
+            raise BadQuery(f"a window of {query.window}")
         heads = attention.heads(first, count)
         last = self._last
         if last is not None and (last[0].entries, last[0].hops[0]) == (query.entries, hops[0]):

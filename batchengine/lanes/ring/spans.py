@@ -49,11 +49,21 @@ class Spans:
         self.is_first = self.first[0] == 0
         self._slices: dict[int, list[I32Array]] = {}
         self._counts = [entry[3] for entry in entries]
+        # The spans, and all super-pages before them, whose pages a window must hide.
+        ends = [(e, 0, first + n) for e, (_, _, first, n) in enumerate(entries)]
+        self.with_hidden: I32Array = np.array(ends, np.int32)
         shape = np.array([(n, start, 0) for n, start, _, _ in entries], np.int32)
         shape[:, 2] = [len(pages) for pages in addresses]
         pages = np.concatenate(addresses)
         self.batch = kernels.Batch(self.n_tokens, len(entries), len(pages))
         self.batch.set(np.zeros(self.n_tokens, np.int32), shape, pages, absent_pages=True)
+
+    def hides(self, window: int) -> bool:
+        """Whether no token sees anything before the spans."""
+        return self.is_first or all(
+            0 < window <= start - first * kernels.SUPERPAGE_TOKENS + 1
+            for start, first in zip(self.starts, self.first, strict=True)
+        )
 
     def slices(self, row_bytes: int) -> list[I32Array]:
         """The spans in slices of at most SLICE_BYTES; row_bytes: of the accumulators of a token."""
@@ -140,7 +150,13 @@ class SpanAttention:
             free.append(partials)
 
     def attend(
-        self, queries: kernels.Queries, spans: Spans, span: I32Array, layer: int, heads: Heads
+        self,
+        queries: kernels.Queries,
+        spans: Spans,
+        span: I32Array,
+        layer: int,
+        heads: Heads,
+        window: int,
     ) -> kernels.Partials:
         """Partials of one slice; `put` them back."""
         out = self.take(heads)
@@ -153,6 +169,7 @@ class SpanAttention:
             span,
             out,
             heads=(heads.first, heads.count),
+            window=window,
         )
         return out
 

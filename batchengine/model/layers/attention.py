@@ -13,8 +13,8 @@ import kernels
 from batchengine.model.ops import Ops, is_float
 from batchengine.weights import AttentionSpec, AttentionWeights
 
-# Queries of a step, KV layer, where its rows go, window and sinks: attention to pages that lie elsewhere
-# too.
+# Queries of a step, KV layer, where its rows go, window and sinks: attention to pages that lie
+# elsewhere too.
 Attend = Callable[[kernels.Queries, int, kernels.Rows, int, kernels.Sinks | None], None]
 
 

@@ -62,7 +62,7 @@ SIMD_FN void store_digits(V16 weights, uint8_t* high, uint8_t* low) {
 SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
                           const PagePartials& out) {
     float* const s = scratch.score[row];
-    const float* const dv = scratch.dv;
+    float* const dv = scratch.dv;
     const int begin = first / 16 * 16, end = (n + 15) / 16 * 16;
     for (int t = begin; t < first; t++) s[t] = s[first];
     for (int t = n; t < end; t++) s[t] = s[first];
@@ -77,10 +77,9 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
     out.m[row] = m;
 
     // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
-    float dv_head[16], dv_tail[16];
-    const auto seen = [&](int t) { return t < first || t >= n ? 0.0f : dv[t]; };
-    for (int i = 0; i < 16; i++) dv_head[i] = seen(begin + i), dv_tail[i] = seen(end - 16 + i);
-    for (int t = begin; t < first; t++) s[t] = -0x1p127f;
+    hide(begin, first, s, dv);
+    float dv_tail[16];
+    for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
     const V16 shift = vset(m), unit = vset(0x1p22f);
     int32x4_t sum = vdupq_n_s32(0);
@@ -90,7 +89,7 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
         const V16 p = vexp2c(vload(s + t) - shift);
         const V16 scaled = p * unit;
         UNROLL for (int i = 0; i < 4; i++) sum = vaddq_s32(sum, vcvtnq_s32_f32(scaled.v[i]));
-        const V16 w = p * vload(t + 16 == end ? dv_tail : t == begin ? dv_head : dv + t);
+        const V16 w = p * vload(t + 16 == end ? dv_tail : dv + t);
         check = vfma(w, vzero(), check);
         w_top = vmax(w_top, w);
         vstore(s + t, w);

@@ -104,13 +104,13 @@ RowRun attend_page(const Job& job, const Tile& tile, size_t page_index, const in
                    AttentionScratch& scratch, TileAccumulators& into) {
     const size_t page_start = page_index * PAGE_TOKENS;
     int32_t hidden[ATTENTION_ROWS_MAX], visible[ATTENTION_ROWS_MAX];
-    size_t first = 0, end = tile.rows;
+    size_t first = 0, end = 0;
     while (job.position(tile, first) < page_start) first++;
-    while (job.begin(tile, end - 1) >= page_start + PAGE_TOKENS) end--;
-    for (size_t r = first; r < end; r++) {
-        hidden[r] = static_cast<int32_t>(std::max(job.begin(tile, r), page_start) - page_start);
-        visible[r] = static_cast<int32_t>(
-            std::min(job.position(tile, r) + 1 - page_start, PAGE_TOKENS));
+    for (end = first; end < tile.rows; end++) {
+        const size_t position = job.position(tile, end), begin = first_seen(position, job.window);
+        if (begin >= page_start + PAGE_TOKENS) break;
+        hidden[end] = static_cast<int32_t>(std::max(begin, page_start) - page_start);
+        visible[end] = static_cast<int32_t>(std::min(position + 1 - page_start, PAGE_TOKENS));
     }
 
     const size_t head_dim = job.shape.head_dim;

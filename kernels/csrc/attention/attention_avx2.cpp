@@ -66,7 +66,7 @@ void score_page(const PageView& page, int head_dim, const QueryRows& rows, int t
 SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
                           const PagePartials& out) {
     float* const s = scratch.score[row];
-    const float* const dv = scratch.dv;
+    float* const dv = scratch.dv;
     const int begin = first / 16 * 16, end = (n + 15) / 16 * 16;
     for (int t = begin; t < first; t++) s[t] = s[first];
     for (int t = n; t < end; t++) s[t] = s[first];
@@ -81,10 +81,9 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
     out.m[row] = m;
 
     // Hidden tokens: exp2c gives exactly 0, and their V scale, which may be NaN, is kept out.
-    float dv_head[16], dv_tail[16];
-    const auto seen = [&](int t) { return t < first || t >= n ? 0.0f : dv[t]; };
-    for (int i = 0; i < 16; i++) dv_head[i] = seen(begin + i), dv_tail[i] = seen(end - 16 + i);
-    for (int t = begin; t < first; t++) s[t] = -0x1p127f;
+    hide(begin, first, s, dv);
+    float dv_tail[16];
+    for (int t = end - 16; t < end; t++) dv_tail[t % 16] = t < n ? dv[t] : 0.0f;
     for (int t = n; t < end; t++) s[t] = -0x1p127f;
     const V16 shift = vset(m), magic = vset(ca::ROUND_MAGIC), unit = vset(0x1p22f);
     const __m256i magic_bits = _mm256_castps_si256(magic.a);
@@ -97,7 +96,7 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
         const V16 rounded = vfma(p, unit, magic);
         sum = _mm256_add_epi32(sum, _mm256_sub_epi32(_mm256_castps_si256(rounded.a), magic_bits));
         sum = _mm256_add_epi32(sum, _mm256_sub_epi32(_mm256_castps_si256(rounded.b), magic_bits));
-        const V16 w = p * vload(t + 16 == end ? dv_tail : t == begin ? dv_head : dv + t);
+        const V16 w = p * vload(t + 16 == end ? dv_tail : dv + t);
         check = vfma(w, vzero(), check);
         w_top = vmax(w_top, w);
         vstore(s + t, w);

@@ -116,7 +116,6 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
                           const PagePartials& out) {
     float* const s = scratch.score[row];
     const int begin = first / 16, whole = n / 16;
-    const __mmask16 head = static_cast<__mmask16>(0xFFFFu << (first % 16));
     const __mmask16 tail = static_cast<__mmask16>((1u << (n % 16)) - 1);
     const int vectors = whole + (tail != 0);
     const __m512 zero = _mm512_setzero_ps();
@@ -136,6 +135,7 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
     if (_mm512_cmp_ps_mask(check, zero, _CMP_NEQ_UQ)) return false;
     const float m = __builtin_ceilf(_mm512_reduce_max_ps(top)) + 0.0f;
     out.m[row] = m;
+    hide(16 * begin, first, s, scratch.dv);
 
     const V16 shift = vset(m);
 #if defined(BATCHENGINE_FREE_ORDER)
@@ -148,8 +148,7 @@ SIMD_FN bool page_softmax(int first, int n, int row, AttentionScratch& scratch,
     __m512 w_top = zero;
     check = zero;
     for (int i = begin; i < vectors; i++) {
-        const __mmask16 from = i == begin ? head : static_cast<__mmask16>(0xFFFF);
-        const __mmask16 mask = i < whole ? from : static_cast<__mmask16>(from & tail);
+        const __mmask16 mask = i < whole ? static_cast<__mmask16>(0xFFFF) : tail;
         V16 p = vexp2c(vload(s + 16 * i) - shift);
         p.v = _mm512_maskz_mov_ps(mask, p.v);
 #if defined(BATCHENGINE_FREE_ORDER)

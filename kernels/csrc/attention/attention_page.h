@@ -69,9 +69,15 @@ struct AttentionScratch {
 
 namespace {
 
+// Tokens [begin, first) of a row get a weight of exactly 0, also where their V scale is NaN.
+[[maybe_unused]] inline void hide(int begin, int first, float* score, float* dv) {
+    for (int t = begin; t < first; t++) score[t] = -0x1p127f, dv[t] = 0.0f;
+}
+
 // Scores -> m, l, unit and weights of every row. SOFTEN(first, n, row, scratch, out) does it for the tokens
 // [first, n) that a row sees, with weights of whole runs of STEP tokens, and returns false when the row is
 // not finite. CLEAR(row, t, scratch) zeroes the weights of STEP tokens from t on, which only other rows see.
+// A token that a row does not see before `first` no later row sees, so that SOFTEN may overwrite its dv.
 template <int STEP, auto SOFTEN, auto CLEAR>
 void page_softmax_rows(const QueryRows& rows, AttentionScratch& scratch, const PagePartials& out) {
     const int begin = rows.hidden[0] / STEP * STEP, end = rows.visible[rows.rows - 1];

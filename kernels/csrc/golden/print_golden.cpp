@@ -87,6 +87,9 @@ void Shapes::attention_of(size_t head_dim) {
         const PlaceParams params{nullptr, nullptr, 1e-6f, &rope, 0.11};
         Rows qkv(chunk, (heads + 2 * kv_heads) * head_dim), out(chunk, heads * head_dim);
         Queries queries(chunk, heads, head_dim);
+        std::vector<float> logits(heads);
+        for (float& logit : logits) logit = 6.0f * source_.unit();
+        const Sinks sinks(logits.data(), heads);
         Batch batch(chunk, 1, pages);
         for (size_t p = 0; p < pages; ++p)
             batch.pages[p] = reinterpret_cast<uint64_t>(memory.data() + p * bytes);
@@ -103,6 +106,9 @@ void Shapes::attention_of(size_t head_dim) {
                                    std::to_string(heads) + "/" + std::to_string(kv_heads) +
                                    " at " + std::to_string(start);
             record("attend" + at, out, batch.n_tokens);
+            const size_t window = between(1, 300);
+            attend(pool_, queries, batch, shape, 0, out, window, &sinks);
+            record("attend window " + std::to_string(window) + at, out, batch.n_tokens);
         }
         golden_.add("pages D=" + std::to_string(head_dim), memory.data(), memory.size());
     }

@@ -1,5 +1,5 @@
-"""Attention with windows and sinks: a window hides tokens by their position only, and a sink takes its
-share of a row. Levels, chunks, batches, spans and threads change no bit.
+"""Attention with windows and sinks: a window hides tokens by their position only, and a sink takes
+its share of a row. Levels, chunks, batches, spans and threads change no bit.
 """
 
 from __future__ import annotations
@@ -257,11 +257,11 @@ def test_accumulators_that_see_nothing_are_zero(mixed: Step) -> None:
     K.attend_partials(mixed.pool, mixed.queries, batch, mixed.shape, 0, array, out, window=128)
     assert out.to_bytes() == fresh
     values = np.frombuffer(fresh[16 + 24 * len(MIXED) :], np.float32)
-    m, l, o = np.split(values, [1100 * 4, 2 * 1100 * 4])
+    m, denominator, o = np.split(values, [1100 * 4, 2 * 1100 * 4])
     is_empty = np.repeat(np.arange(1020, 2120) - 128 >= SUPERPAGE - 1, 4)
     assert not m[is_empty].any()
     assert not o.reshape(-1, 64)[is_empty].any()
-    np.testing.assert_array_equal(l == 0, is_empty)
+    np.testing.assert_array_equal(denominator == 0, is_empty)
 
 
 def test_a_window_needs_the_pages_that_a_row_sees_only(mixed: Step) -> None:
@@ -297,14 +297,14 @@ def test_some_heads_take_their_own_sinks(pool: K.Pool, mixed: Step, level: str) 
 def test_sinks_are_partials_without_v() -> None:
     """m is the integer above the logit in base 2, and l its power of two to 22 bits."""
     values = np.array([0.0, -0.0, 1.0, -1.0, 88.0, 1e4, -1e4, 1e38], np.float32)
-    m, l = K.Sinks(values).view()
+    m, share = K.Sinks(values).view()
     np.testing.assert_array_equal(m[:4], [0, 0, 2, -1])
     assert not np.signbit(m[:2]).any()
     with np.errstate(over="ignore", under="ignore"):
         z = values[:5].astype(np.float64) * 1.4426950408889634
-    np.testing.assert_allclose(m[:5] + np.log2(l[:5]), z, atol=2e-5)
-    assert (l > 0.49).all()
-    assert (l <= 1).all()
+    np.testing.assert_allclose(m[:5] + np.log2(share[:5]), z, atol=2e-5)
+    assert (share > 0.49).all()
+    assert (share <= 1).all()
 
 
 def test_a_large_sink_takes_everything_and_a_small_one_nothing(pool: K.Pool) -> None:

@@ -85,7 +85,7 @@ def good_query(scene: Scene, unit: int = 1) -> Query:
     """A query that `a` answers at once; the peer is its owner."""
     hold, epoch = scene["a"].holds[1]
     hop = Hop("a", (HeldSpan(hold, epoch, 0, 0, 2),))
-    return Query(unit, 0, 0, HEADS, "m", (QueryEntry(1, 2 * SUPERPAGE_TOKENS),), (hop,))
+    return Query(unit, 0, 0, HEADS, 0, "m", (QueryEntry(1, 2 * SUPERPAGE_TOKENS),), (hop,))
 
 
 def queries(tokens: int = 1, heads: int = HEADS) -> bytes:
@@ -114,6 +114,8 @@ def malformed(good: Query) -> list[tuple[Query, bytes]]:
         replace(good, first_head=-1),
         replace(good, n_heads=3),
         replace(good, n_heads=0),
+        replace(good, window=-1),
+        replace(good, window=(1 << 31) + 1),
         replace(good, hops=()),
         replace(good, hops=(replace(hop, peer="b"),)),
         replace(good, hops=(hop, Hop("unlinked", hop.spans))),
@@ -254,7 +256,7 @@ async def test_a_query_for_pages_that_leave_their_hold_is_refused(
         peer = await peer_of(scene, "a", 1)
         assert not await held(scene, 5, codes, OTHER)
         entry = QueryEntry(64, 3 * SUPERPAGE_TOKENS)
-        query = Query(1, 0, 0, 3, "m", (entry,), (Hop("a", (HeldSpan(5, 1, 0, 1, 2),)),))
+        query = Query(1, 0, 0, 3, 0, "m", (entry,), (Hop("a", (HeldSpan(5, 1, 0, 1, 2),)),))
         await peer.send(query, bytes(64 * 12 * (32 + 32 // 8)))
         await settled(scene, "query", 1)
         assert not await held(scene, 5, codes[:4], OTHER)
