@@ -137,11 +137,12 @@ def experts_case(
     rng: np.random.Generator,
     kind: str,
     counts: tuple[int, int, int] | None = None,
+    widths: tuple[int, int] | None = None,
 ) -> None:
     """A feed-forward part of random experts of `kind`, with some biases and either activation.
 
     counts: tokens, experts, experts of a token; else random ones, at times with a bank of another
-    kind.
+    kind. widths: of a token and of an expert, else random ones.
     """
     kinds = [kind, kind, kind]
     if counts is None and rng.random() < 0.3:
@@ -150,6 +151,7 @@ def experts_case(
     n_embd, n_ff = (step * int(rng.integers(1, max(2, 97 // step + 1))) for _ in range(2))
     if rng.random() < 0.1:  # several segments of k
         n_embd = 256 * int(rng.integers(4, 10))
+    n_embd, n_ff = widths or (n_embd, n_ff)
     tokens, n_expert, n_used = counts or some_counts(rng)
     n_expert = max(n_used, min(n_expert, BANK_VALUES // (n_embd * n_ff)))
     tokens = max(1, min(tokens, PAIR_VALUES // (n_embd * n_ff * n_used)))

@@ -73,6 +73,17 @@ def test_portions_of_every_size(
     experts_case(gpu, pool, np.random.default_rng(columns), kind, counts)
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "f32"])
+@pytest.mark.parametrize("widths", [(96, 32), (160, 96), (32, 2880), (2880, 32)])
+def test_experts_of_widths_that_fill_no_span_or_segment(
+    gpu: Emulator, pool: kernels.Pool, kind: str, widths: tuple[int, int]
+) -> None:
+    """Of few tokens and of more; 2,880 is the width of gpt-oss."""
+    for counts in ((3, 8, 4), (40, 4, 4)):
+        gpu.seed = sum(counts)
+        experts_case(gpu, pool, np.random.default_rng([*counts, *widths]), kind, counts, widths)
+
+
 @pytest.mark.parametrize(("n_expert", "n_used"), [(1, 1), (8, 1), (8, 2), (128, 8), (1024, 1024)])
 def test_a_launch_has_a_block_for_every_portion(n_expert: int, n_used: int) -> None:
     """Most portions have pairs of as many experts as there can be, with full ones but for a pair
