@@ -18,7 +18,8 @@ from typing import Literal
 # objects   JSON {"name", "parameters"}, several with a semicolon between them
 # list      a JSON list of such objects, or NAME[ARGS]{...}
 # named     function SEP NAME and a block of code with JSON, or NAME SEP JSON, between two marks
-CallForm = Literal["object", "function", "objects", "list", "named"]
+# channel   a message of its own: its head names channel and recipient, its body is JSON
+CallForm = Literal["object", "function", "objects", "list", "named", "channel"]
 
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
@@ -29,6 +30,13 @@ TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALL_SEP = "<｜tool▁sep｜>"
+# An answer of Harmony is messages, START ROLE HEAD MESSAGE text END, of which the prompt has the
+# first START and ROLE. Calls end with CALL in place of END, the last message with another token.
+START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
+MESSAGE, END, CALL = "<|message|>", "<|end|>", "<|call|>"
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+FUNCTIONS = "functions."  # in front of a tool's name
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,13 @@ MARKUPS = {
             inner=(TAG_END, CALL_SEP, CALL_END, CALLS_END),
         ),
         Markup(
+            "harmony",
+            "channel",
+            {CHANNEL: "channel"},
+            reasoning=((ANALYSIS, END),),
+            inner=(START, CONSTRAIN, MESSAGE),
+        ),
+        Markup(
             "generic",
             "object",
             {**_TAGGED, PYTHON_TAG: "objects", TOOL_CALLS: "list"},
@@ -117,15 +132,21 @@ MARKUPS = {
         ),
     )
 }
-MARKERS = frozenset[str]().union(*(markup.markers for markup in MARKUPS.values()))
 
 _SIGNS = (
+    ("harmony", re.compile(re.escape(CHANNEL))),
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("seed", re.compile(re.escape(SEED_TAG))),
     ("xml", re.compile(r"<function=|<parameter=")),
     ("hermes", re.compile(re.escape(TAG))),
     ("mistral", re.compile(r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]")),
     ("llama", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>")),
+)
+_TOKENS = (
+    (TAG, "hermes"),
+    (TOOL_CALLS, "mistral"),
+    (PYTHON_TAG, "llama"),
+    (CHANNEL, "harmony"),
 )
 
 
@@ -134,7 +155,7 @@ def markup_of(template: str, has_token: Callable[[str], bool]) -> Markup:
     for name, sign in _SIGNS:
         if sign.search(template):
             return MARKUPS[name]
-    for token, name in ((TAG, "hermes"), (TOOL_CALLS, "mistral"), (PYTHON_TAG, "llama")):
+    for token, name in _TOKENS:
         if has_token(token):
             return MARKUPS[name]
     return MARKUPS["generic"]

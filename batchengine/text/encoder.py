@@ -69,13 +69,13 @@ class TextEncoder:
 
     def ends_turn(self, token: int) -> bool:
         """Whether the token ends a message of the model."""
-        return token in self._tokenizer.eog
+        return token in self._tokenizer.closes
 
     @property
     def markup(self) -> Markup:
         """The markup of the model; calls that its template cannot show are written in the form
         that stands in the prompt instead."""
-        if self._markup.writes != "object" and not self.takes("calls"):
+        if self._markup.writes not in ("object", "channel") and not self.takes("calls"):
             self._markup = dataclasses.replace(self._markup, writes="object")
         return self._markup
 

@@ -17,7 +17,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
-from batchengine.markup import MARKERS
+from batchengine.markup import MARKUPS
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.messages import PROBE_TEXT
 from batchengine.text.pool import TextLimits, TextPool
@@ -35,8 +35,7 @@ class TextFrontend:
         self.tokenizer = tokenizer
         self._pool = pool
         self._good = OrderedDict[bytes, list[str]]()  # by digests of constraints
-        control, name = tokenizer.control, tokenizer.token_text
-        self._unmarked = frozenset(token for token in control if name(token) not in MARKERS)
+        self._hidden = dict[str, frozenset[int]]()  # control tokens that are no markers, by markup
 
     @classmethod
     async def open(
@@ -142,7 +141,12 @@ class TextFrontend:
 
     def detokeniser(self, output: OutputForm = PLAIN_OUTPUT) -> Detokeniser:
         """A fresh streaming decoder; control tokens are invisible, but for markers."""
-        hidden = self._unmarked if output.markup else self.tokenizer.control
+        hidden = self._hidden.get(output.markup)
+        if hidden is None:
+            markup = MARKUPS.get(output.markup)
+            markers = frozenset[str]() if markup is None else markup.markers
+            shown = map(self.tokenizer.special_ids.get, markers)
+            hidden = self._hidden[output.markup] = self.tokenizer.control.difference(shown)
         return Detokeniser(self.tokenizer.piece, hidden.__contains__)
 
     async def close(self) -> None:

@@ -66,7 +66,7 @@ class Tokenizer:
         )
         marked = (token for token, kind in facts.kinds.items() if kind in SPECIAL)
         self.special_ids = {self.token_text(t): t for t in sorted(marked, reverse=True)}
-        self.eog = facts.ends
+        self.eog, self.closes = facts.ends, facts.closes
         self.strips = facts.strips
         self._encoder: Encoder | None = None
         self._encoder_lock = threading.Lock()

@@ -60,6 +60,8 @@ _FILL = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
+# Marks of Harmony, which belong to the template and the answer, never to text.
+_HARMONY = (b"<|start|>", b"<|channel|>", b"<|message|>", b"<|constrain|>")
 _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 
 
@@ -67,6 +69,8 @@ _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 class VocabFacts:
     """One vocabulary. `kinds` has the tokens that are not plain text, `special_ids` by name.
 
+    ends: tokens after which no more are sampled. closes: those, and the one that stands behind an
+    answer in the prompts of later turns where the answer ended with another.
     strips: special tokens that take the white space after them along. tool_template: that of chats
     with tools, None if `template` is for them, too.
     """
@@ -78,6 +82,7 @@ class VocabFacts:
     kinds: dict[int, int]
     special_ids: dict[str, int]
     ends: frozenset[int]
+    closes: frozenset[int]
     add_bos: bool
     add_space_prefix: bool
     strips: frozenset[int]
@@ -115,7 +120,9 @@ def read_facts(path: Path) -> VocabFacts:
         kinds = _read_kinds(path, values.get("tokenizer.ggml.token_type"), len(tokens))
         pre = file.text("tokenizer.ggml.pre", "default") if model == BPE else ""
         special = _special_ids(values, len(tokens), _SPM_DEFAULTS if model == SPM else {})
-        ends = _ends(special, ids, kinds)
+        ends, closes = _ends(special, ids, kinds)
+        if all(mark in ids for mark in _HARMONY[:3]):
+            kinds.update({ids[mark]: CONTROL for mark in _HARMONY if mark in ids})
         asked = values.get("tokenizer.ggml.add_bos_token", model == SPM or pre in _ADD_BOS)
         return VocabFacts(
             path=path,
@@ -125,6 +132,7 @@ def read_facts(path: Path) -> VocabFacts:
             kinds=kinds,
             special_ids=special,
             ends=ends,
+            closes=closes,
             add_bos=bool(asked) and "bos" in special,
             add_space_prefix=bool(values.get("tokenizer.ggml.add_space_prefix", model == SPM)),
             strips=_strips(values.get("general.name"), ids, kinds),
@@ -168,8 +176,10 @@ def _special_ids(
     return found
 
 
-def _ends(special: dict[str, int], ids: dict[bytes, int], kinds: dict[int, int]) -> frozenset[int]:
-    """Tokens after which no more are sampled; known texts become control tokens in `kinds`."""
+def _ends(
+    special: dict[str, int], ids: dict[bytes, int], kinds: dict[int, int]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """`VocabFacts.ends` and `closes`; known texts become control tokens in `kinds`."""
     ends: set[int] = set()
     for role, texts in _FILL.items():
         named = [ids[text.encode()] for text in texts if text.encode() in ids]
@@ -184,9 +194,10 @@ def _ends(special: dict[str, int], ids: dict[bytes, int], kinds: dict[int, int])
             ends.add(token)
             kinds[token] = CONTROL
     ends.update(special[name] for name in ("eos", "eot", "eom") if name in special)
+    closes = frozenset(ends)
     if _named(ids, "<|return|>", "<|call|>") or _named(ids, "<|calls|>", "<|flush|>"):
         ends.discard(ids.get(b"<|end|>", -1))
-    return frozenset(ends)
+    return frozenset(ends), closes
 
 
 def _strips(name: Value | None, ids: dict[bytes, int], kinds: dict[int, int]) -> frozenset[int]:

@@ -16,6 +16,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import Constraint, OutputForm
+from batchengine.markup import FINAL, START
 from service.protocols import append, requests
 from service.protocols.markup import grammars, history
 from service.protocols.protocol import PromptEncoder, PromptLimits
@@ -178,7 +179,8 @@ def _rendered(
 ) -> _Rendered:
     first, begun = _split(conversation)
     head, rest = first[: conversation.heading], first[conversation.heading :]
-    (messages, shown), template = history.prepare(first, tools, text), conversation.template
+    messages, shown = history.prepare(first, tools, text)
+    template = history.variables(conversation.template, text)
     added: list[int] = []
     bare: list[int] = []
     if appends:
@@ -221,9 +223,29 @@ def _begun(tokens: list[int], message: dict[str, Any] | None, text: PromptEncode
     if message is None:
         return tokens
     begun = message["content"]
+    if text.markup.writes == "channel":
+        return tokens + _begun_channel(message, text, is_inside=in_reasoning(tokens, text))
     if in_reasoning(tokens, text):
         begun = f"{message.get('reasoning_content', '')}\n{text.markup.reasoning[0][1]}\n\n{begun}"
-    return tokens + text.encode(begun, special=False)[len(text.encode("", special=False)) :]
+    return tokens + _encoded(begun, text)
+
+
+def _begun_channel(message: dict[str, Any], text: PromptEncoder, *, is_inside: bool) -> list[int]:
+    """A message of the assistant in Harmony up to the end of its text, behind the role or, if
+    `is_inside`, the head of its reasoning."""
+    tokens: list[int] = []
+    reasoning = message.get("reasoning_content", "")
+    if reasoning or is_inside:
+        opening, closing = text.markup.reasoning[0]
+        tokens += [] if is_inside else _encoded(opening, text, special=True)
+        tokens += _encoded(reasoning, text)
+        tokens += _encoded(f"{closing}{START}assistant", text, special=True)
+    return tokens + _encoded(FINAL, text, special=True) + _encoded(message["content"], text)
+
+
+def _encoded(part: str, text: PromptEncoder, *, special: bool = False) -> list[int]:
+    """The tokens of a part of a prompt."""
+    return text.encode(part, special=special)[len(text.encode("", special=False)) :]
 
 
 def _constraint(
@@ -264,6 +286,7 @@ def _constraint(
         calls=calls,
         response=response,
         refuses=choice.mode == "none" and bool(conversation.tools),
+        continues=conversation.continues,
     )
     return constraint, calls is not None and response is None
 

@@ -75,6 +75,24 @@ def bpe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pairs_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Any two bytes of WORDS can become one token, so ids tell where texts were split."""
+    alphabet = byte_alphabet()
+    used = [alphabet[byte] for byte in sorted({*"".join(WORDS).encode()})]
+    pairs = [(first, second) for first in used for second in used]
+    Random(1).shuffle(pairs)
+    tokens = [*alphabet, *map("".join, pairs)]
+    return write_vocab(
+        tmp_path_factory.mktemp("vocab") / "pairs.gguf",
+        "gpt2",
+        [*((text, NORMAL) for text in tokens), ("</s>", CONTROL), ("<call>", USER)],
+        tokenizer_pre="qwen2",
+        token_merges=[" ".join(pair) for pair in pairs],
+        eos_token_id=len(tokens),
+    )
+
+
+@pytest.fixture(scope="session")
 def spm_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL)]
     tokens += [(f"<0x{byte:02X}>", BYTE) for byte in range(256)]
@@ -222,49 +240,21 @@ def test_encoders_are_made_when_needed_and_print_nothing(pocket_path: Path) -> N
 # --- the ids of llama.cpp --------------------------------------------------------------------
 
 WORDS = (
-    *(
-        "the",
-        "The",
-        "CAMELcase",
-        "é",
-        "Ж",
-        "中文",
-        "한",
-        "ǅ",
-        "ʰa",
-        "ƻ",
-        "e\u0301",
-        "\u093f",
-        "ſ",
-        "İ",
-    ),
-    *(
-        "1",
-        "2026",
-        "²",
-        "Ⅷ",
-        "٣",
-        "!",
-        "...",
-        "//\n",
-        "-",
-        "$",
-        "😀",
-        "\u200d",
-        "\0",
-        "\x1f",
-        "'",
-        "''",
-    ),
-    *("'s", "'LL", "'Re", "'ſ", " ", "  ", "    ", "\t", "\n", "\r\n", "\n\n ", "\u00a0", "\u3000"),
-    *("\u2028", "\x85", "</s>", "[INST]", "<call>", "<cal", "▁", "\ufffd", "\U000e0001"),
+    *("the", "The", "CAMELcase", "é", "Ж", "中文", "한", "ǅ", "ʰa", "ƻ", "e\u0301", "\u093f", "ſ"),
+    *("İ", "1", "2026", "²", "Ⅷ", "٣", "!", "...", "//\n", "-", "$", "😀", "\u200d", "\0", "\x1f"),
+    *("'", "''", "'s", "'LL", "'Re", "'ſ", " ", "  ", "    ", "\t", "\n", "\r\n", "\n\n "),
+    *("it's", "IT'S", "we'Ve", "aǅb", "AǅB'd", "a\u0301'll", "12345", "!/\r\n/", "中Ж", "aÀÉb"),
+    *("\u00a0", "\u3000", "\u2028", "\x85", "</s>", "[INST]", "<call>", "<cal", "▁", "\ufffd"),
+    "\U000e0001",
 )
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "tekken"])
-def test_ids_are_those_of_llama_cpp(pre: str, bpe_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pre", ["gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "tekken", "gpt-4o"]
+)
+def test_ids_are_those_of_llama_cpp(pre: str, pairs_path: Path, tmp_path: Path) -> None:
     """Every pair of a list of hostile words, and random texts; `bench tokenizer` has the rest."""
-    path = relabelled(bpe_path, tmp_path / "other.gguf", pre)
+    path = relabelled(pairs_path, tmp_path / "other.gguf", pre)
     ours, theirs = Tokenizer(path), LlamaEncoder(read_facts(path), "compared")
     random = Random(pre)
     texts = ["".join(first + second for second in WORDS) for first in WORDS]
@@ -314,12 +304,12 @@ def test_a_text_in_parts_has_the_ids_of_the_whole(bpe_path: Path, bpe: Tokenizer
 def test_a_vocabulary_that_is_not_proven_needs_llama_cpp(
     bpe_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = relabelled(bpe_path, tmp_path / "other.gguf", "gpt-4o")
+    path = relabelled(bpe_path, tmp_path / "other.gguf", "viking")
     with_it = Tokenizer(path)
     assert with_it.encode("the the") == [257, 258]
     monkeypatch.setattr(llama, "_library", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(BatchEngineError, match=r"'gpt-4o'.*batchengine\[llama\]") as caught:
+    with pytest.raises(BatchEngineError, match=r"'viking'.*batchengine\[llama\]") as caught:
         Tokenizer(path)
     assert caught.value.name == "tokenizer_unknown"
 
@@ -715,7 +705,7 @@ def relabelled(path: Path, to: Path, pre: str) -> Path:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("pre", ["tekken", "qwen2", "default", "gpt-4o"])
+@pytest.mark.parametrize("pre", ["tekken", "qwen2", "default", "gpt-4o", "viking"])
 def test_long_runs_of_one_class_are_tokenised(pre: str, bpe_path: Path, tmp_path: Path) -> None:
     """llama.cpp splits some by a recursive regex, which ended the engine at 30 KB."""
     path = relabelled(bpe_path, tmp_path / "other.gguf", pre)
@@ -732,7 +722,7 @@ def test_long_runs_of_one_class_are_tokenised(pre: str, bpe_path: Path, tmp_path
 
 @pytest.mark.alone
 def test_a_text_that_ends_its_process_twice_is_refused(bpe_path: Path, tmp_path: Path) -> None:
-    path = relabelled(bpe_path, tmp_path / "other.gguf", "gpt-4o")
+    path = relabelled(bpe_path, tmp_path / "other.gguf", "viking")
 
     async def main() -> None:
         text = await TextFrontend.open(path)

@@ -30,10 +30,13 @@ _QWEN35 = (
 _LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 # llama.cpp takes letters beyond ASCII as both upper and lower case
 _UPPER, _LOWER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
 )
+_SIGNS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
+_TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS}"
+_O200K = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_SIGNS}"
 
 # The words of a text by tokenizer.ggml.pre: each pattern splits what the one before it left.
 SPLITS: dict[str, tuple[str, ...]] = {
@@ -43,6 +46,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
     "tekken": (_TEKKEN,),
+    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
 }
 # Words that are tokens stay whole, whatever the merges say.
 _WHOLE_WORDS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"))

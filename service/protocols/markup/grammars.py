@@ -22,6 +22,12 @@ from batchengine.markup import (
     CALL_SEP,
     CALLS_BEGIN,
     CALLS_END,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    FUNCTIONS,
+    MESSAGE,
+    START,
     TOOL_CALLS,
     Markup,
 )
@@ -95,19 +101,27 @@ def constraint_of(
     calls: Calls | None,
     response: Constraint | None,
     refuses: bool = False,
+    continues: bool = False,
 ) -> Constraint | None:
     """The grammar of a whole answer; None = any text.
 
     `calls` None = no call has to be forced or checked; `response` is the form of text. `refuses`:
-    the answer must not call, though the prompt has tools.
+    the answer must not call, though the prompt has tools. `continues`: the prompt has the beginning
+    of the answer's text.
     """
     reasons = in_reasoning or may_reason
     refuses = refuses and response is None
     if response is not None and response.kind == "json_schema":
         response = Constraint("json_schema", enforceable(response.text))
-    if calls is None and not refuses and (response is None or not reasons):
+    has_channels = markup.writes == "channel"
+    is_bare = not (reasons or has_channels)
+    if calls is None and not refuses and (response is None or is_bare):
         return response
     rules = _Rules(markup, control_id, param="tools" if response is None else "response_format")
+    if has_channels:
+        messages = _Messages(rules, calls, response)
+        start = messages.begun() if continues else messages.answer(in_reasoning, may_reason)
+        return Constraint("lark", "\n".join([f"start: {start}", *rules.lines, ""]))
     choices: list[str] = []
     if response is not None:
         choices.append(_format(rules, response))
@@ -189,6 +203,8 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
                 body = f"{head} {args} {_literal(chr(10) + '```')} {rules.marker(CALL_END)}"
             case "list":
                 body = _object(rules, number, name, schema, "arguments")
+            case "channel":
+                raise AssertionError  # of `_Messages`
         bodies.append(rules.add(f"call{number}", body))
     body = rules.add("call", " | ".join(bodies))
     match markup.writes:
@@ -208,6 +224,72 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
             several = f" ({_literal(', ')} {body})*" if calls.parallel else ""
             listed = rules.add("listed", f"{_literal('[')} {body}{several} {_literal(']')}")
             return rules.marker(TOOL_CALLS), listed, ""
+        case "channel":
+            raise AssertionError
+
+
+class _Messages:
+    """Rules of answers in Harmony: a message of reasoning, then one that is text or a call.
+
+    A call that is forced has its recipient in the role, as templates write it. Where the answer may
+    be text, a message of text may stand in front of the call, whose recipient may stand behind the
+    channel. An answer has one call, which ends it.
+    """
+
+    def __init__(self, rules: _Rules, calls: Calls | None, response: Constraint | None) -> None:
+        self._rules = rules
+        self._calls = calls
+        self._response = response
+        body = rules.up_to("body", END)
+        self._rest = f"{body} {rules.marker(START)} {_literal('assistant')}"
+
+    def answer(self, in_reasoning: bool, may_reason: bool) -> str:
+        """A whole answer; `in_reasoning`: the prompt has the head of its reasoning."""
+        answer, lead = self._rules.add("answer", " | ".join(self._choices())), ""
+        if in_reasoning:
+            lead = f"{self._rest} "
+        elif may_reason:
+            lead = f"({self._head('analysis')} {self._rest})? "
+        return lead + answer
+
+    def begun(self) -> str:
+        """The rest of an answer of which the prompt has the beginning of the text."""
+        text = [] if self._calls and self._calls.required else [self._rules.add("text", ANY)]
+        more = f"{self._rest} {self._called()}" if self._calls else ""
+        return self._rules.add("answer", " | ".join([*text, *filter(None, [more])]))
+
+    def _choices(self) -> list[str]:
+        rules, calls, response = self._rules, self._calls, self._response
+        choices = [self._called()] if calls else []
+        if response is not None:
+            choices.append(f"{self._head('final')} {_format(rules, response)}")
+        elif calls is None or not calls.required:
+            choices.append(f"{self._head('final')} {rules.add('text', ANY)}")
+        return choices
+
+    def _head(self, channel: str) -> str:
+        marker = self._rules.marker
+        return f"{marker(CHANNEL)} {_literal(channel)} {marker(MESSAGE)}"
+
+    def _called(self) -> str:
+        """A call, behind text if the answer need not call."""
+        calls, rules = self._calls, self._rules
+        assert calls is not None
+        channel, constrain, body = map(rules.marker, (CHANNEL, CONSTRAIN, MESSAGE))
+        bodies = list[str]()
+        for number, tool in enumerate(calls.tools):
+            name = tool["function"]["name"]
+            to = f"to={FUNCTIONS}{name}"
+            head = f"{_literal(' ' + to)} {channel} {_literal('commentary json')}"
+            if not calls.required:
+                late = f"{channel} {_literal(f'commentary {to} ')} {constrain} {_literal('json')}"
+                head = f"({head} | {late})"
+            args = rules.add(f"args{number}", _json(_schema(tool), EXACT, name))
+            bodies.append(rules.add(f"call{number}", f"{head} {body} {args}"))
+        call = rules.add("call", " | ".join(bodies))
+        if calls.required:
+            return call
+        return f"({self._head('commentary')} {self._rest})? {call}"
 
 
 def _object(rules: _Rules, number: int, name: str, schema: dict[str, Any], key: str) -> str:

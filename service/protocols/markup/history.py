@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
+from batchengine import errors
 from batchengine.markup import TAG, TAG_END
 from batchengine.text.messages import call_arguments
 from service.protocols.protocol import PromptEncoder
 
 Message = dict[str, Any]
 
+EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # that Harmony lacks
 MISTRAL_ID_CHARS = 9  # of a call's id, which its templates insist on
 TOOLS_TEXT = (
     "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
@@ -35,6 +38,8 @@ def prepare(
     if tools and not text.takes("tools"):
         made.insert(0, _listed(tools))
         tools = None
+    if tools and text.markup.writes == "channel":
+        tools = [_described(tool) for tool in tools]
     if made[0]["role"] == "system" and not text.takes("system"):
         made[0]["role"] = "user"
     return alternating(made), tools
@@ -49,9 +54,48 @@ def prepare_later(
     """The messages for the template of `text` behind others; `heading` and `tools` are new to the
     conversation, and stand as text in front of them, but behind the results of its last calls."""
     first = next((i for i, one in enumerate(messages) if one["role"] != "tool"), len(messages))
+    if text.markup.writes == "channel" and any("name" not in one for one in messages[:first]):
+        why = "this model's chat template wants the tool's name in front of its result"
+        raise errors.NOT_APPENDABLE(why=why)
     new = [*heading, _listed(tools)] if tools else heading
     made = _with_calls([*messages[:first], *new, *messages[first:]], text)
     return alternating(made, begins=False)
+
+
+def variables(template: dict[str, Any], text: PromptEncoder) -> dict[str, Any]:
+    """The variables of the template of `text`: of Harmony, which always reasons, an effort that it
+    has, the lowest one where no reasoning is asked for."""
+    if text.markup.writes != "channel":
+        return template
+    made = dict(template)
+    effort = made.get("reasoning_effort")
+    if effort is None and made.get("enable_thinking") is False:
+        effort = "none"
+    if effort is not None:
+        made["reasoning_effort"] = EFFORTS.get(effort, effort)
+    return made
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool with a description, and texts where templates of Harmony join texts."""
+    function: Message = {**tool["function"]}
+    function["description"] = function.get("description") or ""
+    given: object = function.get("parameters")
+    parameters = cast("Message", given) if isinstance(given, dict) else {}
+    fields: object = parameters.get("properties")
+    if isinstance(fields, dict):
+        named = {name: _with_text(one) for name, one in cast("Message", fields).items()}
+        function["parameters"] = {**parameters, "properties": named}
+    return {**tool, "function": function}
+
+
+def _with_text(given: object) -> object:
+    schema = cast("Message", given) if isinstance(given, dict) else {}
+    if isinstance(schema.get("default", ""), str) or not (
+        schema.get("enum") or schema.get("oneOf")
+    ):
+        return cast("object", given)
+    return {**schema, "default": json.dumps(schema["default"])}
 
 
 def _listed(tools: list[dict[str, Any]]) -> Message:
@@ -61,6 +105,8 @@ def _listed(tools: list[dict[str, Any]]) -> Message:
 
 def _with_calls(given: list[Message], text: PromptEncoder) -> list[Message]:
     messages = [dict(message) for message in given]
+    if text.markup.writes == "channel":
+        messages = _one_call_each(messages)
     if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
         return messages
     if text.markup.name == "mistral":
@@ -81,6 +127,35 @@ def _with_calls(given: list[Message], text: PromptEncoder) -> list[Message]:
                 message["content"] = f"<tool_response>\n{body}\n</tool_response>"
                 message.pop("tool_call_id", None)
     return messages
+
+
+def _one_call_each(given: list[Message]) -> list[Message]:
+    """The messages as templates of Harmony take them: reasoning under their name for it, and each
+    call in a message of its own with its results behind it.
+
+    Those templates have one text in front of a call, which is reasoning.
+    """
+    made: list[Message] = []
+    calling: list[list[Message]] = []  # calls of one answer, each with its results
+    for message in given:
+        if message["role"] == "tool" and calling:
+            result_of = message.get("tool_call_id")
+            called = (one for one in calling if one[0]["tool_calls"][0].get("id") == result_of)
+            next(called, calling[-1]).append(message)
+            continue
+        made += chain.from_iterable(calling)
+        calls: list[Message] = message.pop("tool_calls", None) or []
+        reasoning = message.get("reasoning_content", "")
+        if calls:
+            reasoning, message["content"] = _lines(reasoning, message["content"]), ""
+        if reasoning:
+            message["thinking"] = reasoning
+        calling = [[{"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
+        if calls:
+            calling[0][0] = {**message, "tool_calls": calls[:1]}
+        else:
+            made.append(message)
+    return [*made, *chain.from_iterable(calling)]
 
 
 def _is_whole(call: dict[str, Any]) -> bool:

@@ -29,12 +29,12 @@ from batchengine.markup import (
     CallForm,
     Markup,
 )
-from service.protocols.markup.reader import Reader, Reading
+from service.protocols.markup.harmony import HarmonyParser
+from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.output import (
     ArgumentsParser,
     CallArguments,
     CallStart,
-    GrowingParts,
     OutputParser,
     OutputPart,
     PlainText,
@@ -53,42 +53,25 @@ _PARAMETER, _PARAMETER_END, _FUNCTION_END = "<parameter=", "</parameter>", "</fu
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
-class MarkupParser:
+class MarkupParser(AnswerReader):
     """Splits an answer of one form; parts of one kind that follow each other are joined."""
 
     def __init__(self, form: OutputForm) -> None:
+        super().__init__()
         self._form = form
         self._markup: Markup = MARKUPS[form.markup]
-        self._reader = Reader()
-        self._parts = GrowingParts()
         self._calls = 0
         self._held = ""  # white space that is text if more text follows
         self._has_calls = False
         self._shown = False  # whether any text was since the last call
-        self._is_cut = False  # at the end
         self._hides = False  # what is left is part of a call
-        self._run = self._answer()
-        self._over = False
-
-    def push(self, text: str) -> list[OutputPart]:
-        if text:
-            self._reader.feed(text)
-            self._advance()
-        return self._parts.take()
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        self._is_cut = is_cut
         if is_cut and not self._shown:  # what was held back may be the beginning of a marker
             self._hides = self._form.checked or self._has_calls
-        self._reader.end()
-        self._advance()
-        return self._parts.take()
+        return super().flush(is_cut=is_cut)
 
     # ---- inner ----
-
-    def _advance(self) -> None:
-        if not self._over:
-            self._over = next(self._run, True) is True
 
     def _text(self, text: str) -> None:
         """Adds text of the answer; white space waits until other text follows."""
@@ -177,6 +160,8 @@ class MarkupParser:
                 yield from self._listed(marker)
             case "named":
                 yield from self._named(marker)
+            case "channel":
+                raise AssertionError  # of `HarmonyParser`
 
     def _tagged(self, marker: str) -> Reading[None]:
         reader = self._reader
@@ -489,4 +474,7 @@ def parser_of(form: OutputForm) -> OutputParser:
     """The parser of an answer of this form."""
     if form.tool:
         return ArgumentsParser(form.tool)
-    return MarkupParser(form) if form.markup in MARKUPS else PlainText()
+    if form.markup not in MARKUPS:
+        return PlainText()
+    has_channels = MARKUPS[form.markup].writes == "channel"
+    return HarmonyParser(form) if has_channels else MarkupParser(form)

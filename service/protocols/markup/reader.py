@@ -1,4 +1,4 @@
-"""A text that arrives in pieces, read character by character by generators.
+"""A text that arrives in pieces, read character by character by generators, into parts.
 
 A generator that needs more text yields; it is resumed once there is more, or none will come. So
 what it does cannot depend on where the text was cut.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
+
+from service.protocols.output import GrowingParts, OutputPart
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -213,6 +216,37 @@ class Reader:
             if character in firsts and any(m.startswith(tail[start:]) for m in markers):
                 return len(tail) - start
         return 0
+
+
+class AnswerReader(ABC):
+    """A parser of answers (`service.protocols.output.OutputParser`) that is one generator."""
+
+    def __init__(self) -> None:
+        self._reader = Reader()
+        self._parts = GrowingParts()
+        self._is_cut = False  # at the end
+        self._run = self._answer()
+        self._over = False
+
+    def push(self, text: str) -> list[OutputPart]:
+        if text:
+            self._reader.feed(text)
+            self._advance()
+        return self._parts.take()
+
+    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
+        self._is_cut = is_cut
+        self._reader.end()
+        self._advance()
+        return self._parts.take()
+
+    def _advance(self) -> None:
+        if not self._over:
+            self._over = next(self._run, True) is True
+
+    @abstractmethod
+    def _answer(self) -> Reading[bool]:
+        """Adds parts of the whole answer; returns True."""
 
 
 @lru_cache(maxsize=64)
