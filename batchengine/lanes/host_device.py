@@ -145,7 +145,7 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
     identity: dict[str, str | int | float] = {
         "model_hash": model.weights.fingerprint.hex(),
         "arch": spec.arch,
-        "rope_digest": str(model.rope.digest()),
+        "rope_digest": model.rope_digest(),
         "rope_style": attention.rope.style,
         "n_rot": attention.rope.n_rot,
         "eps": spec.eps,

@@ -1,6 +1,6 @@
 """The forward pass: the layers of a model in order, over the kernels API.
 
-Owns `Model` (weights, RoPE table, page shape) and `Stepper` (the buffers of one lane: a step is
+Owns `Model` (weights, RoPE tables, page shape) and `Stepper` (the buffers of one lane: a step is
 set, run, logits). The layer kinds are in `batchengine.model.layers`. Everything here only orders
 kernel calls; no number of the model is computed in Python. One step costs ten calls per layer (13
 with experts) and no numpy allocation: 0.2 ms of Python and binding for 28 layers.
@@ -30,12 +30,13 @@ from batchengine.model.layers import (
 )
 from batchengine.model.ops import I32, U64, Ops, is_float
 from batchengine.weights import DenseSpec, FfnSpec, FfnWeights, MoeRoles, Weights
+from batchengine.weights.spec import RopeSpec
 
 F32 = npt.NDArray[np.float32]
 
 
 class Model:
-    """Weights with what is derived from them once: the RoPE table and the shape of a KV page.
+    """Weights with what is derived from them once: the RoPE tables and the shape of a KV page.
 
     `layers` are those of this lane; a page has rows of the attention layers among them.
     """
@@ -46,18 +47,26 @@ class Model:
         self.layers = weights.layers
         attention = self.spec.attention
         self.shape = kernels.PageShape(len(self.layers), attention.n_kv_head, attention.head_dim)
-        rope = attention.rope
-        self.rope = kernels.RopeTable(
+        specs = dict.fromkeys(layer.mixer.rope for layer in self.spec.layers)
+        self.ropes = {rope: self._table(rope, attention.head_dim) for rope in specs}
+
+    def _table(self, rope: RopeSpec, head_dim: int) -> kernels.RopeTable:
+        factors = self.weights.rope_factors if rope.has_factors else None
+        return kernels.RopeTable(
             rope.style,
-            attention.head_dim,
+            head_dim,
             rope.n_rot,
             rope.base,
-            weights.rope_factors or _factors(rope.factors),
+            factors or _factors(rope.factors),
             rope.position_scale,
             rope.attn_factor,
             rope.query_log,
             rope.query_span,
         )
+
+    def rope_digest(self) -> str:
+        """What the rotations of all layers are."""
+        return " ".join(str(table.digest()) for table in self.ropes.values())
 
     def __repr__(self) -> str:
         return f"<Model {self.spec!r} pages of {self.shape.payload_bytes} bytes>"
@@ -88,6 +97,7 @@ def make_layers(
             [weights[i].mixer for i, layer in specs.items() if layer.mixer == spec],
             tokens_max,
             wanted_max,
+            model.spec.n_embd,
         )
         for spec in {layer.mixer for layer in specs.values()}
     }
@@ -102,7 +112,7 @@ def make_layers(
                 layer.mixer,
                 weights[index].mixer,
                 model.spec.eps,
-                model.rope,
+                model.ropes[layer.mixer.rope],
                 model.shape,
                 rows,
                 kv_layer,
@@ -125,8 +135,8 @@ def _make_ffns(
     eps = model.spec.eps
     if isinstance(spec, DenseSpec):
         dense = {i: w for i, w in weights.items() if not isinstance(w, MoeRoles)}
-        shared = DenseBuffers(ops, spec, dense.values(), tokens_max)
-        return {i: DenseFfn(ops, w, eps, shared) for i, w in dense.items()}
+        shared = DenseBuffers(ops, spec, dense.values(), tokens_max, model.spec.n_embd)
+        return {i: DenseFfn(ops, spec, w, eps, shared) for i, w in dense.items()}
     moe = {i: w for i, w in weights.items() if isinstance(w, MoeRoles)}
     pairs = MoeBuffers(ops, spec, moe.values(), tokens_max, model.spec.n_embd)
     return {i: MoeFfn(ops, spec, w, eps, pairs) for i, w in moe.items()}
@@ -192,7 +202,8 @@ class Stepper:
 
     def embed(self) -> None:
         """Fills the residual stream with the embeddings of the step's tokens."""
-        self.ops.embed(self.model.weights.embedding, self._tokens, self.hidden)
+        model = self.model
+        self.ops.embed(model.weights.embedding, self._tokens, self.hidden, model.spec.embed_scale)
 
     def forward(self, layers: Sequence[int]) -> None:
         """Runs the residual stream through `layers`, appending K and V to the pages."""

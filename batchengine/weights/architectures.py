@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Activation = Literal["silu", "gelu", "oai"]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelArchitecture:
@@ -20,8 +22,13 @@ class ModelArchitecture:
     divided by the one that a key gives. scales_queries: queries are scaled by their position, which
     a key says (attention.temperature_scale). window_every: of so many layers all but the last see
     a window of positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head
-    has a sink. expert_activation: of the gate of experts. has_expert_bias: experts and their
-    selector have biases.
+    has a sink. activation: of the gate of feed-forward parts. has_expert_bias: experts and their
+    selector have biases. has_post_norms: what attention and feed-forward part add is normed before.
+    scales_embedding: embeddings are multiplied by the square root of their width. window_base:
+    RoPE's base in layers with a window, unless a key says so (rope.freq_base_swa), without scaling
+    of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
+    model of so many layers products of Q and K are scaled by the width of the embedding for each
+    head, not by that of a head.
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -33,8 +40,12 @@ class ModelArchitecture:
     scales_queries: bool = False
     window_every: int = 0
     has_sinks: bool = False
-    expert_activation: Literal["silu", "oai"] = "silu"
+    activation: Activation = "silu"
     has_expert_bias: bool = False
+    has_post_norms: bool = False
+    scales_embedding: bool = False
+    window_base: float = 0.0
+    embd_scale_layers: int = 0
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -56,7 +67,16 @@ ARCHITECTURES = {
         ffn_norm="post_attention_norm.weight",
         window_every=2,
         has_sinks=True,
-        expert_activation="oai",
+        activation="oai",
         has_expert_bias=True,
+    ),
+    "gemma3": ModelArchitecture(
+        has_qk_norm=True,
+        window_every=6,
+        activation="gelu",
+        has_post_norms=True,
+        scales_embedding=True,
+        window_base=10000.0,
+        embd_scale_layers=62,
     ),
 }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, StringArray
 from batchengine.weights import yarn
-from batchengine.weights.architectures import ARCHITECTURES
+from batchengine.weights.architectures import ARCHITECTURES, Activation
 
 HEAD_DIM_MAX = 256
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
@@ -58,9 +57,9 @@ class RopeSpec:
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
-    has_rope: heads are rotated; `rope`, by which, is the same in all layers of a model. window: how
-    many positions a query sees, its own included; 0 = all before it. has_sinks: each query head has
-    a sink, which takes a share of the weight of its tokens.
+    has_rope: heads are rotated. window: how many positions a query sees, its own included; 0 = all
+    before it. has_sinks: each query head has a sink, which takes a share of the weight of its
+    tokens. has_post_norm: the output is normed before it is added.
     """
 
     n_head: int
@@ -72,6 +71,7 @@ class AttentionSpec:
     has_rope: bool = True
     window: int = 0
     has_sinks: bool = False
+    has_post_norm: bool = False
 
     @property
     def q_rows(self) -> int:
@@ -86,9 +86,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A feed-forward part: down(silu(gate·x) * (up·x)), n_ff values wide in between."""
+    """A feed-forward part: down(activation(gate·x) * (up·x)), n_ff values wide in between.
+
+    has_post_norm: the output is normed before it is added.
+    """
 
     n_ff: int
+    activation: Activation = "silu"
+    has_post_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class MoeSpec:
     n_used: int
     n_ff: int
     scale: float
-    activation: Literal["silu", "oai"] = "silu"
+    activation: Activation = "silu"
     has_bias: bool = False
 
 
@@ -129,6 +134,7 @@ class ModelSpec:
     """Hyper-parameters of one model, all with their final values.
 
     layers: one per block of the file, in order. tied = the head is the embedding matrix.
+    embed_scale: what embeddings are multiplied by.
     """
 
     arch: str
@@ -140,6 +146,7 @@ class ModelSpec:
     eps: float
     tied: bool
     layers: tuple[LayerSpec, ...]
+    embed_scale: float = 1.0
 
     @property
     def n_layer(self) -> int:
@@ -197,16 +204,22 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     if n_rot != head_dim:  # these architectures rotate whole heads
         raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
     row = ARCHITECTURES[arch]
+    scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
     attention = AttentionSpec(
         n_head=n_head,
         n_kv_head=n_kv_head,
         head_dim=head_dim,
-        scale=_attention_scale(gguf, arch, head_dim),
+        scale=_attention_scale(gguf, arch, scale_width),
         has_qk_norm=row.has_qk_norm,
         rope=_rope(gguf, arch, n_rot),
         has_sinks=row.has_sinks,
+        has_post_norm=row.has_post_norms,
     )
-    window = _window(gguf, arch, n_layer)
+    with_window = replace(
+        attention,
+        window=_window(gguf, arch, n_layer),
+        rope=_window_rope(gguf, arch, attention.rope),
+    )
     return ModelSpec(
         arch=arch,
         name=gguf.text("general.name", gguf.path.stem),
@@ -219,14 +232,14 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         layers=tuple(
             LayerSpec(
                 replace(
-                    attention,
+                    attention if _is_last_of(row.window_every, index) else with_window,
                     has_rope=not _is_last_of(row.rope_every, index),
-                    window=0 if _is_last_of(row.window_every, index) else window,
                 ),
                 ffn,
             )
             for index in range(n_layer)
         ),
+        embed_scale=float(np.float32(math.sqrt(n_embd))) if row.scales_embedding else 1.0,
     )
 
 
@@ -257,10 +270,12 @@ def _window(gguf: GgufFile, arch: str, n_layer: int) -> int:
 
 def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     key = f"{arch}.expert_count"
-    experts = ARCHITECTURES[arch].experts
+    row = ARCHITECTURES[arch]
+    experts = row.experts
     n_expert = gguf.integer(key, None if experts == "all" else 0)
     if n_expert == 0 and experts != "all":
-        return DenseSpec(_ffn_width(gguf, f"{arch}.feed_forward_length", n_layer))
+        n_ff = _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer)
+        return DenseSpec(n_ff, row.activation, row.has_post_norms)
     if experts == "none":
         known = [name for name, row in ARCHITECTURES.items() if row.experts != "none"]
         why = f"experts are supported in {', '.join(known)}"
@@ -281,8 +296,7 @@ def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     scale_key = f"{arch}.expert_weights_scale"
     is_given = gguf.number(scale_key, 0.0) != 0.0  # 0 is the format's "not given"
     scale = _between(gguf, scale_key, None, 1e-3, 1e3) if is_given else 1.0
-    row = ARCHITECTURES[arch]
-    return MoeSpec(n_expert, n_used, n_ff, scale, row.expert_activation, row.has_expert_bias)
+    return MoeSpec(n_expert, n_used, n_ff, scale, row.activation, row.has_expert_bias)
 
 
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
@@ -341,6 +355,15 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
         rope = replace(rope, query_log=log, query_span=_first_context(gguf, arch))
     is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
+
+
+def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec) -> RopeSpec:
+    """RoPE of the layers that have a window."""
+    base = ARCHITECTURES[arch].window_base
+    if not base:
+        return others
+    base = _between(gguf, f"{arch}.rope.freq_base_swa", base, 1.0, 1e15)
+    return RopeSpec(others.style, base, others.n_rot, 1.0, 1.0, has_factors=False)
 
 
 def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
@@ -403,6 +426,9 @@ def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
         raise unsupported(gguf, key, count, "layers that predict further tokens are not supported")
     if gguf.values.get(f"{arch}.attention.causal", True) is not True:
         raise unsupported(gguf, f"{arch}.attention.causal", "false", "not a text generator")
+    for key in (f"{arch}.attn_logit_softcapping", f"{arch}.final_logit_softcapping"):
+        if (cap := gguf.number(key, 0.0)) != 0.0:
+            raise unsupported(gguf, key, cap, "logits with a soft bound are not supported")
     kind = gguf.text(f"{arch}.rope.scaling.type", "linear")
     if kind not in ("linear", "yarn", "none"):
         why = "linear and yarn are supported"
@@ -435,11 +461,11 @@ def _between(gguf: GgufFile, key: str, default: float | None, least: float, most
     return value
 
 
-def _attention_scale(gguf: GgufFile, arch: str, head_dim: int) -> float:
-    """1 / sqrt(head_dim) unless the key says otherwise; 0 is the format's "not given"."""
+def _attention_scale(gguf: GgufFile, arch: str, width: int) -> float:
+    """1 / sqrt(width) unless the key says otherwise; 0 is the format's "not given"."""
     key = f"{arch}.attention.scale"
     if gguf.number(key, 0.0) == 0.0:
-        return 1.0 / math.sqrt(head_dim)
+        return 1.0 / math.sqrt(width)
     return _between(gguf, key, None, 1e-6, 1e3)
 
 

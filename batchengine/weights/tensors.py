@@ -95,6 +95,7 @@ class AttentionRoles(Generic[M, V, S]):
     output: M
     output_bias: V | None
     sinks: S | None = None
+    post_norm: V | None = None
 
     @property
     def readers(self) -> list[M]:
@@ -113,6 +114,7 @@ class DenseRoles(Generic[M, V]):
     gate_bias: V | None
     up_bias: V | None
     down_bias: V | None
+    post_norm: V | None = None
 
     @property
     def readers(self) -> list[M]:
@@ -221,7 +223,14 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
         sinks=find.sinks(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
+        post_norm=_post_norm(find, spec, prefix + "post_attention_norm.weight", n_embd),
     )
+
+
+def _post_norm(
+    find: _Finder, spec: AttentionSpec | DenseSpec, name: str, n_embd: int
+) -> VectorPlan | None:
+    return find.vector(name, n_embd) if spec.has_post_norm else None
 
 
 def _refuse_other_experts(gguf: GgufFile) -> None:
@@ -268,6 +277,7 @@ def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str, norm: 
         gate_bias=find.optional(prefix + "ffn_gate.bias", spec.n_ff),
         up_bias=find.optional(prefix + "ffn_up.bias", spec.n_ff),
         down_bias=find.optional(prefix + "ffn_down.bias", n_embd),
+        post_norm=_post_norm(find, spec, prefix + "post_ffw_norm.weight", n_embd),
     )
 
 

@@ -74,7 +74,8 @@ class Passes:
         self._ops: Any = CudaOps(gpu, pool)
         upload_weights(self._ops, model.weights)
         context = max(*sizes.lengths, sizes.context + 2 * sizes.steps)
-        self._ops.upload_rope(model.rope, context + 1)
+        for table in model.ropes.values():
+            self._ops.upload_rope(table, context + 1)
         self._tokens_max = max(sizes.chunk, *sizes.batches, CHECKED_TOKENS)
         entries_max = max(sizes.batches)
         per_entry = -(-(sizes.context + 2 * sizes.steps) // kernels.PAGE_TOKENS)

@@ -125,6 +125,14 @@ PRESETS = {
         n_kv_head=2, head_dim=32, tied=False, base="q8_0", kinds=_MXFP4, bias=0.3, k_bias=0.3,
         rope_base=150000.0, yarn_factor=32.0, window=40,
     ),
+    "gemma3-4b": Shape(
+        arch="gemma3", n_layer=34, n_embd=2560, n_ff=10240, n_head=8, n_kv_head=4, head_dim=256,
+        n_vocab=262208, rope_base=1e6, linear_factor=8.0, context=131072, window=1024,
+    ),
+    "gemma3-tiny": Shape(
+        arch="gemma3", n_layer=7, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
+        rope_base=1e6, linear_factor=8.0, window=40,
+    ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),
 }  # fmt: skip
@@ -257,6 +265,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         )
 
     has_expert_bias = ARCHITECTURES[shape.arch].has_expert_bias
+    has_post_norms = ARCHITECTURES[shape.arch].has_post_norms
     yield matrix(
         "token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0
     )
@@ -282,6 +291,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         if ARCHITECTURES[shape.arch].has_sinks:
             yield bias(p + "attn_output", n)
             yield bias(p + "attn_sinks", shape.n_head, mean=1.0, ending="weight")
+        if has_post_norms:
+            yield vector(p + "post_attention_norm.weight", n)
         yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
         if shape.n_expert:
             gain = shape.selector_gain
@@ -297,6 +308,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield matrix(name, role, rows, cols, n_expert=shape.n_expert)
             if has_expert_bias:
                 yield bias(name, shape.n_expert, rows)
+        if has_post_norms:
+            yield vector(p + "post_ffw_norm.weight", n)
 
 
 def _biases(shape: Shape, prefix: str) -> Iterator[RandomTensor]:

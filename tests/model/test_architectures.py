@@ -38,8 +38,21 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     without = [i for i, layer in enumerate(spec.layers) if not layer.mixer.has_rope]
     assert without == ([3] if arch == "smollm3" else [])
     windows = [layer.mixer.window for layer in spec.layers]
-    assert windows == ([40, 0, 40, 0, 40] if arch == "gpt-oss" else [0] * 5)
+    expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5}
+    assert windows == expected.get(arch, [0] * 5)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
+    assert (spec.embed_scale == 8.0) == (arch == "gemma3")
+    assert spec.attention.has_post_norm == (arch == "gemma3")
+
+
+def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:
+    """Of seven layers of gemma3 the sixth sees all positions, which are scaled."""
+    shape = replace(TINY, arch="gemma3", n_layer=7, window=40, rope_base=1e6, linear_factor=8.0)
+    spec = spec_of(tmp_path / "m.gguf", shape)
+    assert [layer.mixer.window for layer in spec.layers] == [40, 40, 40, 40, 40, 0, 40]
+    ropes = [(layer.mixer.rope.base, layer.mixer.rope.position_scale) for layer in spec.layers]
+    assert ropes == [(10000.0, 1.0)] * 5 + [(1e6, 0.125), (10000.0, 1.0)]
+    assert spec.n_layer_whole == 1
 
 
 def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:

@@ -53,7 +53,8 @@ class OnDevice:
         self.pool = runner.pool
         self.ops = CudaOps(gpu, self.pool)
         upload_weights(self.ops, self.model.weights)
-        self.ops.upload_rope(self.model.rope, 2048)
+        for table in self.model.ropes.values():
+            self.ops.upload_rope(table, 2048)
         ops = cast(Ops, self.ops)
         stepper = Stepper(ops, self.model, tokens_max=80, entries_max=4, pages_max=64)
         self.steps = GpuSteps(gpu, self.ops, stepper)
@@ -151,7 +152,8 @@ def launches_of_a_layer(gpu: Emulator, preset: str) -> list[str]:
     pool = kernels.Pool(1)
     model, ops = random_model(PRESETS[preset], pool), CudaOps(gpu, pool)
     upload_weights(ops, model.weights)
-    ops.upload_rope(model.rope, 2)
+    for table in model.ropes.values():
+        ops.upload_rope(table, 2)
     limits = {"tokens_max": 1, "entries_max": 1, "pages_max": 1}
     stepper = Stepper(cast(Ops, ops), model, **limits)
     page = gpu.allocate(model.shape.payload_bytes)

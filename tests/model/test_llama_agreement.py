@@ -42,6 +42,9 @@ GPT_OSS = replace(
     QWEN3MOE, arch="gpt-oss", n_layer=3, n_embd=288, n_ff=160, bias=0.3, k_bias=0.3, window=40,
     yarn_factor=32.0, yarn_trained=50, rope_base=150000.0, n_head=8,
 )  # fmt: skip
+GEMMA3 = replace(
+    LLAMA, arch="gemma3", n_layer=7, window=40, rope_base=1e6, linear_factor=8.0, head_dim=128
+)
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
@@ -131,6 +134,13 @@ SHAPES: dict[str, Shape] = {
         base="q8_0",
         kinds={**GPT_OSS.kinds, "output": "q8_0"} | dict.fromkeys(BANKS, "mxfp4"),
     ),
+    "gemma3": GEMMA3,
+    "gemma3_f32": replace(GEMMA3, base="f32"),
+    "gemma3_q4_k_m": replace(
+        GEMMA3, n_ff=608, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
+    ),
+    # Of 62 layers: another scale of Q and K.
+    "gemma3_27b": replace(GEMMA3, n_layer=62, n_embd=96, n_ff=96, n_head=2, n_kv_head=1),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.

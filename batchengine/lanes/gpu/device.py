@@ -111,7 +111,8 @@ class CudaDevice:
         try:
             ops = CudaOps(gpu, pool)
             upload_weights(ops, model.weights, uploaded)
-            ops.upload_rope(model.rope, load.context_tokens)
+            for table in model.ropes.values():
+                ops.upload_rope(table, load.context_tokens)
             steps = GpuSteps(gpu, ops, _stepper(ops, model, *limits))
             _self_test(steps, ops, pool, min(TEST_TOKENS, load.tokens_max), testing)
         except MemoryError as error:

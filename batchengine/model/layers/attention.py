@@ -28,12 +28,15 @@ class AttentionBuffers:
         weights: Iterable[AttentionWeights],
         tokens_max: int,
         wanted_max: int,
+        n_embd: int,
     ) -> None:
         keep_float = any(is_float(w.output) for w in weights)
         self.qkv = ops.make_rows(tokens_max, spec.q_rows + 2 * spec.kv_rows)
         self.queries = ops.make_queries(tokens_max, spec.n_head, spec.head_dim)
         self.mixed = ops.make_rows(tokens_max, spec.q_rows)
         self.wanted = ops.make_rows(wanted_max, spec.q_rows)
+        # Before the norm of the output, if it has one.
+        self.output = ops.make_rows(tokens_max if spec.has_post_norm else 0, n_embd)
         self.mixed_q8 = ops.make_activations(tokens_max, spec.q_rows, keep_float)
 
 
@@ -93,6 +96,13 @@ class Attention:
             ops.quantise(buffers.mixed, n, quantised)
 
     def add_output(self, n: int, hidden: kernels.Rows) -> None:
-        """hidden += output(mixed_q8), for the first `n` rows."""
-        w = self.weights
-        self.ops.linear_add(self.buffers.mixed_q8, w.output, w.output_bias, n, hidden)
+        """hidden += output(mixed_q8), for the first `n` rows.
+
+        Where the weights have a second norm, what is added is normed.
+        """
+        w, ops, buffers = self.weights, self.ops, self.buffers
+        if w.post_norm is None:
+            ops.linear_add(buffers.mixed_q8, w.output, w.output_bias, n, hidden)
+            return
+        ops.linear(buffers.mixed_q8, [w.output], [w.output_bias], n, buffers.output)
+        ops.norm_add(buffers.output, w.post_norm, self.eps, n, hidden)
