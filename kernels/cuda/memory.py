@@ -38,7 +38,7 @@ class AttendTile(NamedTuple):
     first_superpage: int = 0
 
 
-class Heads(NamedTuple):
+class TileHeads(NamedTuple):
     """What the tiles of layers have in common."""
 
     n_head: int
@@ -231,8 +231,8 @@ class Batch:
         self._unsent: list[NDArray[np.generic]] = []  # positions, written, tables of tiles, pages
         self._sent = 0, 0, 0  # addresses of positions, written, pages
         self._entries: list[tuple[int, int, int]] = []
-        self._tiles: dict[Heads, Tiles] = {}  # of all steps so far
-        self._memory = defaultdict[Heads, tuple[Scratch, ...]](
+        self._tiles: dict[TileHeads, Tiles] = {}  # of all steps so far
+        self._memory = defaultdict[TileHeads, tuple[Scratch, ...]](
             lambda: tuple([Scratch(gpu) for _ in range(4)])
         )
         self.n_tokens = 0
@@ -300,14 +300,14 @@ class Batch:
     def tiles(self, n_head: int, n_kv_head: int, head_dim: int, window: int) -> Tiles:
         """The query rows of the step in tiles for `attend`, the same for every layer with this
         window; 0 is none."""
-        heads = Heads(n_head, n_kv_head, head_dim, window)
+        heads = TileHeads(n_head, n_kv_head, head_dim, window)
         self._addresses()
         if heads not in self._tiles:
             table, tiles = self._make_tiles(heads)
             self._tiles[heads] = replace(tiles, table=self._memory[heads][0].put(table))
         return self._tiles[heads]
 
-    def _make_tiles(self, heads: Heads) -> tuple[I32, Tiles]:
+    def _make_tiles(self, heads: TileHeads) -> tuple[I32, Tiles]:
         """The table, and the tiles, which have no address of it yet."""
         n_head, n_kv_head, head_dim, window = heads
         group = n_head // n_kv_head
