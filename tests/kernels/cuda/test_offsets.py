@@ -216,7 +216,7 @@ def fold_attention(move: Move, a: Arguments) -> tuple[int, int, int]:
 def gather_partials(move: Move, a: Arguments) -> tuple[int, int, int]:
     head_dim = a[7]
     move.table(a, 0, np.int32, 8, {6: RESULTS_FAR})
-    move.table(a, 1, np.int32, 3, {0: INTS})
+    move.table(a, 1, np.int32, 4, {0: INTS})
     back(a, results(2, head_dim) | {9: 4 * INTS, 10: 4 * INTS, 11: 4 * INTS * head_dim})
     return FAR, 0, 0
 
