@@ -40,7 +40,7 @@ MODELS = ("0.6b", "8b", "27b", "30b-a3b")
 MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
 MOE_MODEL = "30b-a3b"  # with experts
 TINY_MODEL, TINY_MODELS = "tiny", {MOE_MODEL: "moe-tiny"}
-EXPERT_KINDS = ("q4_0", "q4_k", "q6_k")  # of common files
+EXPERT_KINDS = ("q4_0", "q4_k", "q6_k", "mxfp4")  # of common files
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
 PARTED = [(f"co-execution {lanes}", lanes) for lanes in goodput.PARTED]

@@ -19,6 +19,14 @@ BLOCK_BYTES = {
 SCALES_AT = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
 
 
+def scale_bytes(kind: str) -> NDArray[np.bool_]:
+    """Which bytes of a block are those of its scales and minimum."""
+    found = np.zeros(BLOCK_BYTES[kind], np.bool_)
+    for at in SCALES_AT.get(kind, (0,)):
+        found[at : at + (1 if kind == "mxfp4" else 2)] = True
+    return found
+
+
 def aligned(count: int) -> U8:
     raw = np.zeros(count + 64, np.uint8)
     start = -k.address_of(raw) % 64

@@ -25,7 +25,8 @@ U64 = NDArray[np.uint64]
 
 
 class AttendTile(NamedTuple):
-    """Query rows of an entry: the fields of `AttendTile` of attention.cu, int32 each."""
+    """Query rows of an entry, and the super-pages that they see: the fields of `AttendTile` of
+    attention.cu, int32 each."""
 
     first_token: int
     start_position: int
@@ -35,6 +36,15 @@ class AttendTile(NamedTuple):
     superpages: int
     first_result: int = 0
     first_superpage: int = 0
+
+
+class TileHeads(NamedTuple):
+    """What the tiles of layers have in common."""
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    window: int
 
 
 class Scratch:
@@ -221,8 +231,8 @@ class Batch:
         self._unsent: list[NDArray[np.generic]] = []  # positions, written, tables of tiles, pages
         self._sent = 0, 0, 0  # addresses of positions, written, pages
         self._entries: list[tuple[int, int, int]] = []
-        self._tiles: dict[tuple[int, int, int], Tiles] = {}  # by heads, of all steps so far
-        self._memory = defaultdict[tuple[int, int, int], tuple[Scratch, ...]](
+        self._tiles: dict[TileHeads, Tiles] = {}  # of all steps so far
+        self._memory = defaultdict[TileHeads, tuple[Scratch, ...]](
             lambda: tuple([Scratch(gpu) for _ in range(4)])
         )
         self.n_tokens = 0
@@ -244,7 +254,7 @@ class Batch:
         self._entries = [(int(n), int(start), int(pages)) for n, start, pages in entries.tolist()]
         tables: list[I32] = []
         for heads in self._tiles:
-            table, self._tiles[heads] = self._make_tiles(*heads)
+            table, self._tiles[heads] = self._make_tiles(heads)
             tables.append(table)
         self._unsent = [positions.astype(np.int32), written, *tables, page_addresses]
         self.n_tokens = len(tokens)
@@ -287,17 +297,19 @@ class Batch:
         """The pages of all entries, by address."""
         return self._addresses()[2]
 
-    def tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> Tiles:
-        """The query rows of the step in tiles for `attend`, the same for every layer."""
-        heads = n_head, n_kv_head, head_dim
+    def tiles(self, n_head: int, n_kv_head: int, head_dim: int, window: int) -> Tiles:
+        """The query rows of the step in tiles for `attend`, the same for every layer with this
+        window; 0 is none."""
+        heads = TileHeads(n_head, n_kv_head, head_dim, window)
         self._addresses()
         if heads not in self._tiles:
-            table, tiles = self._make_tiles(*heads)
+            table, tiles = self._make_tiles(heads)
             self._tiles[heads] = replace(tiles, table=self._memory[heads][0].put(table))
         return self._tiles[heads]
 
-    def _make_tiles(self, n_head: int, n_kv_head: int, head_dim: int) -> tuple[I32, Tiles]:
+    def _make_tiles(self, heads: TileHeads) -> tuple[I32, Tiles]:
         """The table, and the tiles, which have no address of it yet."""
+        n_head, n_kv_head, head_dim, window = heads
         group = n_head // n_kv_head
         most = ACCUMULATOR_BYTES // (4 * QUERY_TILE_ROWS * (head_dim + 2))
         table: list[AttendTile] = []
@@ -305,7 +317,7 @@ class Batch:
         largest = 0
         for rows_max in (QUERY_TILE_ROWS, 2 * QUERY_TILE_ROWS):
             first, used, deepest = len(table), 0, 0
-            tiles = list(self._tiles_of(group, rows_max))
+            tiles = list(self._tiles_of(group, rows_max, window))
             is_few = (
                 rows_max == QUERY_TILE_ROWS
                 and n_kv_head * sum(t.superpages for t in tiles) <= FEW_BLOCKS
@@ -321,12 +333,12 @@ class Batch:
                 deepest, largest = max(deepest, tile.superpages), max(largest, used)
             if used:
                 launches.append(_tile_run(rows_max, each, first, len(table), deepest))
-        _, m, denominators, o = self._memory[n_head, n_kv_head, head_dim]
+        _, m, denominators, o = self._memory[heads]
         n = 4 * largest * QUERY_TILE_ROWS
         memory = m.reserve(n), denominators.reserve(n), o.reserve(n * head_dim)
         return np.array(table, np.int32), Tiles(0, tuple(launches), *memory)
 
-    def _tiles_of(self, group: int, rows_max: int) -> Iterator[AttendTile]:
+    def _tiles_of(self, group: int, rows_max: int, window: int) -> Iterator[AttendTile]:
         """The tiles of the entries whose tiles have up to `rows_max`, without their results."""
         first_token = first_page = 0
         for n, start, n_pages in self._entries:
@@ -335,8 +347,10 @@ class Batch:
                 range(0, n * group, rows_max) if is_long == (rows_max > QUERY_TILE_ROWS) else ()
             ):
                 rows = min(rows_max, n * group - row)
-                superpages = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
-                yield AttendTile(first_token, start, first_page, row, rows, superpages)
+                first_seen = max(0, start + row // group - window + 1) if window else 0
+                first = first_seen // kernels.SUPERPAGE_TOKENS
+                end = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
+                yield AttendTile(first_token, start, first_page, row, rows, end - first, 0, first)
             first_token += n
             first_page += n_pages
 

@@ -50,6 +50,7 @@ KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 NORM_THREADS_MAX = 512
 QUANTISE_SPANS = 4  # of a block, a warp each
 LOG2_E = 1.4426950408889634
+WINDOW_MAX = 1 << 30  # more than any position
 SAMPLE_THREADS_MAX = 1024
 SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are used here
     {
@@ -61,7 +62,7 @@ SAMPLE_ROW = np.dtype(  # the integers of a SampleRow of sample_row.h that are u
 )
 BIAS = np.dtype([("token", np.int32), ("value", np.float32)])
 
-Held = kernels.Matrix | kernels.Vector | kernels.RopeTable
+Held = kernels.Matrix | kernels.Vector | kernels.Sinks | kernels.RopeTable
 Taken = Mapping[int, int]  # where a token goes, and of which row it is the sample
 NOTHING_TAKEN: Taken = {}
 
@@ -120,7 +121,7 @@ class CudaOps:
 
     # -- weights
 
-    def upload(self, *weights: kernels.Matrix | kernels.Vector) -> None:
+    def upload(self, *weights: kernels.Matrix | kernels.Vector | kernels.Sinks) -> None:
         """Copy weights to the GPU, one behind the other, but for those that are there.
 
         Matrices of one kind that are copied together are one to `linear`. Raises MemoryError.
@@ -336,13 +337,16 @@ class CudaOps:
         layer: int,
         out: Rows,
         quantised: Activations | None = None,
+        window: int = 0,
+        sinks: kernels.Sinks | None = None,
     ) -> None:
         """As `kernels.attend`, and `quantise` of all tokens of the step."""
+        window = min(window, WINDOW_MAX)
         if quantised is not None:
             quantised.values = out.address
         q8 = [0, 0, 0] if quantised is None else quantised.addresses
         heads = [queries.n_head, shape.n_kv_head, shape.head_dim]
-        tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim)
+        tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim, window)
         results = [tiles.m, tiles.denominators, tiles.o]
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
@@ -357,13 +361,16 @@ class CudaOps:
                 kernel,
                 (n_tiles, shape.n_kv_head, superpages * each),
                 THREADS,
-                [queries.q, queries.scale, table, batch.pages, layer, *heads, *results],
+                [queries.q, queries.scale, table, batch.pages, layer, *heads, *results, window],
             )
             self._gpu.launch(
                 "fold_attention",
                 (n_tiles, shape.n_kv_head, rows),
                 shape.head_dim,
-                [table, *results, *heads, each, out.address, out.width, *q8],
+                [
+                    *(table, *results, *heads, each, out.address, out.width, *q8),
+                    *(window, self._address(sinks)),
+                ],
             )
 
     # -- what goes back to the CPU

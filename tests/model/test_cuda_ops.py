@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.model import CpuOps, Ops, Stepper
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.weights import MoeSpec, MoeWeights
-from bench.cuda.cases import packed_with_bytes, rows_of
+from bench.cuda.cases import packed_with_bytes, random_page, rows_of
 from bench.cuda.cases.experts import cpu_part
 from bench.cuda.weights import random_model
 from bench.models.local_runner import LocalRunner, LocalSequence
@@ -294,6 +295,52 @@ def test_what_experts_need_is_allocated_by_the_first_step(gpu: Emulator) -> None
     assert used[0] == used[1]
     with pytest.raises(ValueError, match="4 of 3 experts"):
         ops.make_expert_pairs(1, 3, 4)
+
+
+@pytest.mark.parametrize("few_blocks", [0, 256])
+def test_attention_with_windows_and_sinks(
+    gpu: Emulator, monkeypatch: pytest.MonkeyPatch, few_blocks: int
+) -> None:
+    """Decode and chunks through the tables of a batch, of layers with other windows in turn."""
+    monkeypatch.setattr(memory, "FEW_BLOCKS", few_blocks)
+    pool, rng, n_head, n_kv, head_dim = kernels.Pool(1), np.random.default_rng(2), 6, 2, 64
+    shape, ops = kernels.PageShape(1, n_kv, head_dim), CudaOps(gpu, pool)
+    counts, starts = np.array([1, 20, 3]), np.array([2200, 1010, 0])
+    table = np.stack([counts, starts, -(-(starts + counts) // 256)], 1).astype(np.int32)
+    n_tokens, n_pages = int(counts.sum()), int(table[:, 2].sum())
+    tokens = np.zeros(n_tokens, np.int32)
+    pages = [aligned(shape.payload_bytes) for _ in range(n_pages)]
+    on_gpu = [gpu.allocate(shape.payload_bytes) for _ in pages]
+    for page, address in zip(pages, on_gpu, strict=True):
+        page[:] = random_page(shape, rng)
+        gpu.copy_in(address, page)
+    qkv = rng.standard_normal((n_tokens, (n_head + 2 * n_kv) * head_dim)).astype(np.float32)
+    made: list[Any] = []
+    for target, of_pages in (
+        (CpuOps(pool), [kernels.address_of(page) for page in pages]),
+        (ops, on_gpu),
+    ):
+        batch = target.make_batch(n_tokens, len(table), n_pages)
+        batch.set(tokens, table, np.array(of_pages, np.uint64))
+        rows = rows_of(qkv) if target is not ops else ops.make_rows(n_tokens, qkv.shape[1])
+        if target is ops:
+            gpu.copy_in(rows.address, qkv)
+        queries = target.make_queries(n_tokens, n_head, head_dim)
+        kv_rows = target.make_kv_rows(n_tokens, shape)
+        norms = None, None, 1e-6, None, 0.125
+        target.place_kv(rows, batch, shape, 0, n_head, *norms, queries, kv_rows)
+        out = target.make_rows(n_tokens, n_head * head_dim)
+        made.append((target, queries, batch, out))
+    sinks = kernels.Sinks(rng.standard_normal(n_head).astype(np.float32))
+    ops.upload(sinks)
+    got = np.empty((n_tokens, n_head * head_dim), np.float32)
+    for window, own in itertools.product((0, 1, 128, 1000, 1 << 40), (None, sinks)):
+        for target, queries, batch, out in made:
+            target.attend(queries, batch, shape, 0, out, None, window, own)
+        gpu.copy_out(made[1][3].address, got)
+        assert got.tobytes() == made[0][3].view(n_tokens).tobytes(), window
+    deepest = [max(run.superpages for run in runs) for runs in made[1][2].launches]
+    assert deepest == [4, 2, 2, 2, 4]  # a power of two; a tile of the chunk crosses a border
 
 
 @pytest.mark.parametrize("kinds", [("q4_0", "q4_0"), ("q4_0", "q8_0"), ("f16", "f16")])

@@ -611,6 +611,24 @@ def test_nonfinite_numbers_are_refused_in_every_storage_type(
     assert "row 3" in str(caught.value)
 
 
+def test_a_scale_that_is_too_large_in_a_bank_of_experts_is_refused(
+    tmp_path: Path, pool: kernels.Pool
+) -> None:
+    path = tmp_path / "m.gguf"
+    shape = replace(TINY, arch="qwen3moe", n_expert=4, n_used=2, kinds={"ffn_up": "mxfp4"})
+    write_synthetic(path, shape)
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        tensors["blk.0.ffn_up_exps.weight"][0][2, 5, 17] = 161
+
+    with pytest.raises(BatchEngineError) as caught:
+        opened(edited(path, edit), pool, tmp_path / "c")
+    assert caught.value.code == "BE1327"
+    row = 2 * shape.n_ff + 5
+    assert "blk.0.ffn_up_exps.weight" in str(caught.value)
+    assert f"row {row}, block 1: the scale is NaN or above 2^32" in str(caught.value)
+
+
 def test_the_error_of_a_nan_in_a_norm_names_the_tensor(
     tiny: Path, tmp_path: Path, pool: kernels.Pool
 ) -> None:

@@ -18,6 +18,8 @@ from bench.cuda.cases.attention import (
     attention_long_case,
     attention_small_case,
     attention_spans_case,
+    attention_window_case,
+    attention_window_spans_case,
     random_page,
 )
 from bench.cuda.cases.experts import experts_case, select_case
@@ -49,6 +51,8 @@ def cases() -> dict[str, Case]:
         "attention, small heads": attention_small_case,
         "attention, spans": attention_spans_case,
         "attention, long": attention_long_case,
+        "attention, window": attention_window_case,
+        "attention, window, spans": attention_window_spans_case,
         "sample": sample_case,
         "take samples": take_samples_case,
         "select experts": select_case,

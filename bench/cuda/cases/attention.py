@@ -27,6 +27,7 @@ ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
 ATTEND_THREADS = 256
 LOG2_E = 1.4426950408889634
 BAD_HALVES = 0x7E00, 0x7C00, 0xFC00  # NaN and infinities
+WINDOWS = 1, 16, 100, 128, 255, 256, 257, 1024, 5000
 Spans = list[tuple[int, int]]  # of each entry: its first super-page, and how many
 
 
@@ -64,6 +65,26 @@ def attention_long_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) 
     Attention(pool, rng, 2, 1, 32, [(int(rng.integers(1, 3)), 9300)]).compare(gpu, rng)
 
 
+def attention_window_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """A window that begins anywhere in pages and super-pages; rows of a tile that begin to see in
+    different ones."""
+    head_dim, group = int(rng.choice([64, 96, 128, 256])), int(rng.choice([1, 3, 8]))
+    window = int(rng.choice(WINDOWS))
+    starts = (0, 255, window, 900 + window, 1023 + window, 2047 - 3, 2300)
+    entries = [
+        (int(rng.choice([1, 1, 5, 33 // group + 1])), int(start)) for start in rng.choice(starts, 2)
+    ]
+    Attention(pool, rng, group, 1, head_dim, entries, window).compare(gpu, rng)
+
+
+def attention_window_spans_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """Spans of which a window hides some super-pages from some rows, or all from all."""
+    window = int(rng.choice([1, 128, 900, 1024, 1300, 2500]))
+    starts = rng.choice([1020, 1020 + window, 2047, 3500], 2)
+    entries = [(int(rng.integers(1, 18)), int(start)) for start in starts]
+    Attention(pool, rng, 2, 1, 32, entries, window).compare(gpu, rng)
+
+
 @dataclass(frozen=True, slots=True)
 class Attended:
     """Tiles of a step and their accumulators in memory of a GPU (attention.cu)."""
@@ -97,19 +118,19 @@ def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[n
     return page.reshape(-1)
 
 
-def invalidate_unseen(
-    page: NDArray[np.uint8], shape: kernels.PageShape, seen: int, rng: np.random.Generator
+def invalidate(
+    page: NDArray[np.uint8], shape: kernels.PageShape, tokens: slice, rng: np.random.Generator
 ) -> None:
-    """Give the tokens of a page from `seen` on scales that are not finite."""
+    """Give some tokens of a page scales that are not finite."""
     heads, groups = page.reshape(-1, shape.head_bytes), shape.head_dim // 32
     k_at, v_at = 256 * shape.head_dim, (512 + 16) * shape.head_dim
     k_end, v_end = k_at + 512 * groups, v_at + 512
     v = heads[:, v_at:v_end].copy().view(np.uint16)
-    v[:, seen:] = rng.choice(BAD_HALVES)
+    v[:, tokens] = rng.choice(BAD_HALVES)
     heads[:, v_at:v_end] = v.view(np.uint8)
     k = heads[:, k_at:k_end].copy().view(np.uint16).reshape(len(heads), 16, groups, 16)
     by_token = k.transpose(0, 1, 3, 2).reshape(len(heads), 256, groups)
-    by_token[:, seen:] = BAD_HALVES[0]
+    by_token[:, tokens] = BAD_HALVES[0]
     k = by_token.reshape(len(heads), 16, 16, groups).transpose(0, 1, 3, 2)
     heads[:, k_at:k_end] = np.ascontiguousarray(k).view(np.uint8).reshape(len(heads), -1)
 
@@ -127,8 +148,13 @@ class Attention:
         n_kv: int,
         head_dim: int,
         entries: list[tuple[int, int]],
+        window: int = 0,
     ) -> None:
         self.n_head, self.n_kv, self.head_dim, self.entries = n_head, n_kv, head_dim, entries
+        self.window = window
+        self.sinks = None
+        if rng.integers(2):
+            self.sinks = kernels.Sinks((6 * rng.standard_normal(n_head)).astype(np.float32).data)
         self.shape = shape = kernels.PageShape(self.N_LAYER, n_kv, head_dim)
         self.style = str(rng.choice(["norm", "neox"]))
         n_rot = head_dim if self.style == "norm" else 2 * int(rng.integers(1, head_dim // 2 + 1))
@@ -150,13 +176,23 @@ class Attention:
             self._put_ties(rng)
         self.n_pages = [-(-(start + n) // kernels.PAGE_TOKENS) for n, start in entries]
         self.before = [random_page(self.shape, rng) for _ in range(sum(self.n_pages))]
-        for last, (n, start) in zip(np.cumsum(self.n_pages) - 1, entries, strict=True):
+        for end, n_pages, (n, start) in zip(
+            np.cumsum(self.n_pages), self.n_pages, entries, strict=True
+        ):
             if rng.integers(2):
-                invalidate_unseen(self.before[last], shape, (start + n - 1) % 256 + 1, rng)
+                invalidate(self.before[end - 1], shape, slice((start + n - 1) % 256 + 1, None), rng)
+            hidden = self.first_seen(start)
+            for page in self.before[end - n_pages : end] if rng.integers(2) else ():
+                invalidate(page, shape, slice(max(0, hidden)), rng)
+                hidden -= kernels.PAGE_TOKENS
         self.pages = [aligned(shape.payload_bytes) for _ in self.before]
         for page, before in zip(self.pages, self.before, strict=True):
             page[:] = before
         self._compute(pool)
+
+    def first_seen(self, position: int) -> int:
+        """The first position that a row sees."""
+        return max(0, position - self.window + 1) if self.window else 0
 
     def _some_rows(self, rng: np.random.Generator) -> F32:
         """K, V and queries before they are placed: some groups tiny, at times one huge or bad."""
@@ -213,22 +249,25 @@ class Attention:
         )
         self.kept = kept.view(tokens).copy()
         out = kernels.Rows(tokens, self.n_head * self.head_dim)
-        kernels.attend(pool, queries, batch, self.shape, self.LAYER, out)
+        at = pool, queries, batch, self.shape, self.LAYER
+        kernels.attend(*at, out, window=self.window, sinks=self.sinks)
         self.want = out.view(tokens).copy()
 
     def tiles(self, rows_max: int, each: int, spans: Spans) -> tuple[NDArray[np.int32], list[int]]:
         """`AttendTile` rows of attention.cu, and the entry of each; a row has `each` accumulators
-        of a super-page."""
+        of a super-page. Super-pages that the first row does not see are not of its tile."""
         entry_of: list[int] = []
         group, rows, result, first_token, first_page = self.n_head // self.n_kv, [], 0, 0, 0
         for entry, (n, start) in enumerate(self.entries):
             span = spans[entry]
             for first in range(0, n * group, rows_max) if span[1] else ():
                 count = min(rows_max, n * group - first)
-                seen = (start + (first + count - 1) // group) // 1024 + 1
-                superpages = min(max(seen - span[0], 0), span[1])
-                tile = (first_token, start, first_page, first, count, superpages, result, span[0])
-                rows.append(tile)
+                end = min((start + (first + count - 1) // group) // 1024 + 1, sum(span))
+                begin = max(self.first_seen(start + first // group) // 1024, span[0])
+                superpages = max(end - begin, 0)
+                rows.append(
+                    (first_token, start, first_page, first, count, superpages, result, begin)
+                )
                 entry_of.append(entry)
                 result += -(-count // 16) * superpages * each
             first_token += n
@@ -257,7 +296,7 @@ class Attention:
         q, scale, pages, layer = step
         heads = [self.n_head // self.n_kv * n_kv, n_kv, self.head_dim]
         grid = len(table), n_kv, each * max(1, int(table[:, 5].max()))
-        arguments = [q, scale, tiles.address, pages, layer, *heads, *results]
+        arguments = [q, scale, tiles.address, pages, layer, *heads, *results, self.window]
         gpu.launch(kernel, grid, ATTEND_THREADS, arguments)
         return out
 
@@ -293,6 +332,7 @@ class Attention:
             table,
             want,
             heads=(first_kv, n_kv),
+            window=self.window,
         )
         if want.n_accumulators == 0:
             return
@@ -302,7 +342,7 @@ class Attention:
         step += [arrays.put(addresses + np.uint64(first_head)).address, 0]
         places, index = [], 0
         for (n, _), (first, count) in zip(self.entries, spans, strict=True):
-            places.append((index, n, count))
+            places.append((index, n, count, first))
             index += (1 if first == 0 and count else count) * n * n_head
         for kernel, (rows_max, each) in ATTEND.items():
             attended = self.attend(gpu, arrays, kernel, spans, step, n_kv)
@@ -316,17 +356,19 @@ class Attention:
                 "gather_partials",
                 (len(place), n_kv, rows_max),
                 min(256, self.head_dim),
-                [*arguments, m.address, denominators.address, o.address],
+                [*arguments, m.address, denominators.address, o.address, self.window],
             )
             got = one_nan(np.concatenate([a.read().reshape(-1) for a in (m, denominators, o)]))
             values = one_nan(np.frombuffer(want.to_bytes(), np.float32)[-len(got) :])
             what = f"{kernel} of {n_kv} KV heads from {first_kv} of {self.n_kv}"
-            compare(got, values, f"{what}, spans {spans} of {self.entries}")
+            what = f"{what}, spans {spans} of {self.entries}, window {self.window}"
+            compare(got, values, what)
 
     def compare(self, gpu: Gpu, rng: np.random.Generator) -> None:
         """Raise Differs unless K, V, attention and partials of random spans are the CPU's."""
         n_head, n_kv, head_dim, tokens = self.n_head, self.n_kv, self.head_dim, self.tokens
         what = f"{n_head} heads, {n_kv} KV heads of {head_dim}, entries {self.entries}"
+        what += f", window {self.window}"
         with Arrays(gpu) as arrays:
             pages = [arrays.put(page) for page in self.before]
             addresses = np.array([page.address for page in pages], np.uint64)
@@ -378,6 +420,7 @@ class Attention:
             width = n_head * head_dim
             step = [q.address, scale.address, arrays.put(addresses).address, self.LAYER]
             whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
+            sinks = 0 if self.sinks is None else arrays.put(self.sinks.view()).address
             for kernel, (rows_max, each) in ATTEND.items():
                 attended = self.attend(gpu, arrays, kernel, whole, step, n_kv)
                 quantised = Quantised.empty(arrays, tokens, width)
@@ -386,7 +429,10 @@ class Attention:
                     "fold_attention",
                     (len(attended.entry_of), n_kv, rows_max),
                     min(256, head_dim),
-                    [*attended.addresses, n_head, n_kv, head_dim, each, out.address, width, *q8],
+                    [
+                        *(*attended.addresses, n_head, n_kv, head_dim, each, out.address, width),
+                        *(*q8, self.window, sinks),
+                    ],
                 )
                 compare(out.read(), self.want, f"{kernel}, {what}")
                 if q8[0]:

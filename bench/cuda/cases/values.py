@@ -12,10 +12,10 @@ import kernels
 from bench.cuda.arrays import Arrays, DeviceArray
 from bench.models.tensors import (
     BLOCK_BYTES,
-    SCALES_AT,
     aligned,
     random_tensor,
     random_values,
+    scale_bytes,
 )
 
 F32 = NDArray[np.float32]
@@ -130,10 +130,7 @@ def packed_with_bytes(
     tensor = random_tensor(kind, rows, cols, rng)
     if byte is not None:
         blocks = tensor.reshape(-1, BLOCK_BYTES[kind])
-        is_scale = np.zeros(blocks.shape[1], bool)
-        for at in SCALES_AT.get(kind, (0,)):
-            is_scale[at : at + 2] = True
-        blocks[:, ~is_scale] = byte
+        blocks[:, ~scale_bytes(kind)] = byte
     buffer = aligned(kernels.packed_bytes(kind, rows, cols))
     kernels.pack(pool, kind, rows, cols, tensor, buffer)
     return kernels.Matrix(kind, rows, cols, buffer), buffer

@@ -3,24 +3,25 @@
 // `attend` gives a super-page, a KV head and a tile of query rows to a block: scores by integer products,
 // softmax in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
 // `attend_many` has two tiles of 16 rows a block, which read K and V once. `attend_pages` gives a page to a
-// block, for steps that have few blocks. `fold_attention` folds pages and super-pages in order, and
+// block, for steps that have few blocks. `fold_attention` folds pages, super-pages and the sink in order, and
 // quantises; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
+// A window of n > 0 hides from a row all tokens but its own and the n - 1 before it.
 #include "activations.h"
 #include "kv8.h"
 
 namespace gpu {
 
 // Query rows of one entry: row r is token r / group of the entry, head r % group of the KV head's group.
-// A span of the entry's super-pages is attended to.
+// A span of the entry's super-pages is attended to: those of it that a row sees.
 struct AttendTile {
     int32_t first_token;      // of the entry, in the step
     int32_t start_position;   // of the entry
     int32_t first_page;       // of the entry, in `pages`
     int32_t first_row;        // of the tile, in the entry
     int32_t rows;             // 1..16; 1..32 for attend_many
-    int32_t superpages;       // of the span that its last row sees
+    int32_t superpages;       // of the span, from the first that its first row sees to the last one's last
     int32_t first_result;     // of its accumulators: [each 16 rows][super-page or page][KV head][16]
-    int32_t first_superpage;  // of the span
+    int32_t first_superpage;  // of them
 };
 static_assert(sizeof(AttendTile) == 32);  // `AttendTile` of memory.py
 
@@ -29,6 +30,7 @@ struct PartialsTile {
     int32_t start;       // index of the entry's first accumulator: [term][token][head]
     int32_t tokens;      // of the entry
     int32_t superpages;  // of the span
+    int32_t first;       // of them
 };
 
 }  // namespace gpu
@@ -53,6 +55,18 @@ using PerRow = gpu::Shared<float, 16 * tiles>;
 GPU_FN int visible_of(const gpu::AttendTile& tile, int group, int row, int page_start) {
     const int n = tile.start_position + (tile.first_row + row) / group + 1 - page_start;
     return row >= tile.rows || n <= 0 ? 0 : n < TOKENS ? n : TOKENS;
+}
+
+// The first position that a row at `position` sees.
+GPU_FN int first_seen(int position, int window) {
+    return window && position >= window ? position - window + 1 : 0;
+}
+
+// What the window hides from a row at the start of the page: 0..256 tokens.
+GPU_FN int hidden_of(const gpu::AttendTile& tile, int group, int row, int page_start, int window) {
+    const int position = tile.start_position + (tile.first_row + row) / group;
+    const int n = first_seen(position, window) - page_start;
+    return n <= 0 ? 0 : n < TOKENS ? n : TOKENS;
 }
 
 // The accumulator of a row in the first super-page of its tile.
@@ -111,12 +125,12 @@ GPU_FN void score_groups(float (&acc)[tiles][4], gpu::In<uint8_t> head, const gp
     }
 }
 
-// Scores of 8 tokens for each step of a warp; row r, token n: chain over the groups of the head.
+// Scores of tokens [begin, seen), 8 for each step of a warp; row r, token n: chain over the groups of the head.
 template <int tiles>
 GPU_FN void score_page(gpu::In<uint8_t> head, const gpu::HeadLayout& at,
-                       const Queries<tiles>& queries, int seen, Scores<tiles>& scores) {
+                       const Queries<tiles>& queries, int begin, int seen, Scores<tiles>& scores) {
     const int g = gpu::lane() / 4, t = gpu::lane() % 4;
-    for (int token = gpu::warp() * 8; token < seen; token += WARPS * 8) {
+    for (int token = begin / 8 * 8 + gpu::warp() * 8; token < seen; token += WARPS * 8) {
         float acc[tiles][4];
         GPU_UNROLL
         for (int i = 0; i < tiles * 4; i++) acc[i / 4][i % 4] = 0.0f;
@@ -140,22 +154,26 @@ GPU_FN T max_of_warp(T x) {
     return x;
 }
 
-// Scores of a row -> weights, m, l and unit; a row that sees nothing has l = 0. One warp, a lane computes
-// four tokens of each 128; the weights of tokens that the row does not see are 0.
+// Scores of the tokens [first, n) that a row sees -> weights, m, l and unit; a row that sees nothing has
+// l = 0. One warp, a lane computes four tokens of each 128; the weights of tokens that the row does not see
+// are 0.
 template <int tiles>
-GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row, int n,
-                             Scores<tiles>& scores, PerRow<tiles>& m, PerRow<tiles>& l,
+GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, int row, int first,
+                             int n, Scores<tiles>& scores, PerRow<tiles>& m, PerRow<tiles>& l,
                              PerRow<tiles>& unit) {
     constexpr int EACH = TOKENS / gpu::WARP;
     const gpu::In<uint16_t> v_scale = gpu::in_as<uint16_t>(head + at.v_scales());
     const auto token_of = [](int i) { return (i / 4 * gpu::WARP + gpu::lane()) * 4 + i % 4; };
+    const auto sees = [&](int i) {
+        return static_cast<uint32_t>(token_of(i) - first) < static_cast<uint32_t>(n - first);
+    };
     float score[EACH], p[EACH];
     const float lowest = ca::float_of(0xFF7FFFFFu);
     float top = lowest;
     uint32_t largest_score = 0;
     GPU_UNROLL
     for (int i = 0; i < EACH; i++) {
-        score[i] = token_of(i) < n ? ca::float_of(scores[row * STRIDE + token_of(i)]) : lowest;
+        score[i] = sees(i) ? ca::float_of(scores[row * STRIDE + token_of(i)]) : lowest;
         if (ca::magnitude_bits(score[i]) > largest_score) largest_score = ca::magnitude_bits(score[i]);
         if (score[i] > top) top = score[i];
     }
@@ -166,7 +184,7 @@ GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, i
     uint32_t largest = 0;
     GPU_UNROLL
     for (int i = 0; i < EACH; i++) {
-        const bool is_seen = token_of(i) < n;  // selects, since a branch would keep the others waiting
+        const bool is_seen = sees(i);  // selects, since a branch would keep the others waiting
         const float e = ca::exp2c(ca::sub_rn(score[i], peak));
         sum += is_seen ? ca::round_to_int(ca::mul_rn(e, 0x1p22f)) : 0;
         p[i] = ca::mul_rn(e, is_seen ? ca::half_to_float(v_scale[token_of(i)]) : 0.0f);
@@ -201,7 +219,7 @@ template <int tiles, int n_pages>
 GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
                         gpu::In<uint64_t> pages, int layer, int n_head, int n_kv_head,
                         int head_dim, gpu::Out<float> m_out, gpu::Out<float> l_out,
-                        gpu::Out<float> o_out) {
+                        gpu::Out<float> o_out, int window) {
     constexpr int PARTS_MAX = gpu::HEAD_DIM_MAX / 8 / WARPS;  // groups of 8 dims of a warp
     constexpr int PAIRS = 2 * tiles;
     __shared__ Scores<tiles> scores;
@@ -214,12 +232,17 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     // The last row sees the most.
     if (visible_of(tile, group, tile.rows - 1, first_page * TOKENS) == 0) return;
     if (gpu::block_z() * n_pages >= tile.superpages * ca::SUPERPAGE_PAGES) return;
+    int first = 0;  // of the pages that a row sees; the first row sees the first token
+    while (first < n_pages &&
+           hidden_of(tile, group, 0, (first_page + first) * TOKENS, window) == TOKENS)
+        first++;
+    if (first == n_pages) return;
     const gpu::HeadLayout at = {head_dim};
     const auto head_of = [&](int page) {
         return gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
                gpu::head_offset(at, layer, n_kv_head, kv_head);
     };
-    gpu::prefetch(head_of(first_page), at.bytes());
+    gpu::prefetch(head_of(first_page + first), at.bytes());
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, parts = head_dim / 8;
     // Where a row's groups begin, of eight dwords each. Rows past the last of a tile read the last one.
     const auto group_of = [&](int in_tile) {
@@ -250,36 +273,39 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     for (int part = 0; part < PARTS_MAX; part++)
         GPU_UNROLL
         for (int i = 0; i < 2 * PAIRS; i++) o[part][i] = 0.0f;
-    for (int p = 0; p < n_pages; p++) {
+    for (int p = first; p < n_pages; p++) {
         const int page = first_page + p, page_start = page * TOKENS;
         const int seen = visible_of(tile, group, tile.rows - 1, page_start);
         if (seen == 0) break;
         if (p + 1 < n_pages && visible_of(tile, group, tile.rows - 1, page_start + TOKENS) > 0)
             gpu::prefetch(head_of(page + 1), at.bytes());
         const gpu::In<uint8_t> head = head_of(page);
-        // The first row sees the least.
-        const bool all_see_all = visible_of(tile, group, 0, page_start) == TOKENS;
-        const auto visible_to = [&](int row) {
-            return all_see_all ? TOKENS : visible_of(tile, group, row, page_start);
-        };
-        score_page<tiles>(head, at, queries, seen, scores);
+        // The first row sees the least of the page's end, and the last row the least of its start.
+        const bool all_see_end = visible_of(tile, group, 0, page_start) == TOKENS;
+        const bool all_see_start = hidden_of(tile, group, tile.rows - 1, page_start, window) == 0;
+        const int begin = all_see_start ? 0 : hidden_of(tile, group, 0, page_start, window);
+        score_page<tiles>(head, at, queries, begin, seen, scores);
         gpu::barrier();
         for (int row = gpu::warp(); row < tile.rows; row += WARPS)
-            page_softmax_row<tiles>(head, at, row, visible_to(row), scores, m, l, unit);
+            page_softmax_row<tiles>(
+                head, at, row,
+                all_see_start ? 0 : hidden_of(tile, group, row, page_start, window),
+                all_see_end ? TOKENS : visible_of(tile, group, row, page_start), scores, m, l, unit);
         gpu::barrier();
         const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
         float shrink[PAIRS], units[PAIRS];
-        bool is_larger[PAIRS], sees[PAIRS];
+        bool is_larger[PAIRS], sees[PAIRS], is_first[PAIRS];
         GPU_UNROLL
         for (int i = 0; i < PAIRS; i++) {
             const int row = g + 8 * i;
             const float now_m = m[row], now_l = l[row];
             units[i] = unit[row];
-            sees[i] = visible_to(row) > 0;
+            sees[i] = now_l != 0.0f;
+            is_first[i] = total_l[i] == 0.0f;
             is_larger[i] = now_m > total_m[i];
             shrink[i] = ca::exp2c(is_larger[i] ? ca::sub_rn(total_m[i], now_m)
                                                : ca::sub_rn(now_m, total_m[i]));
-            if (p == 0) {
+            if (sees[i] && is_first[i]) {
                 total_m[i] = now_m, total_l[i] = now_l;
             } else if (sees[i]) {
                 total_l[i] = is_larger[i] ? ca::fma_rn(total_l[i], shrink[i], now_l)
@@ -294,18 +320,18 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
             int32_t upper[tiles][4], lower[tiles][4];
             GPU_UNROLL
             for (int i = 0; i < tiles * 4; i++) upper[i / 4][i % 4] = lower[i / 4][i % 4] = 0;
-            for (int first = 0; first < seen; first += 32 * AHEAD) {
-                uint32_t b[AHEAD][2];  // weights of tokens past the last are 0
+            for (int from = begin / (32 * AHEAD) * 32 * AHEAD; from < seen; from += 32 * AHEAD) {
+                uint32_t b[AHEAD][2];  // weights of tokens that no row sees are 0
                 GPU_UNROLL
                 for (int n = 0; n < AHEAD; n++)
                     for (int j = 0; j < 2; j++)
-                        b[n][j] = v[at.v_dword(first / 4 + 8 * n + t + 4 * j, dims + g)];
+                        b[n][j] = v[at.v_dword(from / 4 + 8 * n + t + 4 * j, dims + g)];
                 GPU_UNROLL
                 for (int n = 0; n < AHEAD; n++) {
-                    if (first + 32 * n >= seen) break;
+                    if (from + 32 * n >= seen) break;
                     GPU_UNROLL
                     for (int i = 0; i < tiles; i++) {
-                        const int row = (16 * i + g) * STRIDE + first / 4 + 8 * n + t;
+                        const int row = (16 * i + g) * STRIDE + from / 4 + 8 * n + t;
                         const int next = row + 8 * STRIDE;
                         const uint32_t a[4] = {scores[row], scores[next], scores[row + 4],
                                                scores[next + 4]};
@@ -321,7 +347,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
                 const int r = i / 2;
                 const float next =
                     ca::numerator(upper[i / 4][i % 4] * 128 + lower[i / 4][i % 4], units[r]);
-                if (p == 0)
+                if (sees[r] && is_first[r])
                     o[part][i] = next;
                 else if (sees[r])
                     o[part][i] = is_larger[r] ? ca::fma_rn(o[part][i], shrink[r], next)
@@ -356,14 +382,15 @@ struct Accumulator {
     float o;  // of one dim
 };
 
-// A row of a tile in its accumulators: `each` for a super-page, `stride` rows from one to the next.
+// A row of a tile in its accumulators: `each` for a super-page, `stride` rows from one to the next. It sees
+// tokens of those in [begin, end), which may be none.
 struct ResultRow {
     gpu::In<float> m, l, o;
     int64_t first;
     int stride;
     int head_dim;
     int each;
-    int pages;  // of the span that the row sees
+    int begin, end;
 
     GPU_FN Accumulator one(int index, int d) const {
         const int64_t i = first + int64_t{index} * stride;
@@ -372,65 +399,62 @@ struct ResultRow {
     GPU_FN static void add(Accumulator& sum, const Accumulator& next) {
         ca::fold(sum.m, sum.l, &sum.o, next.m, next.l, &next.o, 1);
     }
+    // Those of one super-page.
     GPU_FN Accumulator at(int superpage, int d) const {
-        Accumulator sum = one(superpage * each, d);
-        for (int i = superpage * each + 1; i < (superpage + 1) * each && i < pages; i++)
-            add(sum, one(i, d));
+        Accumulator sum = {0.0f, 0.0f, 0.0f};
+        for (int i = superpage * each; i < (superpage + 1) * each; i++)
+            if (i >= begin && i < end) add(sum, one(i, d));
         return sum;
     }
-    // n >= 1 super-pages folded in order.
-    GPU_FN Accumulator folded(int n, int d) const {
-        return each == 1 ? folded_of<1>(n, d) : folded_of<ca::SUPERPAGE_PAGES>(n, d);
+    // All super-pages in order.
+    GPU_FN Accumulator folded(int d) const {
+        return each == 1 ? folded_of<1>(d) : folded_of<ca::SUPERPAGE_PAGES>(d);
     }
 
   private:
-    // An accumulator that is not there adds nothing, without a branch: the next loads would wait for it.
-    GPU_FN static void add_if(bool is_there, Accumulator& sum, const Accumulator& next) {
-        Accumulator both = sum;
-        add(both, next);
-        sum.m = is_there ? both.m : sum.m;
-        sum.l = is_there ? both.l : sum.l;
-        sum.o = is_there ? both.o : sum.o;
-    }
     template <int of_superpage>
-    GPU_FN Accumulator folded_of(int n, int d) const {
-        const int most = n * of_superpage, count = of_superpage > 1 && pages < most ? pages : most;
+    GPU_FN Accumulator folded_of(int d) const {
         Accumulator next[FOLDED], total = {0.0f, 0.0f, 0.0f};
+        if (begin >= end) return total;
         const auto load = [&](int from) {
             GPU_UNROLL
-            for (int i = 0; i < FOLDED; i++)
-                next[i] = one(from + i < count ? from + i : count - 1, d);
+            for (int i = 0; i < FOLDED; i++) {
+                const int index = from + i < begin ? begin : from + i;
+                next[i] = one(index < end ? index : end - 1, d);
+            }
         };
-        load(0);
-        for (int i = 0; i < count; i += FOLDED) {
+        const int first_loaded = begin / of_superpage * of_superpage;
+        load(first_loaded);
+        for (int i = first_loaded; i < end; i += FOLDED) {
             Accumulator now[FOLDED];
             GPU_UNROLL
-            for (int k = 0; k < FOLDED; k++) now[k] = next[k];
-            if (i + FOLDED < count) load(i + FOLDED);
+            for (int k = 0; k < FOLDED; k++) {
+                // One that is not there is empty, without a branch: the next loads would wait for it.
+                const bool is_there = i + k >= begin && i + k < end;
+                now[k] = {next[k].m, is_there ? next[k].l : 0.0f, next[k].o};
+            }
+            if (i + FOLDED < end) load(i + FOLDED);
             GPU_UNROLL
             for (int k = 0; k < FOLDED; k += of_superpage) {
                 Accumulator sum = now[k];
                 GPU_UNROLL
-                for (int page = 1; page < of_superpage; page++)
-                    add_if(i + k + page < count, sum, now[k + page]);
-                if (k == 0 && i == 0)
-                    total = sum;
-                else
-                    add_if(i + k < count, total, sum);
+                for (int page = 1; page < of_superpage; page++) add(sum, now[k + page]);
+                add(total, sum);
             }
         }
         return total;
     }
 };
 
-GPU_FN int superpages_at(int position) { return position / (TOKENS * ca::SUPERPAGE_PAGES) + 1; }
-
 GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::In<float> l,
                             gpu::In<float> o, int row, int position, int n_kv_head, int head_dim,
-                            int each) {
-    const int pages = position / TOKENS + 1 - tile.first_superpage * ca::SUPERPAGE_PAGES;
+                            int each, int window) {
+    const int tokens = TOKENS * ca::SUPERPAGE_PAGES / each, base = tile.first_superpage * each;
+    const int begin = first_seen(position, window) / tokens - base, end = position / tokens + 1 - base;
+    const int most = tile.superpages * each;
     const int64_t first = result_index(tile, row, n_kv_head, gpu::block_y());
-    return {m, l, o, first, n_kv_head * 16, head_dim, each, pages};
+    return {m, l, o, first, n_kv_head * 16, head_dim, each, begin < 0 ? 0 : begin,
+            end < most ? end : most};
 }
 
 }  // namespace
@@ -443,11 +467,11 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
     KERNEL_AT_ONCE(name, THREADS, at_once, gpu::In<int8_t> q, gpu::In<float> q_scale,                 \
                    gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer, int n_head,     \
                    int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,                 \
-                   gpu::Out<float> o) {                                                               \
+                   gpu::Out<float> o, int window) {                                                   \
         gpu::begin();                                                                                 \
         const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
         attend_rows<tiles, n_pages>(q, q_scale, own, pages, layer, n_head, n_kv_head, head_dim, m, l, \
-                                    o);                                                               \
+                                    o, window);                                                       \
     }
 ATTEND(attend, 1, ca::SUPERPAGE_PAGES, 3)
 ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, 2)
@@ -455,26 +479,28 @@ ATTEND(attend_pages, 1, 1, 4)
 #undef ATTEND
 
 // Folds the super-pages of every row in order and divides: out row = token, head_dim values per head, and
-// the same quantised, unless `q` is null. The spans begin at super-page 0 and have all that the rows see.
-// each: accumulators of a super-page, 4 of attend_pages, else 1. Grid: (tiles, KV heads, rows of a tile), one
-// thread per dim at most.
+// the same quantised, unless `q` is null. The tiles have all that the rows see. sinks: m of all query heads,
+// then l of all, or null. each: accumulators of a super-page, 4 of attend_pages, else 1. Grid: (tiles, KV
+// heads, rows of a tile), one thread per dim at most.
 KERNEL(fold_attention, gpu::HEAD_DIM_MAX, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in,
        gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, int each,
        gpu::Out<float> out, int stride, gpu::Out<uint32_t> q, gpu::Out<float> scale,
-       gpu::Out<int32_t> sums) {
+       gpu::Out<int32_t> sums, int window, gpu::In<float> sinks) {
     gpu::begin();
     __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> values;
     const gpu::AttendTile tile = tiles[gpu::block()];
     const int kv_head = gpu::block_y(), row = gpu::block_z(), group = n_head / n_kv_head;
     if (row >= tile.rows) return;
     const int in_entry = tile.first_row + row;
-    const int position = tile.start_position + in_entry / group, n = superpages_at(position);
+    const int position = tile.start_position + in_entry / group;
     const int64_t token = tile.first_token + in_entry / group;
-    const int first = (kv_head * group + in_entry % group) * head_dim;  // value of the row
+    const int head = kv_head * group + in_entry % group;
+    const int first = head * head_dim;  // value of the row
     const ResultRow from =
-        result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each);
+        result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each, window);
     for (int d = gpu::thread(); d < head_dim; d += gpu::threads()) {
-        const Accumulator sum = from.folded(n, d);
+        Accumulator sum = from.folded(d);
+        if (sinks) ResultRow::add(sum, {sinks[head], sinks[n_head + head], 0.0f});
         float value;
         ca::finish(sum.l, &sum.o, 1, &value);
         out[token * stride + first + d] = value;
@@ -493,9 +519,10 @@ KERNEL(fold_attention, gpu::HEAD_DIM_MAX, gpu::In<gpu::AttendTile> tiles, gpu::I
 
 // The accumulators of spans as `Partials` has them: [entry][term][token][head], a term per super-page, but
 // one for a span that begins at super-page 0; zeros where a token sees nothing. Grid: as fold_attention.
+// A tile is there for all rows of an entry, without super-pages where they see nothing of the span.
 KERNEL(gather_partials, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<gpu::PartialsTile> places,
        gpu::In<float> m_in, gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head,
-       int head_dim, int each, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o) {
+       int head_dim, int each, gpu::Out<float> m, gpu::Out<float> l, gpu::Out<float> o, int window) {
     gpu::begin();
     const gpu::AttendTile tile = tiles[gpu::block()];
     const gpu::PartialsTile place = places[gpu::block()];
@@ -503,20 +530,16 @@ KERNEL(gather_partials, 256, gpu::In<gpu::AttendTile> tiles, gpu::In<gpu::Partia
     if (row >= tile.rows) return;
     const int in_entry = tile.first_row + row, token = in_entry / group;
     const int position = tile.start_position + token;
-    const int seen = superpages_at(position) - tile.first_superpage;
-    const bool is_folded = tile.first_superpage == 0;
+    const bool is_folded = place.first == 0;
     const int terms = is_folded ? 1 : place.superpages;
     const ResultRow from =
-        result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each);
+        result_row(tile, m_in, l_in, o_in, row, position, n_kv_head, head_dim, each, window);
     for (int term = 0; term < terms; term++) {
         const int64_t to = place.start + (int64_t{term} * place.tokens + token) * n_head +
                            kv_head * group + in_entry % group;
         for (int d = gpu::thread(); d < head_dim; d += gpu::threads()) {
-            Accumulator sum = {0.0f, 0.0f, 0.0f};
-            if (is_folded)
-                sum = from.folded(seen < place.superpages ? seen : place.superpages, d);
-            else if (term < seen)
-                sum = from.at(term, d);
+            const Accumulator sum =
+                is_folded ? from.folded(d) : from.at(place.first + term - tile.first_superpage, d);
             o[to * head_dim + d] = sum.o;
             if (d == 0) m[to] = sum.m, l[to] = sum.l;
         }

@@ -17,6 +17,7 @@ from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, SCHEMA_LOST, SCHEMA_TOOL, Constraint
 from batchengine.markup import (
     ARGS,
+    CALL,
     CALL_BEGIN,
     CALL_END,
     CALL_SEP,
@@ -276,6 +277,7 @@ class _Messages:
         calls, rules = self._calls, self._rules
         assert calls is not None
         channel, constrain, body = map(rules.marker, (CHANNEL, CONSTRAIN, MESSAGE))
+        end = "" if rules.control_id(CALL) is None else rules.marker(CALL)
         bodies = list[str]()
         for number, tool in enumerate(calls.tools):
             name = tool["function"]["name"]
@@ -285,7 +287,7 @@ class _Messages:
                 late = f"{channel} {_literal(f'commentary {to} ')} {constrain} {_literal('json')}"
                 head = f"({head} | {late})"
             args = rules.add(f"args{number}", _json(_schema(tool), EXACT, name))
-            bodies.append(rules.add(f"call{number}", f"{head} {body} {args}"))
+            bodies.append(rules.add(f"call{number}", f"{head} {body} {args} {end}"))
         call = rules.add("call", " | ".join(bodies))
         if calls.required:
             return call

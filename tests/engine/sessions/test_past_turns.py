@@ -12,6 +12,7 @@ from batchengine.core import (
     FORM_RESPONSES,
     BatchEngineError,
     GenerationRequest,
+    Sampling,
     TimelineUse,
     TokenEvent,
 )
@@ -128,6 +129,44 @@ async def test_without_a_session_nothing_is_kept(site: Site) -> None:
         with pytest.raises(BatchEngineError) as caught:
             await engine.past_turn("", asked.request_id)
         assert caught.value.name == "unknown_turn"
+
+
+async def test_the_templates_end_takes_the_place_of_another_one(
+    site: Site, reference: Reference
+) -> None:
+    """As in Harmony, whose answers end with a token that no prompt has; they stay whole."""
+    prompt, closing = words(1, 300), words(5, 1)[0]
+    ending = Sampling(logit_bias=((END, 100.0),), tokens_min=4)
+    async with running_engine(site) as engine:
+        tokenizer = engine.text.tokenizer
+        tokenizer.closes = tokenizer.eog | {closing}
+        asked = request(prompt, 8, session="s", sampling=ending, ignore_eos=False)
+        first, answer = await made(engine, asked)
+        assert answer.done is not None
+        assert answer.done.finish_reason == "stop"
+        assert engine.state.sessions["", "s"].tokens == [*prompt, *answer.tokens, END]
+        before = await engine.past_turn("", first.request_id)
+        added = dataclasses.replace(behind(first.request_id, [], "x"), append=(closing, 7, 8))
+        second, more = await made(engine, added)
+        assert list(second.prompt) == [*prompt, *answer.tokens, closing, 7, 8]
+        assert second.found is not None
+        assert (second.found.use, second.found.shared) == (
+            TimelineUse.APPENDED,
+            len(prompt) + len(answer.tokens),
+        )
+        assert more.tokens == reference.tokens(list(second.prompt), 8)
+        assert more.done is not None
+        assert more.done.usage.cached_tokens >= len(prompt) + len(answer.tokens) - 1
+        past = await engine.past_turn("", first.request_id)
+        assert past.text == before.text == answer.text
+        fork = dataclasses.replace(behind(first.request_id, [], "y"), append=(closing, 9))
+        forked, _ = await made(engine, fork)
+        assert list(forked.prompt) == [*prompt, *answer.tokens, closing, 9]
+        keeps = dataclasses.replace(behind(first.request_id, [], "z"), append=(6, 7))
+        edited = request([*prompt, *answer.tokens, 3, 4], 8, session="s")
+        await made(engine, edited)
+        with pytest.raises(BatchEngineError):
+            await engine.begin(keeps)
 
 
 async def test_a_turn_of_another_tenant_or_of_edited_history_is_unknown(site: Site) -> None:

@@ -139,9 +139,9 @@ def inputs(a: Arguments, kind: str, tokens: int) -> dict[int, int]:
 def pairs(move: Move, a: Arguments, kind: str, at: int) -> tuple[int, int, int]:
     """Of a product of pairs, from argument `at` on: other experts, and pairs of other tokens."""
     bank, of_row = EXPERTS_FAR * kernels.packed_bytes(kind, a[1], a[2]), a[at + 2]
-    tokens = min(PAIRS_FAR, PAIR_SPANS // -(-a[2] // 128)) // of_row
-    back(a, {0: bank, 9: 4 * tokens * of_row * a[10]} | inputs(a, kind, tokens))
-    back(a, {11: bank} if "_few" in move.kernel else {})
+    tokens, biases = min(PAIRS_FAR, PAIR_SPANS // -(-a[2] // 128)) // of_row, 4 * EXPERTS_FAR * a[1]
+    back(a, {0: bank, 7: biases, 9: 4 * tokens * of_row * a[10]} | inputs(a, kind, tokens))
+    back(a, {11: bank, 12: biases} if "_few" in move.kernel else {})
     move.values(a, at + 1, np.int32, tokens * of_row, 4 * FAR)
     move.table(a, at, np.uint32, 4, {0: EXPERTS_FAR, 1: FAR})
     return FAR, 0, 0
@@ -216,7 +216,7 @@ def fold_attention(move: Move, a: Arguments) -> tuple[int, int, int]:
 def gather_partials(move: Move, a: Arguments) -> tuple[int, int, int]:
     head_dim = a[7]
     move.table(a, 0, np.int32, 8, {6: RESULTS_FAR})
-    move.table(a, 1, np.int32, 3, {0: INTS})
+    move.table(a, 1, np.int32, 4, {0: INTS})
     back(a, results(2, head_dim) | {9: 4 * INTS, 10: 4 * INTS, 11: 4 * INTS * head_dim})
     return FAR, 0, 0
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kernels as k
+from bench.models.tensors import scale_bytes
 from tests.kernels.test_linear import (
     BLOCK_BYTES,
     SCALES_AT,
@@ -151,8 +152,7 @@ def filled(kind: str, rows: int, cols: int, rng: np.random.Generator, byte: int)
     scale = np.array([0.0137], np.float16).view(np.uint8)
     if kind == "mxfp4":
         scale = np.array([121], np.uint8)
-    scales_end = SCALES_AT.get(kind, (0,))[-1] + len(scale)
-    table[:, scales_end:] = byte
+    table[:, ~scale_bytes(kind)] = byte
     table[:, : len(scale)] = scale
     return tensor
 

@@ -263,7 +263,7 @@ def test_parts_do_not_depend_on_cuts(text: str, cuts: list[int], fields: dict[st
 @settings(deadline=None)
 @given(
     st.text(st.characters(blacklist_categories=("Cs",)), max_size=80),
-    st.sampled_from(["hermes", "mistral"]),
+    st.sampled_from(["hermes", "mistral", "harmony"]),
 )
 def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
     if not any(marker in text for marker in MARKUPS[markup].markers):
@@ -281,11 +281,15 @@ def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
         "<｜tool▁call▁begin｜>function" * 20_000,
         "<tool_call>{" + " " * 100_000,
         "<function=f><parameter=a>" + "\n" * 50_000 + "</parameter" * 5_000,
+        "<|start|>" * 20_000,
+        "<|channel|>analysis" * 20_000,
+        "<|channel|>final<|message|>" + "<|end|> " * 20_000,
+        "<|channel|>commentary to=f<|message|>" + '{"a": [' * 30_000,
     ],
 )
 def test_hostile_answers_cost_time_in_proportion(text: str) -> None:
     began = time.process_time()
-    parts_of(text, list(range(0, len(text), 7)))
+    parts_of(text, list(range(0, len(text), 7)), markup="harmony" if "|" in text else "hermes")
     assert time.process_time() - began < 5.0
 
 

@@ -75,7 +75,7 @@ class PastTurns:
         end = min((one.prompt_start for one in later), default=len(found.tokens))
         if asked is None or end < turn.prompt_end:
             raise _unknown(turn_id)
-        if later and not self._is_whole(turn, asked, found.tokens[turn.prompt_end : end]):
+        if later and not self._is_whole(turn, asked, found.tokens, end):
             raise _unknown(turn_id)
         return TurnPlace(name_of(name)[1], found, turn, asked, end, not later)
 
@@ -130,13 +130,18 @@ class PastTurns:
     def _is_running(self, turn_id: str) -> bool:
         return any(one.turn_id == turn_id for one in self._state.requests)
 
-    def _is_whole(self, turn: TurnInfo, asked: TurnRecord, tokens: list[int]) -> bool:
-        """Whether an answer ends where its turn ended; it may have been cut since."""
+    def _is_whole(self, turn: TurnInfo, asked: TurnRecord, tokens: list[int], end: int) -> bool:
+        """Whether an answer of a timeline ends at `end` since its turn ended there; it may have
+        been cut since. A template may have another token in place of the one that ended it."""
         if turn.finish_reason == "length":
-            return len(tokens) >= asked.tokens_max
+            return end - turn.prompt_end >= asked.tokens_max
         if turn.finish_reason != "stop" or asked.stop or asked.constraint is not None:
             return True  # where it ended is not known from its tokens
-        return bool(tokens) and tokens[-1] in self._text.tokenizer.eog
+        last, following = tokens[turn.prompt_end : end][-1:], tokens[end : end + 1]
+        tokenizer = self._text.tokenizer
+        return not tokenizer.eog.isdisjoint(last) or (
+            not tokenizer.closes.isdisjoint(following) and tokenizer.eog.isdisjoint(following)
+        )
 
     async def _texts_of(self, asked: GenerationRequest, tokens: list[int]) -> tuple[str, ...]:
         """The texts that the client of this answer got; other tasks run meanwhile."""

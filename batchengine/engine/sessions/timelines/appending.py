@@ -60,7 +60,7 @@ class Appending:
         if not timeline or found is None:
             return dataclasses.replace(request, append=(), found=Found(TimelineUse.NEW))
         prompt = self._repeated(request, found, timeline) or self._longer(request, timeline)
-        use = Found(TimelineUse.APPENDED, name[1], len(timeline))
+        use = Found(TimelineUse.APPENDED, name[1], _shared(timeline, prompt))
         return self._with_prompt(request, prompt, use)
 
     def _with_prompt(
@@ -95,18 +95,24 @@ class Appending:
         prompt = self._longer(request, timeline)
         is_followed = session is not None and 0 <= session.logged != len(timeline)
         if is_busy or is_followed or not place.is_last or request.session_id is None:
-            use = Found(TimelineUse.FORKED, name[1], len(timeline))
+            use = Found(TimelineUse.FORKED, name[1], _shared(timeline, prompt))
             return self._with_prompt(request, prompt, use)
-        use = Found(TimelineUse.APPENDED, name[1], len(timeline))
+        use = Found(TimelineUse.APPENDED, name[1], _shared(timeline, prompt))
         asked = dataclasses.replace(request, session_id=name[1], in_family=False)
         return self._with_prompt(asked, prompt, use)
 
     def _longer(self, request: GenerationRequest, timeline: Sequence[int]) -> tuple[int, ...]:
-        """Return the timeline, the end of its last message if it has none, and the new messages."""
+        """Return the timeline, the end of its last message if it has none, and the new messages.
+
+        Where the template has another token behind an answer than the one that ended it, the
+        template's takes its place.
+        """
         added = request.append
-        if timeline[-1] in self._end_tokens and added[0] in self._end_tokens:
-            added = added[1:]
-        return (*timeline, *added)
+        if timeline[-1] not in self._end_tokens:
+            return (*timeline, *added)
+        if added[0] in self._end_tokens:
+            return (*timeline, *added[1:])
+        return (*timeline[:-1], *added)
 
     def _repeated(
         self, request: GenerationRequest, found: SessionRecord, timeline: Sequence[int]
@@ -117,6 +123,12 @@ class Appending:
             return ()
         prompt, added = tuple(timeline[: turn.prompt_end]), request.append[1:]
         return prompt if prompt[len(prompt) - len(added) :] == added else ()
+
+
+def _shared(timeline: Sequence[int], prompt: Sequence[int]) -> int:
+    """Return how many tokens of a timeline begin the prompt that was made of it."""
+    last = len(timeline) - 1
+    return last if last < len(prompt) and prompt[last] != timeline[last] else last + 1
 
 
 def _repeated_turn(request: GenerationRequest, turns: Sequence[TurnInfo]) -> TurnInfo | None:
