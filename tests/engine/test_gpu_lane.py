@@ -151,14 +151,17 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
 
 
-@pytest.mark.parametrize("device", [GOOD, QUEUED])
-async def test_sessions_of_a_model_with_experts_go_to_the_gpu_and_back(
-    tmp_path: Path, cache_dir: Path, device: int
+@pytest.mark.parametrize(
+    ("preset", "device"),
+    [("moe-tiny", GOOD), ("moe-tiny", QUEUED), ("gpt-oss-tiny", QUEUED), ("gemma3-tiny", GOOD)],
+)
+async def test_sessions_of_other_models_go_to_the_gpu_and_back(
+    tmp_path: Path, cache_dir: Path, preset: str, device: int
 ) -> None:
     """Two sessions, whose tokens choose other experts in the same steps: one leaves the GPU in the
     middle of its answer, and comes back for the next one."""
-    path = tmp_path / "experts.gguf"
-    write_synthetic(path, replace(PRESETS["moe-tiny"], n_vocab=2000))
+    path = tmp_path / "model.gguf"
+    write_synthetic(path, replace(PRESETS[preset], n_vocab=2000))
     reference = Reference(path, cache_dir)
     try:
         async with gpu_engine(Site(path, tmp_path, cache_dir), device) as engine:

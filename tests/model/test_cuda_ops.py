@@ -36,7 +36,13 @@ from tests.model.test_model import EXPERTS, LLAMA_EXPERTS, MIXED
 
 PRODUCTS = [("q8_0", 48), ("q8_0", 16), ("q4_0", 32), ("q4_0", 5), ("q4_0", 8)]
 SHAPE = replace(MIXED, n_layer=2, bias=0.3)
-SHAPES = {"mixed": SHAPE, "experts": EXPERTS, "llama experts": LLAMA_EXPERTS}
+SHAPES = {
+    "mixed": SHAPE,
+    "experts": EXPERTS,
+    "llama experts": LLAMA_EXPERTS,
+    "gpt-oss": PRESETS["gpt-oss-tiny"],
+    "gemma3": PRESETS["gemma3-tiny"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +94,10 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
         ("experts", False),
         ("experts", True),
         ("llama experts", True),
+        ("gpt-oss", False),
+        ("gpt-oss", True),
+        ("gemma3", False),
+        ("gemma3", True),
     ],
 )
 def test_a_step_gives_the_bits_of_the_cpu(
