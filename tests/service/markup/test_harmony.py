@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchengine.core import BatchEngineError, Constraint, OutputForm
+from batchengine.core import Constraint, OutputForm
 from batchengine.markup import CALL, CONSTRAIN, MARKUPS, markup_of
 from batchengine.text.encoder import TextEncoder
 from batchengine.text.grammar import GrammarCompiler
@@ -21,7 +20,7 @@ from service.protocols.conversation import Conversation, ToolChoice
 from service.protocols.markup import history
 from service.protocols.markup.grammars import Calls, constraint_of
 from service.protocols.markup.parser import parser_of
-from service.protocols.output import arguments_of, calls_of
+from service.protocols.output import arguments_of
 from service.protocols.protocol import PromptLimits
 from service.protocols.requests import Prompt
 from tests.service.markup.test_grammars import FORMAT, NOW, WEATHER
@@ -384,9 +383,9 @@ def test_new_messages_begin_with_the_end_of_the_answer(text: TextEncoder) -> Non
 
 
 def test_a_result_behind_an_answer_needs_the_name_of_its_tool(text: TextEncoder) -> None:
-    with pytest.raises(BatchEngineError, match="the tool's name") as caught:
-        prompt_of(text, [result("1", "r")], append=True, append_to="turn")
-    assert caught.value.name == "not_appendable"
+    with pytest.raises(history.MissingNames) as caught:
+        prompt_of(text, [result("call_abn0", "r")], append=True, append_to="turn")
+    assert caught.value.turns == ["req_ab"]
     prompt = prompt_of(text, [result("1", "r", name="f")], append=True, append_to="turn")
     assert prompt.append[0] == IDS[CALL]
 
@@ -400,9 +399,3 @@ def test_an_answer_ends_with_return_or_a_call_and_never_with_end(tmp_path: Path)
     assert tokenizer.eog == ends
     assert tokenizer.closes == ends | {IDS["<|end|>"]}
     assert IDS[CONSTRAIN] in tokenizer.control
-    assert msgspec.structs.asdict(OutputForm("harmony"))["markup"] == "harmony"
-
-
-def test_names_of_calls(text: TextEncoder) -> None:
-    parts = parts_of(BY_ROLE, markup="harmony")
-    assert [one.name for one in calls_of(parts)] == ["weather"]
