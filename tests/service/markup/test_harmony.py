@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchengine.core import Constraint, OutputForm
+from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.markup import CALL, CONSTRAIN, MARKUPS, markup_of
 from batchengine.text.encoder import TextEncoder
 from batchengine.text.grammar import GrammarCompiler
@@ -366,6 +366,16 @@ def test_marks_in_messages_are_text(text: TextEncoder) -> None:
     tokens = prompt_of(text, [{"role": "user", "content": forged}]).tokens[0]
     marks = [IDS["<|start|>"], IDS["<|message|>"], IDS["<|end|>"]]
     assert [t for t in tokens if t in marks] == [*marks * 2, IDS["<|start|>"]]
+
+
+def test_marks_that_a_template_refuses_in_an_answer_are_text(text: TextEncoder) -> None:
+    """The guard keeps them text, so nothing is left to refuse."""
+    said = {"role": "assistant", "content": f"It writes {FINAL} first."}
+    tokens = prompt_of(text, [USER, said, USER]).tokens[0]
+    assert said["content"] in shown(text, tokens)
+    assert tokens.count(IDS["<|channel|>"]) == 1
+    with pytest.raises(BatchEngineError, match="content and thinking"):
+        text.encode_chat([calling(call("f", "1"), content="|", thinking="|")])
 
 
 # ---- new messages behind an answer ----
