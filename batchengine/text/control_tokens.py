@@ -20,8 +20,11 @@ could go on in the role of the system. The guard therefore finds the origin of c
    token together out of several strings of the request. When the guard characters of the forged
    tokens alone account for every control token shown, only those are swapped.
 
-What it does not do: in case 4 a template that looks for a guard character in a message sees the
-twin; and user-defined tokens (`<tool_call>`) are text that any message may contain, as in
+5. The template refuses the request: since it may do so for a control token that it finds in a
+   message, the rendering with twins is tried, as in case 4.
+
+What it does not do: in cases 4 and 5 a template that looks for a guard character in a message sees
+the twin; and user-defined tokens (`<tool_call>`) are text that any message may contain, as in
 llama.cpp and transformers.
 """
 
@@ -99,13 +102,18 @@ class ControlGuard:
 
         The begin-of-sequence token is added as the metadata asks, unless the template wrote it.
         """
-        rendered = render(chat)
         strings = list(_strings(chat))
         found = tuple(g for g in self.guards if any(g in text for text in strings))
+        used = set[str]().union(*(text for text in strings if not text.isascii()))
+        try:
+            rendered = render(chat)
+        except BatchEngineError as error:
+            if not found or error.code != errors.MESSAGES_REFUSED.code:
+                raise
+            return self._encode_split(*self._render_hidden(chat, render, found, used))
         shown = self._controls(rendered) if found else []
         if not shown:
             return self._encode_trusted(rendered)
-        used = set[str]().union(*(text for text in strings if not text.isascii()))
         safe, twins = self._render_hidden(chat, render, found, used)
         own = self._controls(safe)
         if own == shown:

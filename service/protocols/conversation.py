@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
@@ -111,7 +111,8 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     # in the prompt of every turn, called or not
     tools = [_shown(tool) for tool in conversation.tools] or None
     called = [*conversation.tools, *conversation.inline_tools] if is_callable else []
-    found = _rendered(conversation, tools, text, appends=conversation.append or limits.append)
+    appends = conversation.append or limits.append
+    found = _rendered(conversation, tools, text, limits.called, appends=appends)
     tokens = found.tokens
     requests.check_prompt(tokens, context, param)
     tokens_max = conversation.tokens_max
@@ -174,6 +175,7 @@ def _rendered(
     conversation: Conversation,
     tools: list[dict[str, Any]] | None,
     text: PromptEncoder,
+    called: Mapping[str, str],
     *,
     appends: bool,
 ) -> _Rendered:
@@ -184,10 +186,10 @@ def _rendered(
     added: list[int] = []
     bare: list[int] = []
     if appends:
-        later = history.prepare_later(rest, head, tools, text)
+        later = history.prepare_later(rest, head, tools, text, called)
         added = bare = _begun(append.appended(text, later, shown, template), begun, text)
         if rest and (head or tools):
-            later = history.prepare_later(rest, [], None, text)
+            later = history.prepare_later(rest, [], None, text, called)
             bare = _begun(append.appended(text, later, shown, template), begun, text)
     if conversation.append_to:  # without that turn the request is refused
         tokens = added

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
+CALL_PREFIXES = ("call_", "toolu_")
 OWN_CALL = re.compile(r"(?:call|toolu)_([0-9a-f]+)n[0-9]+")  # as `call_id_of` makes them
 
 

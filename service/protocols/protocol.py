@@ -39,12 +39,14 @@ class PromptEncoder(typing.Protocol):
 
 class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
     """Facts of the model and the configuration that bound a prompt. `append`: the messages are
-    new ones behind those that the session has."""
+    new ones behind those that the session has. `called`: names of tools by the ids of calls, of
+    turns that the body refers to."""
 
     context_tokens: int
     vocab_size: int
     tokens_max_default: int
     append: bool = False
+    called: dict[str, str] = {}
 
 
 class PastAnswer(msgspec.Struct, array_like=True, frozen=True):

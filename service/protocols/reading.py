@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable
 from typing import Any, cast
 
 import msgspec
@@ -19,9 +20,13 @@ from batchengine.wire.text import token_bytes, token_ids
 from service.protocols import carriers, requests, strict_json
 from service.protocols.conversation import MEDIA_PARTS
 from service.protocols.llama import texts
+from service.protocols.markup.history import MissingNames
+from service.protocols.markup.parser import parser_of
+from service.protocols.output import CALL_PREFIXES, call_id_of, calls_of
 from service.protocols.protocol import PastAnswer, PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import Prompt
 from service.protocols.responses import past_items
+from service.protocols.responses.formatter import TURN_PREFIX
 from service.protocols.schema import Common
 from service.protocols.table import BY_NAME
 
@@ -47,7 +52,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     Of `fields.metadata` it has what names a session: the rest may be as large as a body. `bare` is
     the prompt without token ids, of which `tokens`, `append` and `append_bare` hold the
     `token_bytes`. `turns`: the body refers to these turns and was not read; it is asked again with
-    their answers.
+    their answers. `has_results`: of their calls, so they need not be stored responses.
     """
 
     fields: Common
@@ -58,6 +63,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     append_bare: bytes = b""
     constraint_digest: bytes = b""
     turns: list[str] = []
+    has_results: bool = False
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -92,7 +98,15 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
         body = protocol.resolved(body, asked.answers)
     if common.batchengine is not None and common.batchengine.append is not None:
         limits = msgspec.structs.replace(limits, append=common.batchengine.append)
-    prompt = protocol.read_prompt(body, text, limits)
+    limits = msgspec.structs.replace(limits, called=_called(asked.answers or ()))
+    try:
+        prompt = protocol.read_prompt(body, text, limits)
+    except MissingNames as missing:
+        turns = [turn.removeprefix(TURN_PREFIX) for turn in missing.turns]
+        if turns and asked.answers is None:
+            return encode(Reading(common, turns=turns, has_results=True))
+        why = "this model's chat template wants the name of the tool in front of its result"
+        raise errors.NOT_APPENDABLE(why=why) from None
     if limits.append and not prompt.append:
         raise errors.NOT_APPENDABLE(why="only messages can be appended, no plain text")
     ignored += prompt.unread
@@ -116,6 +130,17 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             b"" if constraint is None else _digest_of(constraint),
         )
     )
+
+
+def _called(answers: Iterable[PastAnswer]) -> dict[str, str]:
+    """The names of tools by the ids of their calls."""
+    found: dict[str, str] = {}
+    for answer in answers:
+        parser = parser_of(answer.output)
+        for call in calls_of([*parser.push(answer.text), *parser.flush()]):
+            for prefix in CALL_PREFIXES:
+                found[call_id_of(TURN_PREFIX + answer.turn, call.call, prefix)] = call.name
+    return found
 
 
 def _check_size(data: bytes, context_tokens: int) -> None:

@@ -17,6 +17,7 @@ from service.protocols import carriers
 from service.protocols.messages.protocol import VERSION
 from service.session_ids import printable
 
+THINKING = ("enable_thinking", "reasoning_effort")  # variables of templates of such models
 SEATS_SHOWN = 200  # whose requests are named
 
 
@@ -133,7 +134,7 @@ def _capabilities(info: ModelInfo) -> list[str]:
         "completion",
         *(["chat"] if info.chat_template else []),
         *(["tools"] if info.template_reads("tools") else []),
-        *(["thinking"] if info.template_reads("enable_thinking") else []),
+        *(["thinking"] if any(map(info.template_reads, THINKING)) else []),
     ]
 
 

@@ -64,13 +64,17 @@ async def read(
     if not found.turns:
         return found
     question = msgspec.structs.replace(
-        question, answers=await _answers(engine, tenant, found.turns)
+        question,
+        answers=await _answers(engine, tenant, found.turns, is_any=found.has_results),
     )
     return await read(engine, tenant, question, data)
 
 
-async def _answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list[PastAnswer]:
-    """Stored responses whose items a request refers to; without those that are not found.
+async def _answers(
+    engine: EngineApi, tenant: str, turns: Sequence[str], *, is_any: bool
+) -> list[PastAnswer]:
+    """Stored responses whose items a request refers to, or turns of any kind (`is_any`); without
+    those that are not found.
 
     Raises 400 if they hold more than any prompt.
     """
@@ -84,7 +88,7 @@ async def _answers(engine: EngineApi, tenant: str, turns: Sequence[str]) -> list
                 raise
             continue
         asked = past.request
-        if is_stored(past) and past.finish_reason:
+        if (is_any or is_stored(past)) and past.finish_reason:
             echo = asked.echo.encode()
             text = past.text
             found.append(PastAnswer(turn, text, asked.output, echo, past.finish_reason))

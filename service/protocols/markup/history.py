@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, cast
 
-from batchengine import errors
 from batchengine.markup import TAG, TAG_END
 from batchengine.text.messages import call_arguments
+from service.protocols.output import turns_of
 from service.protocols.protocol import PromptEncoder
 
 Message = dict[str, Any]
@@ -26,6 +27,14 @@ TOOLS_TEXT = (
     "To call one, write a JSON object with its name and arguments like this:\n"
     f'{TAG}\n{{{{"name": "NAME", "arguments": {{{{}}}}}}}}\n{TAG_END}'
 )
+
+
+class MissingNames(Exception):
+    """A template wants the names of tools that were called in turns with these ids."""
+
+    def __init__(self, turns: list[str]) -> None:
+        super().__init__(", ".join(turns))
+        self.turns = turns
 
 
 def prepare(
@@ -50,15 +59,20 @@ def prepare_later(
     heading: list[Message],
     tools: list[dict[str, Any]] | None,
     text: PromptEncoder,
+    called: Mapping[str, str],
 ) -> list[Message]:
     """The messages for the template of `text` behind others; `heading` and `tools` are new to the
-    conversation, and stand as text in front of them, but behind the results of its last calls."""
+    conversation, and stand as text in front of them, but behind the results of its last calls.
+
+    `called`: names of tools by calls. Raises MissingNames for results of others where a template
+    wants the tool's name.
+    """
     first = next((i for i, one in enumerate(messages) if one["role"] != "tool"), len(messages))
-    if text.markup.writes == "channel" and any("name" not in one for one in messages[:first]):
-        why = "this model's chat template wants the tool's name in front of its result"
-        raise errors.NOT_APPENDABLE(why=why)
+    results = messages[:first]
+    if text.markup.writes == "channel":
+        results = [_named(result, called) for result in results]
     new = [*heading, _listed(tools)] if tools else heading
-    made = _with_calls([*messages[:first], *new, *messages[first:]], text)
+    made = _with_calls([*results, *new, *messages[first:]], text, begins=False)
     return alternating(made, begins=False)
 
 
@@ -103,10 +117,19 @@ def _listed(tools: list[dict[str, Any]]) -> Message:
     return {"role": "system", "content": TOOLS_TEXT.format(tools=listed)}
 
 
-def _with_calls(given: list[Message], text: PromptEncoder) -> list[Message]:
+def _named(result: Message, called: Mapping[str, str]) -> Message:
+    """A result of a call with the name of its tool."""
+    call = result.get("tool_call_id", "")
+    name = result.get("name") or called.get(call)
+    if not name:
+        raise MissingNames(turns_of([call]))
+    return {**result, "name": name}
+
+
+def _with_calls(given: list[Message], text: PromptEncoder, *, begins: bool = True) -> list[Message]:
     messages = [dict(message) for message in given]
     if text.markup.writes == "channel":
-        messages = _one_call_each(messages)
+        messages = _one_call_each(messages, has_call=not begins)
     if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
         return messages
     if text.markup.name == "mistral":
@@ -120,20 +143,24 @@ def _with_calls(given: list[Message], text: PromptEncoder) -> list[Message]:
             else:
                 message["content"] = _lines(message["content"], _call_text(call))
     if not text.takes("results"):
-        for message in messages:
-            if message["role"] == "tool":
-                message["role"] = "user"
-                body = message["content"]
-                message["content"] = f"<tool_response>\n{body}\n</tool_response>"
-                message.pop("tool_call_id", None)
+        messages = [_response(one) if one["role"] == "tool" else one for one in messages]
     return messages
 
 
-def _one_call_each(given: list[Message]) -> list[Message]:
+def _response(result: Message) -> Message:
+    """A result of a call as a message of the user."""
+    body = f"<tool_response>\n{result['content']}\n</tool_response>"
+    kept = {key: value for key, value in result.items() if key != "tool_call_id"}
+    return {**kept, "role": "user", "content": body}
+
+
+def _one_call_each(given: list[Message], *, has_call: bool) -> list[Message]:
     """The messages as templates of Harmony take them: reasoning under their name for it, and each
     call in a message of its own with its results behind it.
 
-    Those templates have one text in front of a call, which is reasoning.
+    Those templates have one text in front of a call, which is reasoning. They refuse a result with
+    no call before it since the last text of the assistant, which becomes a message of the user;
+    `has_call`: there is one in front of these messages.
     """
     made: list[Message] = []
     calling: list[list[Message]] = []  # calls of one answer, each with its results
@@ -143,6 +170,8 @@ def _one_call_each(given: list[Message]) -> list[Message]:
             called = (one for one in calling if one[0]["tool_calls"][0].get("id") == result_of)
             next(called, calling[-1]).append(message)
             continue
+        if message["role"] == "tool" and not has_call:
+            message = _response(message)
         made += chain.from_iterable(calling)
         calls: list[Message] = message.pop("tool_calls", None) or []
         reasoning = message.get("reasoning_content", "")
@@ -155,6 +184,7 @@ def _one_call_each(given: list[Message]) -> list[Message]:
             calling[0][0] = {**message, "tool_calls": calls[:1]}
         else:
             made.append(message)
+        has_call = bool(calls) or (has_call and message["role"] != "assistant")
     return [*made, *chain.from_iterable(calling)]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
@@ -70,8 +71,6 @@ class MarkupParser(AnswerReader):
         if is_cut and not self._shown:  # what was held back may be the beginning of a marker
             self._hides = self._form.checked or self._has_calls
         return super().flush(is_cut=is_cut)
-
-    # ---- inner ----
 
     def _text(self, text: str) -> None:
         """Adds text of the answer; white space waits until other text follows."""
@@ -149,19 +148,14 @@ class MarkupParser(AnswerReader):
 
     def _call(self, form: CallForm, marker: str) -> Reading[None]:
         """One call, or several, behind `marker`, which is text if there is none."""
-        match form:
-            case "object":
-                yield from self._tagged(marker)
-            case "function":
-                yield from self._function(marker)
-            case "objects":
-                yield from self._objects(marker)
-            case "list":
-                yield from self._listed(marker)
-            case "named":
-                yield from self._named(marker)
-            case "channel":
-                raise AssertionError  # of `HarmonyParser`
+        forms: dict[CallForm, Callable[[str], Reading[None]]] = {
+            "object": self._tagged,
+            "function": self._function,
+            "objects": self._objects,
+            "list": self._listed,
+            "named": self._named,
+        }
+        yield from forms[form](marker)
 
     def _tagged(self, marker: str) -> Reading[None]:
         reader = self._reader

@@ -264,6 +264,29 @@ def test_accumulators_that_see_nothing_are_zero(mixed: Step) -> None:
     np.testing.assert_array_equal(denominator == 0, is_empty)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_empty_partial_changes_nothing_and_an_empty_accumulator_becomes_the_other(
+    mixed: Step, level: str
+) -> None:
+    """Whatever its m and o are, and where the other one's m is far below."""
+    K.set_isa(level)
+    into, following = (K.Partials(mixed.total, 4, 64) for _ in range(2))
+    rng = np.random.default_rng(1)
+    parts = [partials_of(mixed, [(0, first, 1)], 0).to_bytes() for first in (0, 1)]
+    header = len(parts[0]) - 4 * 4 * 66
+    for is_empty in ((False, True), (True, False), (True, True)):
+        values = [
+            np.concatenate([m, np.zeros(4) if empty else rng.random(4), rng.standard_normal(256)])
+            for m, empty in zip((np.full(4, -200.0), np.full(4, 7.0)), is_empty, strict=True)
+        ]
+        raw = [part.astype(np.float32) for part in values]
+        into.load_bytes(parts[0][:header] + raw[0].tobytes())
+        following.load_bytes(parts[1][:header] + raw[1].tobytes())
+        K.fold(mixed.pool, into, following)
+        wanted = raw[0] if is_empty[1] else raw[1]
+        assert into.to_bytes()[header:] == wanted.tobytes()
+
+
 def test_a_window_needs_the_pages_that_a_row_sees_only(mixed: Step) -> None:
     addresses = mixed.addresses.copy()
     addresses[8] = 0  # of entry 0: positions 2048 .. 2303

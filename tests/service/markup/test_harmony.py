@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +20,7 @@ from service.protocols.conversation import Conversation, ToolChoice
 from service.protocols.markup import history
 from service.protocols.markup.grammars import Calls, constraint_of
 from service.protocols.markup.parser import parser_of
-from service.protocols.output import arguments_of, calls_of
+from service.protocols.output import arguments_of
 from service.protocols.protocol import PromptLimits
 from service.protocols.requests import Prompt
 from tests.service.markup.test_grammars import FORMAT, NOW, WEATHER
@@ -369,6 +368,16 @@ def test_marks_in_messages_are_text(text: TextEncoder) -> None:
     assert [t for t in tokens if t in marks] == [*marks * 2, IDS["<|start|>"]]
 
 
+def test_marks_that_a_template_refuses_in_an_answer_are_text(text: TextEncoder) -> None:
+    """The guard keeps them text, so nothing is left to refuse."""
+    said = {"role": "assistant", "content": f"It writes {FINAL} first."}
+    tokens = prompt_of(text, [USER, said, USER]).tokens[0]
+    assert said["content"] in shown(text, tokens)
+    assert tokens.count(IDS["<|channel|>"]) == 1
+    with pytest.raises(BatchEngineError, match="content and thinking"):
+        text.encode_chat([calling(call("f", "1"), content="|", thinking="|")])
+
+
 # ---- new messages behind an answer ----
 
 
@@ -384,9 +393,9 @@ def test_new_messages_begin_with_the_end_of_the_answer(text: TextEncoder) -> Non
 
 
 def test_a_result_behind_an_answer_needs_the_name_of_its_tool(text: TextEncoder) -> None:
-    with pytest.raises(BatchEngineError, match="the tool's name") as caught:
-        prompt_of(text, [result("1", "r")], append=True, append_to="turn")
-    assert caught.value.name == "not_appendable"
+    with pytest.raises(history.MissingNames) as caught:
+        prompt_of(text, [result("call_abn0", "r")], append=True, append_to="turn")
+    assert caught.value.turns == ["req_ab"]
     prompt = prompt_of(text, [result("1", "r", name="f")], append=True, append_to="turn")
     assert prompt.append[0] == IDS[CALL]
 
@@ -400,9 +409,3 @@ def test_an_answer_ends_with_return_or_a_call_and_never_with_end(tmp_path: Path)
     assert tokenizer.eog == ends
     assert tokenizer.closes == ends | {IDS["<|end|>"]}
     assert IDS[CONSTRAIN] in tokenizer.control
-    assert msgspec.structs.asdict(OutputForm("harmony"))["markup"] == "harmony"
-
-
-def test_names_of_calls(text: TextEncoder) -> None:
-    parts = parts_of(BY_ROLE, markup="harmony")
-    assert [one.name for one in calls_of(parts)] == ["weather"]

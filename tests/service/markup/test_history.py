@@ -71,14 +71,14 @@ def test_calls_and_tools_are_text_where_a_template_has_none() -> None:
 
 def test_what_is_new_to_a_conversation_stands_behind_the_results_of_its_calls() -> None:
     heading, result = [message("system", "s")], message("tool", "r", tool_call_id="call_1")
-    found = prepare_later([result, message("user", "u")], heading, [CALL], Takes(*PROBES))
+    found = prepare_later([result, message("user", "u")], heading, [CALL], Takes(*PROBES), {})
     assert found[0] == result
     assert found[1]["content"].startswith("<system>\ns\n</system>\n\n<system>\nYou can call")
     assert '"name": "f"' in found[1]["content"]
     assert found[1]["content"].endswith("\n\nu")
     only = [message("system", "s"), message("user", "u")]
     for takes in (Takes(*PROBES), Takes()):
-        found = prepare_later(only, [], None, takes)
+        found = prepare_later(only, [], None, takes, {})
         assert found == [message("user", "<system>\ns\n</system>\n\nu")]
 
 
