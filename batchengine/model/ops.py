@@ -42,7 +42,10 @@ class Ops(Protocol):
         self, tokens_max: int, n_expert: int, n_used: int
     ) -> kernels.ExpertPairs: ...
 
-    def embed(self, matrix: Weight, tokens: I32, out: kernels.Rows) -> None: ...
+    def embed(self, matrix: Weight, tokens: I32, out: kernels.Rows, scale: float = 1.0) -> None: ...
+    def norm_add(
+        self, x: kernels.Rows, w: kernels.Vector, eps: float, tokens: int, out: kernels.Rows
+    ) -> None: ...
     def norm_quantise(
         self, x: kernels.Rows, w: kernels.Vector, eps: float, tokens: int, out: kernels.Activations
     ) -> None: ...
@@ -67,6 +70,7 @@ class Ops(Protocol):
         up_bias: Bias,
         tokens: int,
         out: kernels.Rows,
+        activation: str = "silu",
     ) -> None: ...
     def select_experts(
         self, logits: kernels.Rows, tokens: int, scale: float, pairs: kernels.ExpertPairs
@@ -144,6 +148,7 @@ class CpuOps:
         self.make_kv_rows = kernels.KvRows
         self.make_expert_pairs = kernels.ExpertPairs
         self.embed = partial(kernels.embed, pool)
+        self.norm_add = partial(kernels.norm_add, pool)
         self.norm_quantise = partial(kernels.norm_quantise, pool)
         self.quantise = partial(kernels.quantise, pool)
         self.linear = partial(kernels.linear, pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_the_document_has_the_bounds_of_a_group(name: str, value: float) -> None
     assert literal is not None
     assert float.fromhex(literal[1]) == value if "0x" in literal[1] else float(literal[1]) == value
     assert bits(value) in DOCUMENT
+
+
+def test_the_document_has_the_constants_of_gelu() -> None:
+    rule = re.search(r"^gelu\(x\) = .*?(?=\n\n)", DOCUMENT, re.MULTILINE | re.DOTALL)
+    found = re.search(r"c = (\d\.\d+)\.", rule[0]) if rule else None
+    assert rule is not None
+    assert found is not None
+    linear = 2 * math.sqrt(2 / math.pi)
+    for name, value in (("CUBIC", linear * float(found[1])), ("LINEAR", linear)):
+        literal = re.search(rf"constexpr float GELU_{name} = (\S+)f;", HEADER)
+        assert literal is not None
+        assert bits(float(literal[1])) == bits(value)
+    cubic = bits(linear * float(found[1]))
+    assert f"x · fma(x · x, {cubic}, {bits(linear)})" in rule[0]
 
 
 def test_the_document_has_the_constants_of_oai() -> None:

@@ -52,6 +52,13 @@ inline void require_width(size_t width, size_t expected, const char* name) {
                                    ", expected " + std::to_string(expected));
 }
 
+inline ca::Activation activation_of(const char* op, const std::string& name) {
+    const char* const names[ca::ACTIVATIONS] = {"silu", "oai", "gelu"};
+    for (int i = 0; i < ca::ACTIVATIONS; ++i)
+        if (name == names[i]) return static_cast<ca::Activation>(i);
+    throw std::invalid_argument(std::string(op) + ": no activation is named " + name);
+}
+
 void bind_linear(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_row_operations(nb::module_& module);

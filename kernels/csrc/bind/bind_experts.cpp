@@ -11,11 +11,6 @@ namespace {
 
 constexpr size_t EXPERTS_MAX = 1024;
 
-ca::Activation activation_of(const std::string& name) {
-    require(name == "silu" || name == "oai", "pairs_gated: no activation is named " + name);
-    return name == "oai" ? ca::Activation::oai : ca::Activation::silu;
-}
-
 // A bank has whole row tiles of each expert, and the activations have what its kind reads.
 LinearPart checked_bank(const char* op, const Activations& x, const HeldMatrix& held,
                         const Vector* bias, const ExpertPairs& pairs, size_t rows) {
@@ -102,7 +97,7 @@ void bind_operations(nb::module_& module) {
         [](Pool& pool, const Activations& x, const HeldMatrix& gate, const HeldMatrix& up,
            const ExpertPairs& pairs, Rows& out, const Vector* gate_bias, const Vector* up_bias,
            const std::string& activation) {
-            const ca::Activation made = activation_of(activation);
+            const ca::Activation made = activation_of("pairs_gated", activation);
             require_rows("pairs_gated", x.tokens_max, pairs);
             require_rows("pairs_gated", out.tokens_max, pairs);
             const LinearPart gates =
@@ -116,8 +111,7 @@ void bind_operations(nb::module_& module) {
         nb::arg("activation") = "silu",
         "out row of a pair = the activation of gate * x + gate_bias and up * x + up_bias of its "
         "expert.\n\nA bias has n_expert * out.width values, those of expert 0 first. The activation "
-        "is \"silu\": silu(g) * u, or \"oai\": rule 5 of docs/numerics.md. ValueError for another "
-        "one.");
+        "is \"silu\", \"oai\" or \"gelu\": rule 5 of docs/numerics.md. ValueError for another one.");
     module.def(
         "quantise_pairs",
         [](Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out) {

@@ -177,17 +177,20 @@ void bind_products(nb::module_& module) {
     module.def(
         "linear_gated",
         [](Pool& pool, const Activations& x, const HeldMatrix& gate, const HeldMatrix& up,
-           const Vector* gate_bias, const Vector* up_bias, size_t tokens, Rows& out) {
+           const Vector* gate_bias, const Vector* up_bias, size_t tokens, Rows& out,
+           const std::string& activation) {
+            const ca::Activation made = activation_of("linear_gated", activation);
             const LinearPart gates = checked_part("linear_gated", x, gate, gate_bias);
             const LinearPart ups = checked_part("linear_gated", x, up, up_bias);
             require(gate.view.rows == up.view.rows, "linear_gated: gate and up differ in rows");
             require_call("linear_gated", x, tokens, out, up.view.rows);
             const nb::gil_scoped_release released;
-            linear_gated(pool, x, gates, ups, tokens, out);
+            linear_gated(pool, x, gates, ups, made, tokens, out);
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("gate"), nb::arg("up"), nb::arg("gate_bias").none(),
-        nb::arg("up_bias").none(), nb::arg("tokens"), nb::arg("out"),
-        "out = silu(gate * x) * (up * x), element by element.");
+        nb::arg("up_bias").none(), nb::arg("tokens"), nb::arg("out"), nb::arg("activation") = "silu",
+        "out = the activation of gate * x + gate_bias and up * x + up_bias, element by element.\n\n"
+        "It is \"silu\", \"oai\" or \"gelu\": rule 5 of docs/numerics.md. ValueError for another one.");
 }
 
 void bind_embed(nb::module_& module) {
@@ -201,7 +204,8 @@ void bind_embed(nb::module_& module) {
         "RN(RN(a*b)+c) in the code of the level in use: proves that nothing was contracted.");
     module.def(
         "embed",
-        [](Pool& pool, const HeldMatrix& matrix, IndexArray tokens, Rows& out) {
+        [](Pool& pool, const HeldMatrix& matrix, IndexArray tokens, Rows& out, float scale) {
+            require(ca::is_finite(scale), "embed: the scale is not finite");
             require_tokens(tokens.size(), out.tokens_max, "embed");
             require_width(out.width, matrix.view.cols, "embed");
             for (size_t i = 0; i < tokens.size(); ++i)
@@ -210,10 +214,12 @@ void bind_embed(nb::module_& module) {
                         "embed: token " + std::to_string(tokens.data()[i]) + " is not in 0.." +
                             std::to_string(matrix.view.rows - 1));
             const nb::gil_scoped_release released;
-            embed(pool, matrix.view, tokens.data(), tokens.size(), out);
+            embed(pool, matrix.view, tokens.data(), tokens.size(), scale, out);
         },
         nb::arg("pool"), nb::arg("matrix"), nb::arg("tokens"), nb::arg("out"),
-        "out row i = row tokens[i] of the matrix, as fp32. ValueError for an unknown token.");
+        nb::arg("scale") = 1.0f,
+        "out row i = row tokens[i] of the matrix, as fp32, times `scale`.\n\n"
+        "ValueError for an unknown token, and for a scale that is not finite in binary32.");
 }
 
 }  // namespace

@@ -31,6 +31,15 @@ void bind_row_operations(nb::module_& module) {
         nb::arg("pool"), nb::arg("x"), nb::arg("w"), nb::arg("eps"), nb::arg("tokens"),
         nb::arg("out"), "out = x / sqrt(mean(x^2) + eps) * w for each of the first rows.");
     module.def(
+        "norm_add",
+        [](Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Rows& out) {
+            norm_checks(pool, x, w, tokens, out.tokens_max, out.width, "norm_add");
+            const nb::gil_scoped_release release;
+            norm_add(pool, x, w, eps, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("w"), nb::arg("eps"), nb::arg("tokens"),
+        nb::arg("out"), "out += rmsnorm of x, for each of the first rows: the residual stream.");
+    module.def(
         "norm_quantise",
         [](Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Activations& out) {
             norm_checks(pool, x, w, tokens, out.tokens_max, out.width, "norm_quantise");

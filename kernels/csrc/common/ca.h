@@ -238,10 +238,18 @@ CA_FN float logc(float x) {
 // x times the logistic function of w.
 CA_FN float sigmoid_times(float x, float w) { return div_rn(x, add_rn(1.0f, expc(-w))); }
 
-CA_FN float silu(float x) { return sigmoid_times(x, x); }
-
 // What a feed-forward part makes of the products of its gate and up matrices.
-enum class Activation : int { silu, oai };
+enum class Activation : int { silu, oai, gelu };
+constexpr int ACTIVATIONS = 3;
+
+// gelu with tanh: x/2 (1 + tanh u) is x times the logistic function of 2u, u = sqrt(2/pi) (x + 0.044715 x³).
+constexpr float GELU_LINEAR = 1.5957691216f;
+constexpr float GELU_CUBIC = 0.0713548163f;
+
+// 2u. Where x² or the product exceeds the numbers it is an infinity of the sign of x, which is right.
+CA_FN float gelu_argument(float x) {
+    return mul_rn(x, fma_rn(mul_rn(x, x), GELU_CUBIC, GELU_LINEAR));
+}
 
 // The activation of gpt-oss holds both products in bounds, and takes the gate times a slope.
 constexpr float OAI_LIMIT = 7.0f;
@@ -260,7 +268,9 @@ CA_FN float oai(float gate, float up) {
 }
 
 CA_FN float gated(Activation activation, float gate, float up) {
-    return activation == Activation::oai ? oai(gate, up) : mul_rn(silu(gate), up);
+    if (activation == Activation::oai) return oai(gate, up);
+    const float w = activation == Activation::gelu ? gelu_argument(gate) : gate;
+    return mul_rn(sigmoid_times(gate, w), up);
 }
 
 // ------------------------------------------------- rule 1: activations as int8 and a short scale

@@ -103,6 +103,8 @@ void golden_attention(Pool& pool, Golden& golden) {
     fill(source, weights.data(), weights.size(), 1.0f);
     rmsnorm_rows(pool, rows, Vector(weights.data(), weights.size()), 1e-5f, 2, normed);
     golden.add("rmsnorm", normed, 2);
+    norm_add(pool, rows, Vector(weights.data(), weights.size()), 1e-5f, 2, normed);
+    golden.add("norm_add", normed, 2);
     for (const Shape& shape : SHAPES) golden_attend(pool, golden, source, shape);
 }
 

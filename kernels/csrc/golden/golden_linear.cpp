@@ -1,6 +1,6 @@
 // Golden vectors of the linear kernels: small shapes that reach every branch, with a ragged last row
 // tile, a second segment of K, every tail of a token group, zero blocks, a denormal scale and a token
-// with a NaN.
+// with a NaN. Of the activation `gelu` and of scaled embeddings there is one kind.
 #include "common/ca.h"
 #include "golden/golden.h"
 #include "linear/linear.h"
@@ -97,12 +97,22 @@ void golden_linear(Pool& pool, Golden& golden) {
         }
         linear_add(pool, x, part, TOKENS, out);
         record("linear_add", out);
-        linear_gated(pool, x, part, {&matrix, nullptr}, TOKENS, out);
+        linear_gated(pool, x, part, {&matrix, nullptr}, ca::Activation::silu, TOKENS, out);
         record("linear_gated", out);
         std::vector<int32_t> ids(TOKENS);
         for (size_t t = 0; t < TOKENS; ++t) ids[t] = static_cast<int32_t>(source.next() % ROWS);
-        embed(pool, matrix, ids.data(), TOKENS, rows);
+        embed(pool, matrix, ids.data(), TOKENS, 1.0f, rows);
         record("embed", rows);
+        if (kind != Kind::q4_0) continue;
+        embed(pool, matrix, ids.data(), TOKENS, 33.941125f, rows);
+        record("embed, scaled,", rows);
+        // Gates whose exp, whose argument and whose square are infinite.
+        std::vector<float> gates(bias_values);
+        const float large[] = {-12.0f, -60.0f, 60.0f, -1e15f, 1e15f, -3e38f, 3e38f};
+        std::copy(std::begin(large), std::end(large), gates.begin() + 7);
+        const Vector gate_bias(gates.data(), ROWS);
+        linear_gated(pool, x, {&matrix, &gate_bias}, part, ca::Activation::gelu, TOKENS, out);
+        record("linear_gated by gelu", out);
     }
 }
 

@@ -171,9 +171,9 @@ void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t
 // Both products of a row tile are made by one thread, so the gate is applied before anything leaves
 // the level-1 cache.
 void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
-                  size_t tokens, Rows& out) {
+                  ca::Activation activation, size_t tokens, Rows& out) {
     if (tokens == 0) return;
-    const LinearKernels& kernels = linear_kernels();
+    const GateTile gate_tile = linear_kernels().gate(activation);
     const size_t tiles = tile_count(*gate.matrix);
     const size_t run = std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind));
     const Plan made = plan(tiles, tile_bytes(gate.matrix->kind, gate.matrix->cols) +
@@ -192,16 +192,20 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
                      for (size_t t = 0; t < count; ++t) {
                          const float* gate_bias =
                              gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
-                         kernels.gate_silu(gates[t], gate_bias, ups[t],
-                                           target(out, 0, up, tile + t, group, group_tokens));
+                         gate_tile(gates[t], gate_bias, ups[t],
+                                   target(out, 0, up, tile + t, group, group_tokens));
                      }
                  });
     });
 }
 
-void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, Rows& out) {
+void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, float scale,
+           Rows& out) {
     for_each(pool, count, false, [&](size_t i) {
-        unpack_row(matrix, static_cast<size_t>(tokens[i]), out.row(i));
+        float* row = out.row(i);
+        unpack_row(matrix, static_cast<size_t>(tokens[i]), row);
+        if (scale != 1.0f)
+            for (size_t k = 0; k < matrix.cols; ++k) row[k] = ca::mul_rn(row[k], scale);
     });
 }
 

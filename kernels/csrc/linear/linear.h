@@ -41,6 +41,11 @@ struct PairTarget {
 using GateTile = void (*)(const TileResult& gate, const float* gate_bias, const TileResult& up,
                           const TileTarget& target);
 
+// Those of all activations, in the order of ca::Activation.
+struct GateTiles {
+    GateTile of[ca::ACTIVATIONS];
+};
+
 struct LinearKernels {
     // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias. Of a
     // nonfinite token the results are unspecified. `cold`: no cache holds these weights.
@@ -48,8 +53,7 @@ struct LinearKernels {
                      size_t group, size_t tokens, bool cold, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
     void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + RN(y + bias))
-    GateTile gate_silu;
-    GateTile gate_oai;
+    GateTiles gates;
     // sums of token = fma(weight of the pair, RN(y + bias), sums of token), for each pair of a group
     // and 16 rows
     void (*add_pairs)(const TileResult& result, const PairTarget& target);
@@ -57,7 +61,7 @@ struct LinearKernels {
     float (*multiply_then_add)(float a, float b, float c);
 
     GateTile gate(ca::Activation activation) const {
-        return activation == ca::Activation::oai ? gate_oai : gate_silu;
+        return gates.of[static_cast<int>(activation)];
     }
 };
 const LinearKernels& linear_kernels();  // of the level in use
@@ -94,8 +98,10 @@ void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& par
             Rows& out);
 void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out);
 void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
-                  size_t tokens, Rows& out);
+                  ca::Activation activation, size_t tokens, Rows& out);
 
-void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, Rows& out);
+// out row i = RN(value * scale) of row tokens[i] of the matrix.
+void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, float scale,
+           Rows& out);
 
 }  // namespace batchengine

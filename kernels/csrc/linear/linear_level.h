@@ -250,10 +250,17 @@ void add_tile(const TileResult& result, const TileTarget& to) {
 // Lane by lane ca::gated.
 template <ca::Activation ACTIVATION>
 SIMD_FN V16 gated(V16 gate, V16 up) {
-    if constexpr (ACTIVATION == ca::Activation::silu) return vsigmoid_times(gate, gate) * up;
-    const V16 limit = vset(ca::OAI_LIMIT), one = vfma(gate, vzero(), vfma(up, vzero(), vset(1.0f)));
-    const V16 g = vmin(gate, limit), u = vmin(vmax(up, vset(-ca::OAI_LIMIT)), limit);
-    return vsigmoid_times(g, g * vset(ca::OAI_SLOPE)) * (u + one);
+    if constexpr (ACTIVATION == ca::Activation::oai) {
+        const V16 limit = vset(ca::OAI_LIMIT);
+        const V16 one = vfma(gate, vzero(), vfma(up, vzero(), vset(1.0f)));
+        const V16 g = vmin(gate, limit), u = vmin(vmax(up, vset(-ca::OAI_LIMIT)), limit);
+        return vsigmoid_times(g, g * vset(ca::OAI_SLOPE)) * (u + one);
+    } else if constexpr (ACTIVATION == ca::Activation::gelu) {
+        const V16 slope = vfma(gate * gate, vset(ca::GELU_CUBIC), vset(ca::GELU_LINEAR));
+        return vsigmoid_times(gate, gate * slope) * up;
+    } else {
+        return vsigmoid_times(gate, gate) * up;
+    }
 }
 
 template <ca::Activation ACTIVATION>
@@ -271,8 +278,8 @@ void add_pairs(const TileResult& result, const PairTarget& to) {
     }
 }
 
-constexpr GateTile GATE_SILU = gate_tile<ca::Activation::silu>;
-constexpr GateTile GATE_OAI = gate_tile<ca::Activation::oai>;
+constexpr GateTiles GATES = {{gate_tile<ca::Activation::silu>, gate_tile<ca::Activation::oai>,
+                              gate_tile<ca::Activation::gelu>}};
 
 // NaN if the vector and the plain expression differ, as a compiler may fuse only one of them.
 float multiply_then_add(float a, float b, float c) {

@@ -246,8 +246,8 @@ float multiply_then_add(float a, float b, float c) { return a * b + c; }
 const LinearKernels LINEAR_SCALAR = {multiply,
                                      store,
                                      add,
-                                     gate<ca::Activation::silu>,
-                                     gate<ca::Activation::oai>,
+                                     {{gate<ca::Activation::silu>, gate<ca::Activation::oai>,
+                                       gate<ca::Activation::gelu>}},
                                      add_pairs,
                                      multiply_then_add};
 

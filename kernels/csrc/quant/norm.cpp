@@ -7,12 +7,24 @@
 
 namespace batchengine {
 
-void rmsnorm_rows(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Rows& out) {
-    const RowOps& ops = rowops();
+namespace {
+
+void norm_rows(Pool& pool, decltype(RowOps::rmsnorm) norm, const Rows& x, const Vector& w, float eps,
+               size_t tokens, Rows& out) {
     for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
         for (size_t t = token; t < token + count; t++)
-            ops.rmsnorm(x.row(t), w.data.data(), x.width, eps, out.row(t));
+            norm(x.row(t), w.data.data(), x.width, eps, out.row(t));
     });
+}
+
+}  // namespace
+
+void rmsnorm_rows(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Rows& out) {
+    norm_rows(pool, rowops().rmsnorm, x, w, eps, tokens, out);
+}
+
+void norm_add(Pool& pool, const Rows& x, const Vector& w, float eps, size_t tokens, Rows& out) {
+    norm_rows(pool, rowops().norm_add, x, w, eps, tokens, out);
 }
 
 void quantise(Pool& pool, const Rows& x, size_t tokens, Activations& out) {

@@ -14,6 +14,8 @@ namespace batchengine {
 struct RowOps {
     // Rule 3: y = RN(RN(x*r)*w), r = RN(1/sqrt(RN(RN(ss/n) + eps))). y may be x.
     void (*rmsnorm)(const float* x, const float* w, size_t n, float eps, float* y);
+    // y = RN(y + the same).
+    void (*norm_add)(const float* x, const float* w, size_t n, float eps, float* y);
     // Rule 4, in place, on the first 2*half values. neox: pairs (i, i+half); else pairs (2i, 2i+1).
     void (*rope)(float* x, const float* cosines, const float* sines, size_t half, bool neox);
     // Rule 4, in place: the Hadamard transform of each `width` values: 32, 64, 128 or 256.

@@ -38,11 +38,18 @@ SIMD_FN float sum_of_squares(const float* x, size_t n) {
     return tree_64(lanes);
 }
 
-void rmsnorm(const float* x, const float* w, size_t n, float eps, float* y) {
+template <bool IS_ADDED>
+void norm(const float* x, const float* w, size_t n, float eps, float* y) {
     const float r = ca::norm_factor(sum_of_squares(x, n), static_cast<int>(n), eps);
     size_t i = 0;
-    for (; i + 16 <= n; i += 16) vstore(y + i, (vload(x + i) * vset(r)) * vload(w + i));
-    for (; i < n; i++) y[i] = ca::norm_value(x[i], r, w[i]);
+    for (; i + 16 <= n; i += 16) {
+        const V16 normed = (vload(x + i) * vset(r)) * vload(w + i);
+        vstore(y + i, IS_ADDED ? vload(y + i) + normed : normed);
+    }
+    for (; i < n; i++) {
+        const float normed = ca::norm_value(x[i], r, w[i]);
+        y[i] = IS_ADDED ? ca::add_rn(y[i], normed) : normed;
+    }
 }
 
 SIMD_FN void rotate(V16& x0, V16& x1, V16 c, V16 s) {
@@ -244,6 +251,7 @@ int64_t keep(const float* x, size_t n, float value, size_t ties, int32_t least, 
 }
 
 #define ROWOPS_TABLE                                                                               \
-    { rmsnorm, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, weigh, keep }
+    { norm<false>, norm<true>, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, \
+      weigh, keep }
 
 }  // namespace

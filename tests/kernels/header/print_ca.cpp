@@ -112,11 +112,12 @@ void transcendental() {
         const auto above = static_cast<uint32_t>(source.next() % 0x7F000000u);
         return ca::logc(ca::float_of(0x00800000u + above));
     });
-    print("silu", [] { return ca::silu(source.below(2) ? source.between(-20, 20) : source.any()); });
-    for (const auto activation : {ca::Activation::silu, ca::Activation::oai})
-        print(activation == ca::Activation::oai ? "gated oai" : "gated silu", [&] {
+    const char* const names[ca::ACTIVATIONS] = {"gated silu", "gated oai", "gated gelu"};
+    for (int i = 0; i < ca::ACTIVATIONS; i++)
+        print(names[i], [i] {
             const float gate = source.below(4) ? source.between(-70, 20) : source.any();
-            return ca::gated(activation, gate, source.below(4) ? source.between(-20, 20) : source.any());
+            const float up = source.below(4) ? source.between(-20, 20) : source.any();
+            return ca::gated(static_cast<ca::Activation>(i), gate, up);
         });
 }
 

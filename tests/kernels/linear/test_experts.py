@@ -429,7 +429,7 @@ def test_calls_check_every_size(pool: k.Pool) -> None:
         lambda: k.pairs_gated(pool, gathered, gate, up, pairs, k.Rows(n - 1, 32)),
         lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, short, sound),
         lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, sound, short),
-        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, sound, sound, "gelu"),
+        lambda: k.pairs_gated(pool, gathered, gate, up, pairs, gated, sound, sound, "relu"),
         lambda: k.quantise_pairs(pool, gated, pairs, k.Activations(n, 64)),
         lambda: k.quantise_pairs(pool, k.Rows(n - 1, 32), pairs, q8),
         lambda: k.pairs_add(pool, q8, up, pairs, out),
