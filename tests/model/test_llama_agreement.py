@@ -140,7 +140,9 @@ SHAPES: dict[str, Shape] = {
         GEMMA3, n_ff=608, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
     ),
     # Of 62 layers: another scale of Q and K.
-    "gemma3_27b": replace(GEMMA3, n_layer=62, n_embd=96, n_ff=96, n_head=2, n_kv_head=1),
+    "gemma3_27b": replace(
+        GEMMA3, base="f32", n_layer=62, n_embd=96, n_ff=96, n_head=2, n_kv_head=1
+    ),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.
