@@ -87,20 +87,13 @@ class Layer:
 def make_layers(
     ops: Ops, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
 ) -> dict[int, Layer]:
-    """The layers of a lane by index; layers of equal specs share their buffers."""
+    """The layers of a lane by index. Buffers are shared: those of attention by all layers, those of
+    feed-forward parts by layers of equal specs."""
     specs = {i: model.spec.layers[i] for i in model.layers}
     weights = model.weights.layer
-    attention = {
-        spec: AttentionBuffers(
-            ops,
-            spec,
-            [weights[i].mixer for i, layer in specs.items() if layer.mixer == spec],
-            tokens_max,
-            wanted_max,
-            model.spec.n_embd,
-        )
-        for spec in {layer.mixer for layer in specs.values()}
-    }
+    mixers = [weights[i].mixer for i in specs]
+    n_embd = model.spec.n_embd
+    attention = AttentionBuffers(ops, model.spec.attention, mixers, tokens_max, wanted_max, n_embd)
     ffns: dict[int, DenseFfn | MoeFfn] = {}
     for spec in {layer.ffn for layer in specs.values()}:
         equal = {i: weights[i].ffn for i, layer in specs.items() if layer.ffn == spec}
@@ -116,7 +109,7 @@ def make_layers(
                 model.shape,
                 rows,
                 kv_layer,
-                attention[layer.mixer],
+                attention,
             ),
             ffns[index],
         )

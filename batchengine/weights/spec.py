@@ -159,8 +159,8 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention of this model: a KV page has rows of one shape, so all layers agree in what
-        concerns pages. Windows are those of a layer."""
+        """The attention of this model: a KV page has rows of one shape, so all layers agree in
+        widths, norms and sinks. RoPE and window are those of a layer."""
         return self.layers[0].mixer
 
     @property

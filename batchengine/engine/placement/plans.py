@@ -71,8 +71,12 @@ class PeerPlans:
         self._model = PipelineModel(
             n_layer, self._kv_token_bytes // n_layer, 4 * int(details["n_embd"])
         )
+        n_layer_whole = max(1, int(details["n_layer_whole"]))  # no query leaves where windows hide
         self._shape = shape_of(
-            n_layer, int(details["n_head"]), int(details["n_kv_head"]), int(details["head_dim"])
+            n_layer_whole,
+            int(details["n_head"]),
+            int(details["n_kv_head"]),
+            int(details["head_dim"]),
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
         self.facts = LayoutFacts(self._shape, self._kv_token_bytes)  # with the pipeline in use

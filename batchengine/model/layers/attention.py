@@ -19,7 +19,7 @@ Attend = Callable[[kernels.Queries, int, kernels.Rows, int, kernels.Sinks | None
 
 
 class AttentionBuffers:
-    """Rows of one step, shared by the attention layers of one spec."""
+    """Rows of one step, shared by the attention layers of a model."""
 
     def __init__(
         self,
