@@ -538,7 +538,7 @@ def test_rmsnorm_agrees_with_numpy_and_between_levels(pool: K.Pool, width: int) 
 
 @pytest.mark.parametrize("width", [1, 17, 64, 1000, 1152])
 def test_norm_add_is_rmsnorm_and_add(pool: K.Pool, width: int) -> None:
-    """Rows that are not finite spoil their own; rows past the tokens stay."""
+    """A row that is not finite affects no other; rows past the tokens stay."""
     rng = np.random.default_rng(width)
     x, before = rng.standard_normal((2, 40, width)).astype(np.float32)
     x[7, width // 2], before[9, 0] = np.nan, np.inf

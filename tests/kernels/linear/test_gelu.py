@@ -72,8 +72,8 @@ def test_a_large_gate_is_itself_or_minus_zero(pool: k.Pool, level: str) -> None:
 def test_what_is_not_finite_stays_so(pool: k.Pool, level: str, bad: float) -> None:
     k.set_isa(level)
     sound = np.array([-1e30, -50.0, -3.0, 0.0, 0.5, 9.0, 1e30], np.float32)
-    spoilt = np.full_like(sound, bad)
-    for gate, up in ((spoilt, sound), (sound, spoilt), (spoilt, spoilt), (spoilt, -spoilt)):
+    invalid = np.full_like(sound, bad)
+    for gate, up in ((invalid, sound), (sound, invalid), (invalid, invalid), (invalid, -invalid)):
         assert not np.isfinite(dense(pool, gate, up)).any()
 
 
