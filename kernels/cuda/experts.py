@@ -20,7 +20,6 @@ from kernels.cuda.products import (
     FEW_TOKENS,
     FEW_TOKENS_MAX,
     FLOATS,
-    GATE_OF,
     MANY_TOKENS,
     SOME_TOKENS,
     STORE,
@@ -31,6 +30,7 @@ from kernels.cuda.products import (
     OutputAt,
     PairsAt,
     Products,
+    gate_of,
 )
 
 EXPERTS_MAX = CHUNK_PAIRS_MAX = 1024  # THREADS_MAX and PAIRS_MAX of experts.cu
@@ -139,13 +139,12 @@ class ExpertOps:
     ) -> None:
         """As `kernels.pairs_gated`: for few pairs of an expert one launch, if the banks are of one
         kind."""
-        if activation not in GATE_OF:
-            raise ValueError(f"pairs_gated: no activation is named {activation}")
+        then = gate_of("pairs_gated", activation)
         at = pairs.at(1 if x.gathered is None else pairs.n_used)
         source, n = x.gathered or x, pairs.tokens * pairs.n_used
         is_one = gate.kind == up.kind and gate.kind not in FLOATS and at.columns <= FEW_TOKENS_MAX
         biases = self._address_of(gate_bias), self._address_of(up_bias)
-        gated = OutputAt(biases[1], GATE_OF[activation], out.address, out.width)
+        gated = OutputAt(biases[1], then, out.address, out.width)
         if is_one:
             first = GateAt(self._address_of(gate), biases[0])
             self._products.launch(source, self._bank(up, pairs), n, gated, first, at)

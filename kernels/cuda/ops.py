@@ -34,7 +34,6 @@ from kernels.cuda.products import (
     ADD,
     FEW_TOKENS_MAX,
     FLOATS,
-    GATE,
     NO_GATE,
     STORE,
     THREADS,
@@ -44,6 +43,7 @@ from kernels.cuda.products import (
     MatrixAt,
     OutputAt,
     Products,
+    gate_of,
 )
 
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
@@ -94,6 +94,11 @@ class BegunSample:
 def _arrays_of(taken: Taken) -> tuple[I32, I32]:
     """Sources and places of `take_samples`."""
     return np.array(list(taken.values()), np.int32), np.array(list(taken), np.int32)
+
+
+def _norm_threads(width: int) -> int:
+    """Threads of a block that norms a row: a warp for each span of it, at least two."""
+    return WARP * min(max(-(-width // SPAN_VALUES), 2), NORM_THREADS_MAX // WARP)
 
 
 class CudaOps:
@@ -176,11 +181,17 @@ class CudaOps:
                 return address
         return self._indices.put(array)
 
-    def embed(self, matrix: kernels.Matrix, tokens: I32, out: Rows) -> None:
+    def embed(self, matrix: kernels.Matrix, tokens: I32, out: Rows, scale: float = 1.0) -> None:
         """As `kernels.embed`."""
         kind, ids = KIND_INDEX[matrix.kind], self._indices_of(tokens)
-        arguments = [self._address(matrix), kind, matrix.cols, ids, out.address, out.width]
+        weights = [self._address(matrix), kind, matrix.cols]
+        arguments = [*weights, ids, out.address, out.width, float(scale)]
         self._gpu.launch("embed", (len(tokens), 1, 1), THREADS, arguments)
+
+    def norm_add(self, x: Rows, w: kernels.Vector, eps: float, tokens: int, out: Rows) -> None:
+        """As `kernels.norm_add`."""
+        arguments = [x.address, x.width, self._address(w), eps, x.width, out.address, out.width]
+        self._gpu.launch("norm_add", (tokens, 1, 1), _norm_threads(x.width), arguments)
 
     def norm_quantise(
         self, x: Rows, w: kernels.Vector, eps: float, tokens: int, out: Activations
@@ -189,8 +200,7 @@ class CudaOps:
         out.values, out.gathered = out.kept, None
         kept = [out.kept, x.width if out.kept else 0]
         arguments = [x.address, x.width, self._address(w), eps, x.width, *out.addresses, *kept]
-        threads = WARP * min(max(-(-x.width // SPAN_VALUES), 2), NORM_THREADS_MAX // WARP)
-        self._gpu.launch("norm_quantise", (tokens, 1, 1), threads, arguments)
+        self._gpu.launch("norm_quantise", (tokens, 1, 1), _norm_threads(x.width), arguments)
 
     def quantise(self, x: Rows, tokens: int, out: Activations) -> None:
         """As `kernels.quantise`; float matrices read the rows of `x` itself."""
@@ -271,15 +281,17 @@ class CudaOps:
         up_bias: kernels.Vector | None,
         tokens: int,
         out: Rows,
+        activation: str = "silu",
     ) -> None:
         """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
+        then = gate_of("linear_gated", activation)
         is_one = gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX
         if is_one:
             first = GateAt(self._address(gate), self._address(gate_bias))
-            self._product(x, up, up_bias, tokens, GATE, out, first)
+            self._product(x, up, up_bias, tokens, then, out, first)
         else:
             self._product(x, gate, gate_bias, tokens, STORE, out)
-            self._product(x, up, up_bias, tokens, GATE, out)
+            self._product(x, up, up_bias, tokens, then, out)
 
     def _product(
         self,

@@ -9,7 +9,7 @@ from kernels.cuda.memory import Activations, Scratch
 
 FLOATS = ("f16", "bf16", "f32")
 STORE, ADD, GATE = range(3)  # what follows a product: `Then` of products.h
-GATE_OF = {"silu": GATE, "oai": GATE + 1}  # by activation
+GATE_OF = {"silu": GATE, "oai": GATE + 1, "gelu": GATE + 2}  # by activation
 TILE_ROWS = 16  # rows of a tile of packed weights
 # Up to FEW_TOKENS_MAX a block reads a tile of weights for FEW_TOKENS or for all of them, up to
 # SOME_TOKENS four tiles for so many, else for MANY_TOKENS. A multiprocessor has MANY_AT_ONCE blocks
@@ -70,6 +70,13 @@ def few_threads(cols: int, matrices: int = 1) -> int:
     segments = -(-cols // SEGMENT) * matrices
     rounds = -(-segments // FEW_WARPS_MAX)
     return WARP * max(FEW_WARPS_MIN, -(-segments // rounds))
+
+
+def gate_of(operation: str, activation: str) -> int:
+    """What follows a product whose gate has an activation. ValueError for an unknown one."""
+    if activation not in GATE_OF:
+        raise ValueError(f"{operation}: no activation is named {activation}")
+    return GATE_OF[activation]
 
 
 class Products:

@@ -536,6 +536,33 @@ def test_rmsnorm_agrees_with_numpy_and_between_levels(pool: K.Pool, width: int) 
     np.testing.assert_allclose(results[0], exact, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("width", [1, 17, 64, 1000, 1152])
+def test_norm_add_is_rmsnorm_and_add(pool: K.Pool, width: int) -> None:
+    """A row that is not finite affects no other; rows past the tokens stay."""
+    rng = np.random.default_rng(width)
+    x, before = rng.standard_normal((2, 40, width)).astype(np.float32)
+    x[7, width // 2], before[9, 0] = np.nan, np.inf
+    w = K.Vector(rng.standard_normal(width).astype(np.float32))
+    rows, normed, out = (K.Rows(40, width) for _ in range(3))
+    rows.view(40)[:] = x
+    for level in LEVELS:
+        K.set_isa(level)
+        for threads in (1, 3):
+            out.view(40)[:] = before
+            with_threads = K.Pool(threads)
+            K.rmsnorm(with_threads, rows, w, 1e-6, 39, normed)
+            K.norm_add(with_threads, rows, w, 1e-6, 39, out)
+            with_threads.close()
+            got, wanted = out.view(40).copy(), before + normed.view(40)
+            wanted[39] = before[39]
+            assert np.isnan(got[7]).all()
+            got[7] = wanted[7] = 0
+            np.testing.assert_array_equal(bits(got), bits(wanted))
+    for refused in (K.Rows(40, width + 1), K.Rows(38, width)):
+        with pytest.raises(ValueError, match="norm_add"):
+            K.norm_add(pool, rows, w, 1e-6, 39, refused)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("width", [96, 1024])
 def test_norm_quantise_is_norm_then_quantise(pool: K.Pool, level: str, width: int) -> None:

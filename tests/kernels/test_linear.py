@@ -7,6 +7,7 @@ float64 with a tolerance for the values (many), and the scalar level for the bit
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import subprocess
@@ -435,8 +436,11 @@ def test_linear_add_is_the_residual_stream(pool: k.Pool, level: str) -> None:
         assert_same_bits(out.view(tokens).copy(), expected)
 
 
+@pytest.mark.parametrize("activation", ["silu", "oai", "gelu"])
 @pytest.mark.parametrize("tokens", [1, 18])
-def test_linear_gated_is_silu_times_up(pool: k.Pool, tokens: int) -> None:
+def test_linear_gated_is_the_activation_of_gate_and_up(
+    pool: k.Pool, tokens: int, activation: str
+) -> None:
     rng = np.random.default_rng(6)
     rows, cols = 53, 544
     x = quantised(pool, random_values(tokens, cols, rng))
@@ -448,13 +452,23 @@ def test_linear_gated_is_silu_times_up(pool: k.Pool, tokens: int) -> None:
     for level in k.isa_levels():
         k.set_isa(level)
         out = k.Rows(tokens, rows)
-        k.linear_gated(pool, x, gate, up, k.Vector(biases[0]), k.Vector(biases[1]), tokens, out)
+        vectors = [k.Vector(bias) for bias in biases]
+        k.linear_gated(pool, x, gate, up, vectors[0], vectors[1], tokens, out, activation)
         outputs.append(out.view(tokens).copy())
         assert_same_bits(outputs[-1], outputs[0], level)
     g = (product(pool, x, gate, tokens) + biases[0]).astype(np.float64)
     u = (product(pool, x, up, tokens) + biases[1]).astype(np.float64)
-    want = g / (1 + np.exp(-g)) * u
-    assert np.allclose(outputs[0], want, rtol=1e-5, atol=1e-30)
+    gelu = g / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+    held = np.minimum(g, 7)
+    wanted = {
+        "silu": g / (1 + np.exp(-g)) * u,
+        "oai": held / (1 + np.exp(-1.702 * held)) * (np.clip(u, -7, 7) + 1),
+        "gelu": gelu * u,  # where tanh is near -1, its sum with 1 has few digits
+    }
+    tolerance = 1e-12 if activation == "gelu" else 1e-30
+    assert np.allclose(outputs[0], wanted[activation], rtol=1e-5, atol=tolerance)
+    with pytest.raises(ValueError, match="linear_gated: no activation is named relu"):
+        k.linear_gated(pool, x, gate, up, None, None, tokens, k.Rows(tokens, rows), "relu")
 
 
 @pytest.mark.parametrize("level", k.isa_levels())
@@ -494,6 +508,14 @@ def test_embed_gives_the_dequantised_row(pool: k.Pool, kind: str) -> None:
     # Minima are added with one rounding (fma); the format's library rounds twice, on larger terms.
     tolerance = 2e-7 * np.abs(want).max() if len(SCALES_AT.get(kind, ())) == 2 else 1e-9
     assert np.allclose(out.view(5), want, rtol=0, atol=tolerance)
+    plain, scale = out.view(5).copy(), np.float32(math.sqrt(cols))
+    for level in k.isa_levels():
+        k.set_isa(level)
+        k.embed(pool, matrix, ids, out, float(scale))
+        assert_same_bits(out.view(5).copy(), plain * scale, level)
+    for bad in (math.nan, math.inf, 1e39):
+        with pytest.raises(ValueError, match="the scale is not finite"):
+            k.embed(pool, matrix, ids, out, bad)
     with pytest.raises(ValueError, match="token 35 is not in"):
         k.embed(pool, matrix, np.array([35], np.int32), out)
     with pytest.raises(ValueError, match="token -1 is not in"):

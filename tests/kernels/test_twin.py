@@ -113,6 +113,11 @@ def ln(x: float) -> float:
     return fma(e, value("3F318000"), add(z, fma(z2, value("BF000000"), y)))
 
 
+def gelu(x: float) -> float:
+    w = mul(x, fma(mul(x, x), value("3D922279"), value("3FCC422A")))
+    return div(x, add(1.0, exp(min(max(-w, -89.0), 89.0))))  # 0 or infinity from there on
+
+
 # --- 1: activations
 
 
@@ -164,18 +169,23 @@ def product_float(row: F32, weights: F32) -> float:
     return y
 
 
-def linear(pool: K.Pool, kind: str, x: F32, n_rows: int, tensor: bytes) -> F32:
-    tokens, cols = x.shape
+def packed(pool: K.Pool, kind: str, n_rows: int, cols: int, tensor: bytes) -> K.Matrix:
     size = K.packed_bytes(kind, n_rows, cols)
     raw = np.zeros(size + 64, np.uint8)
     skip = -K.address_of(raw) % 64
     buffer = raw[skip : skip + size]
     K.pack(pool, kind, n_rows, cols, np.frombuffer(tensor, np.uint8), buffer)
+    return K.Matrix(kind, n_rows, cols, buffer)
+
+
+def linear(pool: K.Pool, kind: str, x: F32, n_rows: int, tensor: bytes) -> F32:
+    tokens, cols = x.shape
+    matrix = packed(pool, kind, n_rows, cols, tensor)
     rows, out = K.Rows(tokens, cols), K.Rows(tokens, n_rows)
     rows.view(tokens)[:] = x
     quantised = K.Activations(tokens, cols, keep_float=True)
     K.quantise(pool, rows, tokens, quantised)
-    K.linear(pool, quantised, [K.Matrix(kind, n_rows, cols, buffer)], [None], tokens, out)
+    K.linear(pool, quantised, [matrix], [None], tokens, out)
     return out.view(tokens).copy()
 
 
@@ -221,6 +231,44 @@ def test_f16(pool: K.Pool) -> None:
     assert_bits(linear(pool, "f16", x, 3, w.tobytes()), wanted)
 
 
+def test_scaled_embeddings(pool: K.Pool) -> None:
+    rng, cols = np.random.default_rng(6), 96
+    d = (rng.standard_normal((3, cols // 32)) * 0.05).astype(np.float16)
+    n = rng.integers(0, 16, (3, cols // 32, 32))
+    tensor = b"".join(
+        one.tobytes() + (q[:16] | q[16:] << 4).astype(np.uint8).tobytes()
+        for row, of in zip(d, n, strict=True)
+        for one, q in zip(row, of, strict=True)
+    )
+    matrix, out = packed(pool, "q4_0", 3, cols, tensor), K.Rows(3, cols)
+    for scale in (1.0, math.sqrt(cols), 0.3):
+        K.embed(pool, matrix, np.array([2, 0, 2], np.int32), out, scale)
+        wanted = [
+            [
+                mul(mul(float(q - 8), float(one)), rn(scale))
+                for one, of in zip(d[t], n[t].tolist(), strict=True)
+                for q in of
+            ]
+            for t in (2, 0, 2)
+        ]
+        assert_bits(out.view(3), wanted)
+
+
+def test_the_gate_of_gelu(pool: K.Pool) -> None:
+    """Of matrices without weights, so that each product is its bias."""
+    gate = np.concatenate([np.linspace(-12, 12, 481), 0.1 * np.arange(-9, 9)]).astype(np.float32)
+    gate[:7] = [1e-20, -1e-20, 3e-39, 1e9, -1e9, -9.5, 40.0]
+    up = np.random.default_rng(8).standard_normal(len(gate)).astype(np.float32)
+    zero = packed(pool, "q4_0", len(gate), 32, bytes(18 * len(gate)))
+    x, out = K.Activations(1, 32), K.Rows(1, len(gate))
+    K.quantise(pool, K.Rows(1, 32), 1, x)
+    K.linear_gated(pool, x, zero, zero, K.Vector(gate), K.Vector(up), 1, out, "gelu")
+    assert_bits(
+        out.view(1),
+        [[mul(gelu(add(0.0, g)), u) for g, u in zip(gate.tolist(), up.tolist(), strict=True)]],
+    )
+
+
 # --- 3: RMS norm
 
 
@@ -240,6 +288,17 @@ def test_rms_norm(pool: K.Pool) -> None:
     rows.view(1)[:] = x
     K.rmsnorm(pool, rows, K.Vector(w), 1e-5, 1, out)
     assert_bits(out.view(1), [rms_norm(x.tolist(), w.tolist(), 1e-5)])
+
+
+@pytest.mark.parametrize("width", [1, 48, 300, 1152])
+def test_the_norm_of_a_branch(pool: K.Pool, width: int) -> None:
+    rng = np.random.default_rng(width)
+    x, w, before = rng.standard_normal((3, width)).astype(np.float32)
+    rows, out = K.Rows(1, width), K.Rows(1, width)
+    rows.view(1)[:], out.view(1)[:] = x, before
+    K.norm_add(pool, rows, K.Vector(w), 1e-6, 1, out)
+    normed = rms_norm(x.tolist(), w.tolist(), 1e-6)
+    assert_bits(out.view(1), [[add(a, b) for a, b in zip(before.tolist(), normed, strict=True)]])
 
 
 # --- 4: the transform of heads

@@ -373,9 +373,43 @@ def test_a_gated_product_has_the_bits_of_the_cpu(
         kernels.quantise(pool, on_cpu, tokens, wanted)
         out, want = ops.make_rows(tokens, rows), kernels.Rows(tokens, rows)
         gate, up = made
-        ops.linear_gated(activations, gate, up, vectors[0], vectors[1], tokens, out)
-        kernels.linear_gated(pool, wanted, gate, up, vectors[0], vectors[1], tokens, want)
-        assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+        found = set[bytes]()
+        for name in ("silu", "oai", "gelu"):
+            ops.linear_gated(activations, gate, up, *vectors, tokens, out, name)
+            kernels.linear_gated(pool, wanted, gate, up, *vectors, tokens, want, name)
+            assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+            found.add(want.view(tokens).tobytes())
+        assert len(found) == 3
+        ops.linear_gated(activations, gate, up, *vectors, tokens, out)
+        assert ops.read_rows(out, tokens).tobytes() in found
+        with pytest.raises(ValueError, match="linear_gated: no activation is named relu"):
+            ops.linear_gated(activations, gate, up, *vectors, tokens, out, "relu")
+
+
+@pytest.mark.parametrize("width", [640, 5376])
+def test_scaled_embeddings_and_norms_of_branches_have_the_bits_of_the_cpu(
+    gpu: Emulator, width: int
+) -> None:
+    pool, rng, n = kernels.Pool(1), np.random.default_rng(2), 3
+    ops, cpu = CudaOps(gpu, pool), CpuOps(pool)
+    table = packed_with_bytes(pool, "q8_0", 20, width, rng)[0]
+    w = kernels.Vector(rng.standard_normal(width).astype(np.float32))
+    ops.upload(table, w)
+    ids = np.array([3, 19, 0], np.int32)
+    branch = rng.standard_normal((n, width)).astype(np.float32)
+    x, hidden, want = ops.make_rows(n, width), ops.make_rows(n, width), kernels.Rows(n, width)
+    gpu.copy_in(x.address, branch)
+    seen = set[bytes]()
+    for scale in (1.0, width**0.5):
+        ops.embed(table, ids, hidden, scale)
+        cpu.embed(table, ids, want, scale)
+        assert ops.read_rows(hidden, n).tobytes() == want.view(n).tobytes()
+        for _ in range(2):
+            ops.norm_add(x, w, 1e-6, n, hidden)
+            cpu.norm_add(rows_of(branch), w, 1e-6, n, want)
+            assert ops.read_rows(hidden, n).tobytes() == want.view(n).tobytes()
+            seen.add(want.view(n).tobytes())
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from bench.cuda.cases.attention import (
     random_page,
 )
 from bench.cuda.cases.experts import experts_case, select_case
-from bench.cuda.cases.linear import embed_case, linear_case, quantise_case
+from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
 from kernels.cuda.gpu import Gpu
@@ -47,6 +47,7 @@ def cases() -> dict[str, Case]:
     """Every case by name."""
     table: dict[str, Case] = {
         "quantise": quantise_case,
+        "norm add": norm_add_case,
         "attention": attention_case,
         "attention, small heads": attention_small_case,
         "attention, spans": attention_spans_case,

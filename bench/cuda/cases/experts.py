@@ -21,7 +21,7 @@ from bench.cuda.cases.values import (
 from kernels.cuda.experts import EXPERTS_MAX, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
-from kernels.cuda.products import FLOATS
+from kernels.cuda.products import FLOATS, GATE_OF
 
 GROUP = 16  # rows of pairs of the CPU that have one expert
 BANK_VALUES, PAIR_VALUES = 1 << 20, 6 << 20  # of a bank, and of the products of all pairs with one
@@ -139,7 +139,7 @@ def experts_case(
     counts: tuple[int, int, int] | None = None,
     widths: tuple[int, int] | None = None,
 ) -> None:
-    """A feed-forward part of random experts of `kind`, with some biases and either activation.
+    """A feed-forward part of random experts of `kind`, with some biases and any activation.
 
     counts: tokens, experts, experts of a token; else random ones, at times with a bank of another
     kind. widths: of a token and of an expert, else random ones.
@@ -161,7 +161,7 @@ def experts_case(
         for one, (rows, cols) in zip(kinds, shapes, strict=True)
     ]
     biases = [some_bias(rng, n_expert * rows) for rows, _ in shapes]
-    activation = str(rng.choice(["silu", "oai"]))
+    activation = str(rng.choice(list(GATE_OF)))
     logits = some_selector_logits(rng, tokens, n_expert)
     values, before = some_values(rng, tokens, n_embd), rng.standard_normal((tokens, n_embd))
     biased = "".join(["-" if bias is None else "b" for bias in biases])

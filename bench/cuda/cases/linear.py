@@ -17,7 +17,7 @@ from bench.cuda.cases.values import (
 )
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import KIND_INDEX
-from kernels.cuda.products import ADD, FLOATS, GATE, STORE
+from kernels.cuda.products import ADD, FLOATS, GATE_OF, STORE
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -52,6 +52,29 @@ def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> Non
             compare(got[finite], out.view(tokens)[finite], "norm_quantise: values")
 
 
+def norm_add_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """`norm_add` of random rows; of three in ten cases wider ones, which it holds in parts."""
+    tokens, width = int(rng.integers(1, 20)), int(rng.integers(4, 700))
+    if rng.random() < 0.3:
+        tokens, width = int(rng.integers(1, 3)), int(rng.integers(4000, 9000))
+    values, before = some_values(rng, tokens, width), some_values(rng, tokens, width)
+    w, eps, stride = rng.standard_normal(width).astype(np.float32), 1e-6, width + 3
+    want = rows_of(before)
+    kernels.norm_add(pool, rows_of(values), kernels.Vector(w), eps, tokens, want)
+    with Arrays(gpu) as arrays:
+        x, weights = arrays.put(values), arrays.put(w)
+        wider = np.full((tokens, stride), 7, np.float32)
+        wider[:, :width] = before
+        out = arrays.put(wider)
+        arguments = [x.address, width, weights.address, eps, width, out.address, stride]
+        gpu.launch("norm_add", (tokens, 1, 1), max(64, any_threads(rng, 16)), arguments)
+        got, finite = out.read(), np.isfinite(want.view(tokens))
+        what = f"norm_add of {tokens} x {width}"
+        compare(got[:, width:], wider[:, width:], f"{what}: what lies between rows")
+        compare(np.isfinite(got[:, :width]), finite, what)
+        compare(got[:, :width][finite], want.view(tokens)[finite], what)
+
+
 def invalidate_unused(gpu: Gpu, x: Quantised, blocks: int) -> None:
     """Give the groups of activations past the last one any values: no kernel writes them."""
     q, scale, sums = x.q.read(), x.scale.read(), x.sums.read()
@@ -69,7 +92,8 @@ def linear_case(
     shape: tuple[int, int, int] | None = None,
     byte: int | None = None,
 ) -> None:
-    """A product of a random matrix of `kind`: stored, added and gated, by every kernel for it.
+    """A product of a random matrix of `kind`: stored, added and gated by one of the activations, by
+    every kernel for it.
 
     shape: rows, columns, tokens, else random ones; a block has all segments of a row then. byte: of
     all weights, beside activations that are the largest of their groups.
@@ -97,7 +121,9 @@ def linear_case(
     stored, added, gated = kernels.Rows(tokens, rows), rows_of(before), kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [matrix], [vector], tokens, stored)
     kernels.linear_add(pool, activations, matrix, vector, tokens, added)
-    kernels.linear_gated(pool, activations, gate, matrix, gate_vector, vector, tokens, gated)
+    activation = str(rng.choice(list(GATE_OF)))
+    products = gate, matrix, gate_vector, vector
+    kernels.linear_gated(pool, activations, *products, tokens, gated, activation)
     gate_product = kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [gate], [gate_vector], tokens, gate_product)
     tiles, eights = -(-rows // 16), -(-tokens // 8)
@@ -133,9 +159,9 @@ def linear_case(
         for kernel in shapes:
             rest = [0, 0] if "_few" in kernel else [partials, each] if kind not in FLOATS else []
             plans += [(kernel, STORE, before, stored, rest), (kernel, ADD, before, added, rest)]
-            plans.append((kernel, GATE, held, gated, rest))
+            plans.append((kernel, GATE_OF[activation], held, gated, rest))
             if "_few" in kernel:  # with both products of a gate
-                plans.append((kernel, GATE, before, gated, once))
+                plans.append((kernel, GATE_OF[activation], before, gated, once))
         for kernel, then, given, want, rest in plans:
             out = arrays.put(given)
             after = [b, then, out.address, rows]
@@ -155,17 +181,18 @@ def linear_case(
 
 
 def embed_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator, kind: str) -> None:
-    """Embeddings of random tokens, rows taken of them, and which are finite."""
+    """Embeddings of random tokens, at times scaled, rows taken of them, and which are finite."""
     rows, cols, n = int(rng.integers(1, 60)), 256 * int(rng.integers(1, 3)), int(rng.integers(1, 9))
     matrix, buffer = packed_with_bytes(pool, kind, rows, cols, rng)
     tokens = rng.integers(0, rows, n).astype(np.int32)
     want = kernels.Rows(n, cols)
-    kernels.embed(pool, matrix, tokens, want)
+    scale = float(rng.choice([1.0, 1.0, 33.941125, -(2.0**-140)]))
+    kernels.embed(pool, matrix, tokens, want, scale)
     with Arrays(gpu) as arrays:
         weights = arrays.put(buffer)
         out, ids = arrays.empty(np.float32, n, cols), arrays.put(tokens)
         index = KIND_INDEX[kind]
-        arguments = [weights.address, index, cols, ids.address, out.address, cols]
+        arguments = [weights.address, index, cols, ids.address, out.address, cols, scale]
         gpu.launch("embed", (n, 1, 1), any_threads(rng), arguments)
         got = out.read()
         compare(got, want.view(n).copy(), f"embed of {kind}")

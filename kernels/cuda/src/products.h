@@ -10,9 +10,10 @@ namespace gpu {
 enum class Then : int {
     store,  // out = y + bias
     add,    // out = out + (y + bias): the residual stream
-    // out = ca::gated(gate, y + bias) of the activation of that name
+    // out = ca::gated(gate, y + bias) of the activation of that name, in the order of ca::Activation
     gate_silu,
     gate_oai,
+    gate_gelu,
 };
 
 // The gate's matrix, of the size of the other one, and its bias as in Target. Without a matrix, `out` holds
@@ -39,10 +40,11 @@ GPU_FN void put(const Target& to, int expert, int token, int row, float y, const
     if (to.bias) y = ca::add_rn(y, to.bias[of_bank]);
     const int64_t at = token * to.stride + row;
     if (to.then == Then::add) y = ca::add_rn(to.out[at], y);
-    if (to.then == Then::gate_silu || to.then == Then::gate_oai) {
+    if (to.then >= Then::gate_silu) {
         if (!gate.matrix) gate_y = to.out[at];
         if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[of_bank]);
-        y = ca::gated(to.then == Then::gate_oai ? ca::Activation::oai : ca::Activation::silu, gate_y, y);
+        const int activation = static_cast<int>(to.then) - static_cast<int>(Then::gate_silu);
+        y = ca::gated(static_cast<ca::Activation>(activation), gate_y, y);
     }
     to.out[at] = y;
 }

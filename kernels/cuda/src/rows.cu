@@ -28,32 +28,10 @@ GPU_FN bool all_of_block(bool x, gpu::Shared<int32_t, 1>& shared) {
     return found == 0;
 }
 
-}  // namespace
-
-// out row i = row tokens[i] of a packed matrix of `cols`, by rule 2 ("Embedding"). Grid: tokens.
-KERNEL(embed, 256, gpu::In<uint8_t> matrix, int kind, int cols, gpu::In<int32_t> tokens,
-       gpu::Out<float> out, int stride) {
-    gpu::begin();
-    const int token = tokens[gpu::block()], row = token % gpu::TILE;
-    const auto of = static_cast<gpu::Kind>(kind);
-    const gpu::In<uint8_t> tile =
-        matrix + static_cast<int64_t>(token / gpu::TILE) * gpu::tile_bytes(of, cols);
-    for (int k = gpu::thread(); k < cols; k += gpu::threads())
-        out[static_cast<int64_t>(gpu::block()) * stride + k] = gpu::value_at(of, tile, row, k);
-}
-
-// The RMS norm of each row, quantised; the normed row itself into `values` unless its stride is 0.
-// Grid: tokens, at least 64 threads. Lane i mod 64 of rule 3 is thread i mod 64.
-KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, float eps, int width,
-       gpu::Out<uint32_t> q, gpu::Out<float> scale, gpu::Out<int32_t> sums, gpu::Out<float> values,
-       int values_stride) {
-    __shared__ gpu::Shared<float, NORM_VALUES> part;
-    __shared__ gpu::Shared<float, 64> lanes;
-    gpu::launch_dependents();
-    gpu::prefetch(w, width / 4 * 16);
-    gpu::dependency_wait();
-    const int64_t token = gpu::block();
-    const gpu::In<float> row = x + token * stride;
+// The factor of a row of `width` values by rule 3. At least 64 threads: lane i mod 64 of the rule is thread
+// i mod 64.
+GPU_FN float norm_factor(gpu::In<float> row, int width, float eps,
+                         gpu::Shared<float, NORM_VALUES>& part, gpu::Shared<float, 64>& lanes) {
     float lane = 0.0f;
     for (int first = 0; first < width; first += NORM_VALUES) {  // the chains wait for no memory
         const int n = width - first < NORM_VALUES ? width - first : NORM_VALUES;
@@ -79,13 +57,60 @@ KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float>
         if (gpu::lane() == 0) lanes[0] = sum;
     }
     gpu::barrier();
-    const float factor = ca::norm_factor(lanes[0], width, eps);
+    return ca::norm_factor(lanes[0], width, eps);
+}
+
+}  // namespace
+
+// out row i = row tokens[i] of a packed matrix of `cols` times `scale`, by rule 2 ("Embedding"). Grid: tokens.
+KERNEL(embed, 256, gpu::In<uint8_t> matrix, int kind, int cols, gpu::In<int32_t> tokens,
+       gpu::Out<float> out, int stride, float scale) {
+    gpu::begin();
+    const int token = tokens[gpu::block()], row = token % gpu::TILE;
+    const auto of = static_cast<gpu::Kind>(kind);
+    const gpu::In<uint8_t> tile =
+        matrix + static_cast<int64_t>(token / gpu::TILE) * gpu::tile_bytes(of, cols);
+    for (int k = gpu::thread(); k < cols; k += gpu::threads())
+        out[static_cast<int64_t>(gpu::block()) * stride + k] =
+            ca::mul_rn(gpu::value_at(of, tile, row, k), scale);
+}
+
+// The RMS norm of each row, quantised; the normed row itself into `values` unless its stride is 0.
+// Grid: tokens, at least 64 threads.
+KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, float eps, int width,
+       gpu::Out<uint32_t> q, gpu::Out<float> scale, gpu::Out<int32_t> sums, gpu::Out<float> values,
+       int values_stride) {
+    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, 64> lanes;
+    gpu::launch_dependents();
+    gpu::prefetch(w, width / 4 * 16);
+    gpu::dependency_wait();
+    const int64_t token = gpu::block();
+    const gpu::In<float> row = x + token * stride;
+    const float factor = norm_factor(row, width, eps, part, lanes);
     const auto normed = [&](int k) { return ca::norm_value(row[k], factor, w[k]); };
     if (values_stride)
         for (int k = gpu::thread(); k < width; k += gpu::threads())
             values[token * values_stride + k] = normed(k);
     for (int span = gpu::warp(); span < gpu::spans_of(width); span += gpu::warps())
         quantise_span(normed, width, token, span, {q, scale, sums});
+}
+
+// out row += the RMS norm of the row of x, for each row. Grid: tokens, at least 64 threads.
+KERNEL(norm_add, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, float eps, int width,
+       gpu::Out<float> out, int out_stride) {
+    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, 64> lanes;
+    gpu::launch_dependents();
+    gpu::prefetch(w, width / 4 * 16);
+    gpu::dependency_wait();
+    const int64_t token = gpu::block();
+    const gpu::In<float> row = x + token * stride;
+    const float factor = norm_factor(row, width, eps, part, lanes);
+    for (int k = gpu::thread(); k < width; k += gpu::threads()) {
+        const int64_t at = token * out_stride + k;
+        out[at] = ca::add_rn(out[at], ca::norm_value(row[k], factor, w[k]));
+    }
 }
 
 // Each row quantised. Grid: tokens, blocks that share the spans of a row.

@@ -159,6 +159,11 @@ def norm_quantise(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def norm_add(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 5: 4 * FAR * a[6]})
+    return FAR, 0, 0
+
+
 def quantise(_: Move, a: Arguments) -> tuple[int, int, int]:
     back(a, {0: 4 * FAR * a[1]} | activations(3, FAR, a[2]))
     return FAR, 0, 0
@@ -249,11 +254,11 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
         one.__name__: one
         for one in (linear, embed, norm_quantise, quantise, take_rows, nonfinite_rows, place_kv)
     }
-    | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample)}
+    | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
 )
 QUICK = (
-    *("quantise", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
+    *("quantise", "norm add", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
     *("experts q4_0", "experts q6_k", "experts f16"),
 )
 NEAR = {"take samples", "select experts"}  # their numbers are those of the tokens of a step

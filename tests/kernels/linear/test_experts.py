@@ -287,7 +287,7 @@ def test_oai_is_rule_5_on_every_level(pool: k.Pool, data: st.DataObject) -> None
         assert_bits(gates.of(gate, up, "oai")[None], [oai(gate, up).tolist()])
 
 
-@pytest.mark.parametrize("activation", ["silu", "oai"])
+@pytest.mark.parametrize("activation", ["silu", "oai", "gelu"])
 def test_a_gate_or_an_up_that_is_not_finite_gives_nothing_finite(
     pool: k.Pool, activation: str
 ) -> None:
