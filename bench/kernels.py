@@ -23,6 +23,7 @@ import numpy as np
 import kernels
 from bench import report
 
+WINDOW = 128  # gpt-oss
 Row = dict[str, float]
 
 
@@ -88,9 +89,18 @@ def linear_case(
 
 
 def attention_case(
-    pool: Any, rng: np.random.Generator, group: int, context: int, queries: int, sequences: int
+    pool: Any,
+    rng: np.random.Generator,
+    group: int,
+    context: int,
+    queries: int,
+    sequences: int,
+    window: int = 0,
 ) -> Case:
-    """The last `queries` tokens of `context` ones, for 8 KV heads of 128 and `group` heads each."""
+    """The last `queries` tokens of `context` ones, for 8 KV heads of 128 and `group` heads each.
+
+    A case with a window has the bytes and operations of one without.
+    """
     heads_kv, dim = 8, 128
     shape = kernels.PageShape(1, heads_kv, dim)
     pages = -(-context // 256)
@@ -122,7 +132,7 @@ def attention_case(
     out = kernels.Rows(count, n_head * dim)
 
     def run(_keep: np.ndarray = store) -> None:
-        kernels.attend(pool, wide, batch, shape, 0, out)
+        kernels.attend(pool, wide, batch, shape, 0, out, window=window)
 
     seen = sum(start + i + 1 for i in range(queries))
     read_bytes = shape.payload_bytes * (context / 256) * sequences
@@ -179,6 +189,21 @@ class Bench:
         kind = "decode" if queries == 1 else "prefill"
         name = f"attend_{kind}_g{group}_{context}"
         self.measure(name, case, self.int8_gops, computes=queries > 1)
+
+    def window(self, context: int, queries: int) -> None:
+        """The last of `context` tokens with a window of WINDOW positions, and without, in turn."""
+        cases = [
+            attention_case(self.pool, self.rng, 8, context, queries, 1, window)
+            for window in (WINDOW, 0)
+        ]
+        best = [float("inf")] * 2
+        for _ in range(3):
+            for i, case in enumerate(cases):
+                best[i] = min(best[i], best_seconds(case.run, self.budget_s / 3)[0])
+        name = f"attend_window_{WINDOW}_{queries}_of_{context}"
+        us, whole_us = (1e6 * seconds for seconds in best)
+        self.result[name] = {"us": us, "whole_us": whole_us, "ratio": us / whole_us}
+        print(f"  {name:<32}{us:9.1f} us, without a window {whole_us:.1f}")
 
     def measure(self, name: str, case: Case, peak_gops: float, *, computes: bool) -> None:
         best, _ = best_seconds(case.run, self.budget_s)
@@ -246,6 +271,9 @@ def main(argv: list[str]) -> int:
             bench.attention(group, context, 1)
         for context in (512,) if args.quick else (512, 4096, 32768):
             bench.attention(group, context, 256)
+    for context in (1024,) if args.quick else (4096, 32768):
+        for queries in (1, 256):
+            bench.window(context, queries)
     bench.small_ops()
     details = models(bench, args.model)
     report.finish(
