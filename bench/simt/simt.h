@@ -396,6 +396,7 @@ GPU_FN uint32_t min_of_lanes(uint32_t x, int line = __builtin_LINE()) {
 }
 GPU_FN int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 GPU_FN int count_bits(uint32_t bits) { return __builtin_popcount(bits); }
+GPU_FN int opaque(int x) { return x; }
 GPU_FN uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t numbers) {
     if (numbers & 0x8888u) simt::fail("a number of a byte is above 7");
     const uint64_t both = uint64_t{high} << 32 | low;

@@ -260,17 +260,18 @@ CA_FN float one_if_finite(float gate, float up) {
     return fma_rn(gate, 0.0f, fma_rn(up, 0.0f, 1.0f));
 }
 
-CA_FN float oai(float gate, float up) {
-    const float g = gate < OAI_LIMIT ? gate : OAI_LIMIT;
-    const float above = up > -OAI_LIMIT ? up : -OAI_LIMIT;
-    const float u = above < OAI_LIMIT ? above : OAI_LIMIT;
-    return mul_rn(sigmoid_times(g, mul_rn(g, OAI_SLOPE)), add_rn(u, one_if_finite(gate, up)));
-}
-
+// RN(sg(x, w) · factor) in each activation, sg being sigmoid_times.
 CA_FN float gated(Activation activation, float gate, float up) {
-    if (activation == Activation::oai) return oai(gate, up);
-    const float w = activation == Activation::gelu ? gelu_argument(gate) : gate;
-    return mul_rn(sigmoid_times(gate, w), up);
+    float x = gate, w = gate, factor = up;
+    if (activation == Activation::oai) {
+        const float above = up > -OAI_LIMIT ? up : -OAI_LIMIT;
+        x = gate < OAI_LIMIT ? gate : OAI_LIMIT;
+        w = mul_rn(x, OAI_SLOPE);
+        factor = add_rn(above < OAI_LIMIT ? above : OAI_LIMIT, one_if_finite(gate, up));
+    } else if (activation == Activation::gelu) {
+        w = gelu_argument(gate);
+    }
+    return mul_rn(sigmoid_times(x, w), factor);
 }
 
 // ------------------------------------------------- rule 1: activations as int8 and a short scale

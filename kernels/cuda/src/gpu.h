@@ -111,6 +111,11 @@ GPU_FN uint32_t min_of_lanes(uint32_t x) { return __reduce_min_sync(0xFFFFFFFFu,
 // The number of the lowest bit that is set; some bit is.
 GPU_FN int lowest_bit(uint32_t bits) { return __ffs(static_cast<int>(bits)) - 1; }
 GPU_FN int count_bits(uint32_t bits) { return __popc(bits); }
+// x, of which the compiler knows nothing: it makes no copies of code for its values.
+GPU_FN int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 // Four of the bytes of `low` (0 to 3) and `high` (4 to 7): byte i of the result is the one that bits 4i..4i+2 of
 // `numbers` name. Bits 4i+3 are 0.
 GPU_FN uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t numbers) {
