@@ -204,6 +204,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     if n_rot != head_dim:  # these architectures rotate whole heads
         raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
     row = ARCHITECTURES[arch]
+    base = _between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
     attention = AttentionSpec(
         n_head=n_head,
@@ -211,13 +212,13 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         head_dim=head_dim,
         scale=_attention_scale(gguf, arch, scale_width),
         has_qk_norm=row.has_qk_norm,
-        rope=_rope(gguf, arch, n_rot),
+        rope=_rope(gguf, arch, n_rot, base),
         has_sinks=row.has_sinks,
         has_post_norm=row.has_post_norms,
     )
     with_window = replace(
         attention,
-        window=_window(gguf, arch, n_layer),
+        window=_window(gguf, arch, n_layer, head_dim),
         rope=_window_rope(gguf, arch, attention.rope),
     )
     return ModelSpec(
@@ -248,7 +249,7 @@ def _is_last_of(every: int, layer: int) -> bool:
     return every > 0 and (layer + 1) % every == 0
 
 
-def _window(gguf: GgufFile, arch: str, n_layer: int) -> int:
+def _window(gguf: GgufFile, arch: str, n_layer: int, head_dim: int) -> int:
     """Positions that a query sees in the layers that have a window; 0 = none has.
 
     Other architectures may have the key, too: there it is of no effect, as in llama.cpp.
@@ -265,6 +266,14 @@ def _window(gguf: GgufFile, arch: str, n_layer: int) -> int:
     if not is_ours:
         why = f"only the last of {every} layers each must see all positions"
         raise unsupported(gguf, key, "another pattern", why)
+    for name in (
+        "attention.key_length_swa",
+        "attention.value_length_swa",
+        "rope.dimension_count_swa",
+    ):
+        if (width := gguf.integer(f"{arch}.{name}", head_dim)) != head_dim:
+            why = f"head_dim is {head_dim} in the layers that see all positions"
+            raise unsupported(gguf, f"{arch}.{name}", width, why)
     return _count(gguf, f"{arch}.attention.sliding_window")
 
 
@@ -304,7 +313,6 @@ _OTHER_MIXTURES = (
     ("expert_shared_count", 0, "experts that every token uses are not supported"),
     ("expert_shared_feed_forward_length", 0, "experts that every token uses are not supported"),
     ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
-    ("expert_gating_func", 1, "the weights of experts must come from a softmax (1)"),
     ("leading_dense_block_count", 0, "every layer must have experts"),
     ("interleave_moe_layer_step", 1, "every layer must have experts"),
 )
@@ -316,6 +324,10 @@ def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
         value = gguf.integer(f"{arch}.{name}", 0)
         if not 0 <= value <= most:
             raise unsupported(gguf, f"{arch}.{name}", value, why)
+    # 3, a softmax over the chosen ones, is what one over all becomes when the weights are normed.
+    if (function := gguf.integer(f"{arch}.expert_gating_func", 0)) not in (0, 1, 3):
+        why = "the weights of experts must come from a softmax (1 or 3)"
+        raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)
     if gguf.values.get(f"{arch}.expert_weights_norm", True) is not True:
         why = "the weights of the chosen experts must have the sum 1"
         raise unsupported(gguf, f"{arch}.expert_weights_norm", "false", why)
@@ -341,13 +353,13 @@ def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
     return n_ff
 
 
-def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
+def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
     rope = RopeSpec(
         style=ARCHITECTURES[arch].pairs,
-        base=_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15),
+        base=base,
         n_rot=n_rot,
         position_scale=_position_scale(gguf, arch),
-        attn_factor=_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3),
+        attn_factor=_attn_factor(gguf, arch),
         has_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
     )
     if ARCHITECTURES[arch].scales_queries:
@@ -359,11 +371,16 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int) -> RopeSpec:
 
 def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec) -> RopeSpec:
     """RoPE of the layers that have a window."""
-    base = ARCHITECTURES[arch].window_base
-    if not base:
-        return others
-    base = _between(gguf, f"{arch}.rope.freq_base_swa", base, 1.0, 1e15)
-    return RopeSpec(others.style, base, others.n_rot, 1.0, 1.0, has_factors=False)
+    own_base = ARCHITECTURES[arch].window_base
+    base = _between(gguf, f"{arch}.rope.freq_base_swa", own_base or others.base, 1.0, 1e15)
+    if not own_base:
+        return _rope(gguf, arch, others.n_rot, base)
+    factor = _attn_factor(gguf, arch)
+    return RopeSpec(others.style, base, others.n_rot, 1.0, factor, has_factors=False)
+
+
+def _attn_factor(gguf: GgufFile, arch: str) -> float:
+    return _between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3)
 
 
 def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:

@@ -131,7 +131,7 @@ PRESETS = {
     ),
     "gemma3-tiny": Shape(
         arch="gemma3", n_layer=7, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
-        rope_base=1e6, linear_factor=8.0, window=40,
+        rope_base=1e6, linear_factor=8.0, window=40, head_gain=0.5,
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gguf import GGUFValueType as T
 
+import kernels
+from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
+from batchengine.weights import open_weights
 from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import plan_tensors
-from bench.models.synthetic import Shape, write_synthetic
+from bench.models.synthetic import PRESETS, Shape, write_synthetic
+from tests.hostile.rewrite import edited
 
 TINY = Shape(n_layer=5, n_embd=64, n_ff=96, n_head=2, n_kv_head=1, head_dim=32, n_vocab=288)
 
@@ -63,3 +69,86 @@ def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:
     assert spec.context_trained == shape.context
     others = replace(shape, arch="llama")
     assert spec_of(tmp_path / "l.gguf", others).attention.rope.query_log == 0.0
+
+
+SWA = "attention.sliding_window"
+U32, F32, BOOL = [T.UINT32], [T.FLOAT32], [T.ARRAY, T.BOOL]
+# key, value, its type, code and words of the error; "" = it is read
+KEYS: tuple[tuple[str, Any, list[Any], str, str], ...] = (
+    (SWA, 0, U32, "BE1322", "out of range"),
+    (SWA, 1, U32, "", ""),
+    (SWA, 1 << 24, U32, "", ""),
+    (SWA, (1 << 24) + 1, U32, "BE1322", "out of range"),
+    (SWA, 40.5, F32, "BE1322", "not an integer"),
+    (f"{SWA}_pattern", "every", U32, "", ""),
+    (f"{SWA}_pattern", "flags", BOOL, "", ""),
+    (f"{SWA}_pattern", "other flags", BOOL, "BE1323", "must see all positions"),
+    (f"{SWA}_pattern", 1, U32, "BE1323", "must see all positions"),
+    ("rope.freq_base_swa", 0.0, F32, "BE1322", "outside"),
+    ("rope.freq_base_swa", float("nan"), F32, "BE1322", "finite"),
+    ("rope.freq_base_swa", 12345.0, F32, "", ""),
+    ("rope.dimension_count_swa", 32, U32, "", ""),
+    ("rope.dimension_count_swa", 16, U32, "BE1323", "head_dim is 32"),
+    ("attention.key_length_swa", 16, U32, "BE1323", "head_dim is 32"),
+    ("attention.value_length_swa", 64, U32, "BE1323", "head_dim is 32"),
+    ("final_logit_softcapping", 0.0, F32, "", ""),
+    ("final_logit_softcapping", 30.0, F32, "BE1323", "soft bound"),
+    ("attn_logit_softcapping", 50.0, F32, "BE1323", "soft bound"),
+)
+
+
+@pytest.mark.parametrize("preset", ["gpt-oss-tiny", "gemma3-tiny"])
+@pytest.mark.parametrize(("key", "value", "types", "code", "words"), KEYS)
+def test_keys_of_windows(
+    tmp_path: Path, preset: str, key: str, value: Any, types: list[Any], code: str, words: str
+) -> None:
+    """What a file says otherwise than its architecture is computed so, or refused with the key."""
+    path, shape = tmp_path / "m.gguf", PRESETS[preset]
+    write_synthetic(path, shape)
+    every = ARCHITECTURES[shape.arch].window_every
+    flags = [(i + 1) % every != 0 for i in range(shape.n_layer)]
+    value = {"every": every, "flags": flags, "other flags": flags[::-1]}.get(value, value)
+    name = f"{shape.arch}.{key}"
+    changed = edited(path, lambda values, _: values.__setitem__(name, (value, types)))
+    with GgufFile(changed) as file:
+        if code:
+            with pytest.raises(BatchEngineError) as error:
+                read_spec(file)
+            assert error.value.code == code
+            assert name in str(error.value)
+            assert words in str(error.value)
+            return
+        spec = read_spec(file)
+    windowed = [layer.mixer for layer in spec.layers if layer.mixer.window]
+    if key == SWA:
+        assert {mixer.window for mixer in windowed} == {value}
+    if key == "rope.freq_base_swa":
+        assert {mixer.rope.base for mixer in windowed} == {value}
+
+
+def test_the_attention_factor_of_a_file_counts_in_all_layers(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, PRESETS["gemma3-tiny"])
+    name = "gemma3.rope.scaling.attn_factor"
+    changed = edited(path, lambda values, _: values.__setitem__(name, (1.5, F32)))
+    with GgufFile(changed) as file:
+        assert {layer.mixer.rope.attn_factor for layer in read_spec(file).layers} == {1.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(float("nan"), "not finite"), (3e38, "not finite in base 2")]
+)
+def test_sinks_that_are_no_numbers_are_refused(
+    tmp_path: Path, cache_dir: Path, value: float, words: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, PRESETS["gpt-oss-tiny"])
+
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        tensors["blk.1.attn_sinks.weight"][0][2] = value
+
+    with GgufFile(edited(path, edit)) as file, pytest.raises(BatchEngineError) as error:
+        open_weights(file, kernels.Pool(1), cache_dir=cache_dir)
+    assert error.value.code == "BE1327"
+    assert "blk.1.attn_sinks.weight" in str(error.value)
+    assert words in str(error.value)

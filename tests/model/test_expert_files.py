@@ -127,6 +127,7 @@ def test_keys_that_say_what_is_so_anyway_are_accepted(tmp_path: Path) -> None:
         put("qwen3moe.expert_feed_forward_length", [64, 64], COUNTS),
         put("qwen3moe.expert_weights_norm", value=True, types=BOOL),
         put("qwen3moe.expert_gating_func", 1),
+        put("qwen3moe.expert_gating_func", 3),
         put("qwen3moe.expert_group_count", 1),
         put("qwen3moe.expert_group_used_count", 1),
         put("qwen3moe.interleave_moe_layer_step", 1),

@@ -43,8 +43,9 @@ GPT_OSS = replace(
     yarn_factor=32.0, yarn_trained=50, rope_base=150000.0, n_head=8,
 )  # fmt: skip
 GEMMA3 = replace(
-    LLAMA, arch="gemma3", n_layer=7, window=40, rope_base=1e6, linear_factor=8.0, head_dim=128
-)
+    LLAMA, arch="gemma3", n_layer=7, window=40, rope_base=1e6, linear_factor=8.0, head_dim=128,
+    head_gain=0.5,  # else a token's own embedding is nearly all of its last row
+)  # fmt: skip
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
@@ -139,9 +140,9 @@ SHAPES: dict[str, Shape] = {
     "gemma3_q4_k_m": replace(
         GEMMA3, n_ff=608, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
     ),
-    # Of 62 layers: another scale of Q and K.
+    # Of 62 layers: another scale of Q and K. So many layers of few heads add rounding up.
     "gemma3_27b": replace(
-        GEMMA3, base="f32", n_layer=62, n_embd=96, n_ff=96, n_head=2, n_kv_head=1
+        GEMMA3, base="f32", n_layer=62, n_embd=96, n_ff=96, n_head=2, n_kv_head=1, head_gain=4.0
     ),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per

@@ -46,8 +46,13 @@ LLAMA_EXPERTS = replace(
     kinds={"ffn_gate_inp": "bf16", "ffn_gate": "f16", "ffn_up": "q8_0", "ffn_down": "bf16"},
 )  # fmt: skip
 SHAPES = {
-    "mixed": MIXED, "llama": LLAMA, "experts": EXPERTS, "llama_experts": LLAMA_EXPERTS
-}  # fmt: skip
+    "mixed": MIXED,
+    "llama": LLAMA,
+    "experts": EXPERTS,
+    "llama_experts": LLAMA_EXPERTS,
+    "gpt_oss": PRESETS["gpt-oss-tiny"],
+    "gemma3": PRESETS["gemma3-tiny"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -462,3 +467,28 @@ def test_python_time_per_layer_is_bounded(
                 runner.stepper.forward(range(n_layer))
             best = min(best, time.thread_time() - start)
     assert best < 0.3e-3
+
+
+def test_stages_write_the_pages_of_the_whole_model(model: Path, cache_dir: Path) -> None:
+    """At every cut, in chunks that end inside pages, also inside windows."""
+    with (
+        LocalRunner(model, cache_dir=cache_dir, n_pages=8) as whole,
+        LocalRunner(model, cache_dir=cache_dir, n_pages=8) as parts,
+    ):
+        tokens = tokens_of(whole, 300)
+        layers = list(whole.model.layers)
+        once = LocalSequence()
+        for low, high in ((0, 256), (256, 300)):
+            whole.step([(once, tokens[low:high])])
+        for cut in range(1, len(layers)):
+            sequence = LocalSequence()
+            for low, high in ((0, 70), (70, 256), (256, 300)):
+                parts.set_step([(sequence, tokens[low:high])])
+                parts.stepper.embed()
+                assert parts.stepper.run_stage(layers[:cut])
+                assert parts.stepper.run_stage(layers[cut:])
+                sequence.tokens.extend(tokens[low:high])
+            assert [parts.page(sequence, i) for i in (0, 1)] == [
+                whole.page(once, i) for i in (0, 1)
+            ]
+            parts.release(sequence)

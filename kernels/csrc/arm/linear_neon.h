@@ -29,7 +29,8 @@ SIMD_FN uint8x16_t nibbles(uint8x16_t packed) {
 }
 
 // Each kind: how many blocks one packed unit holds; its size; whether the scales are powers of two of any
-// size; how many times the offset (-8 * S) a sum starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
+// size; how many times the offset (-8 * S) a sum starts from; dword G of block i of rows [row, row + 4); their
+// scales, and minima if it has them.
 template <class Packed>
 struct Unit {
     static constexpr size_t BYTES = sizeof(Packed);
