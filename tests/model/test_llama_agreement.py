@@ -330,7 +330,7 @@ def larger_sinks(_: Any, tensors: dict[str, Any]) -> None:
 
 
 def other_bias(_: Any, tensors: dict[str, Any]) -> None:
-    tensors["blk.1.ffn_up_exps.bias"][0][:] *= 1.5
+    tensors["blk.1.ffn_up_exps.bias"][0][:] *= -1.0
 
 
 @pytest.mark.parametrize("edit", [wider_window, larger_sinks, other_bias])
