@@ -63,25 +63,40 @@ class HarmonyParser(AnswerReader):
                 return True
 
     def _head(self, role: str, mark: str = "") -> Reading[Head | None]:
-        """The head behind a role, or behind the mark of its channel; None if there is none."""
+        """The head behind a role, or behind the mark of its channel; None if there is none.
+
+        Of a head that the answer ends in nothing is kept.
+        """
         reader = self._reader
         channel = recipient = ""
+        has_mark = is_addressed = False
+        is_started = mark == START
+        if role.startswith(TO):
+            role, recipient, is_addressed = "assistant", role, True
         for _ in range(HEAD_PARTS_MAX):
             if mark == CHANNEL or (yield from reader.has(CHANNEL)):
-                mark = ""
+                mark, has_mark = "", True
                 channel = yield from reader.word(_WORD, WORD_CHARS_MAX)
             elif (yield from reader.has(MESSAGE)):
                 reader.kept()
-                return Head(role, channel, recipient)
+                return Head(role, channel, recipient.removeprefix(TO).removeprefix(FUNCTIONS))
             elif (yield from reader.has(TO)):
+                is_addressed = True
                 recipient = yield from reader.word(_WORD, WORD_CHARS_MAX)
             elif (yield from reader.has(CONSTRAIN)):
+                has_mark = True
                 yield from reader.word(_WORD, WORD_CHARS_MAX)
-            elif (yield from reader.peek()) == " ":
+            elif (yield from reader.peek()).isspace():
                 reader.take()
-            elif not (channel or recipient) or not (yield from reader.word(_WORD, WORD_CHARS_MAX)):
+            elif not (has_mark or is_addressed) or not (
+                yield from reader.word(_WORD, WORD_CHARS_MAX)
+            ):
                 break
-        if (channel or (recipient and self._is_cut)) and (yield from reader.peek()) == "":
+        at_end = (yield from reader.peek()) == ""
+        if (at_end and (has_mark or (is_addressed and self._is_cut))) or (
+            (is_started or (self._is_cut and self._form.checked)) and reader.ends_in(TO)
+        ):
+            yield from reader.word(_WORD, WORD_CHARS_MAX)
             reader.kept()  # the answer ends in a head
             reader.keep()
         return None
@@ -138,12 +153,13 @@ class HarmonyParser(AnswerReader):
         following = yield from reader.space()
         space = reader.kept()
         is_empty = following == "" and not self._is_cut
+        is_empty |= yield from reader.is_at((END, CALL))
         if following != "{" and not is_empty:
             return space
-        self._parts.add(CallStart(self._calls, head.recipient.removeprefix(FUNCTIONS)))
+        self._parts.add(CallStart(self._calls, head.recipient))
         if is_empty:
             self._arguments("{}")
-        elif (yield from reader.json_value(self._arguments)):
+        elif (yield from reader.json_value(self._arguments, _MARKS)):
             yield from reader.space()
         self._calls += 1
         return ""

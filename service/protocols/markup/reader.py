@@ -24,6 +24,7 @@ Sink = Callable[[str], None]
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _BETWEEN = re.compile(r'[^"\[\]{}]+')
+_BEFORE_MARKS = re.compile(r'[^"\[\]{}<]+')
 _SCALAR = re.compile(r"[-+.\w]+")
 
 
@@ -79,14 +80,23 @@ class Reader:
 
     def has(self, literal: str) -> Reading[bool]:
         """Whether the text goes on with `literal`, which is taken if so."""
-        while len(self._text) - self._at < len(literal):
-            if self._ended or not literal.startswith(self._text[self._at :]):
+        found = yield from self.is_at((literal,))
+        if found:
+            self.take(len(literal))
+        return found
+
+    def is_at(self, literals: tuple[str, ...]) -> Reading[bool]:
+        """Whether the text goes on with one of `literals`."""
+        while not self._text.startswith(literals, self._at):
+            rest = self._text[self._at :]
+            if self._ended or not any(one.startswith(rest) for one in literals):
                 return False
             yield
-        if not self._text.startswith(literal, self._at):
-            return False
-        self.take(len(literal))
         return True
+
+    def ends_in(self, literal: str) -> bool:
+        """Whether all that is left, at the end of the text, is how `literal` begins."""
+        return self._ended and literal.startswith(self._text[self._at :])
 
     def word(self, pattern: re.Pattern[str], chars_max: int) -> Reading[str]:
         """Takes characters as long as `pattern` matches them, `chars_max` at most."""
@@ -114,13 +124,14 @@ class Reader:
                 return ""
             yield
 
-    def json_value(self, sink: Sink) -> Reading[bool]:
+    def json_value(self, sink: Sink, ends: tuple[str, ...] = ()) -> Reading[bool]:
         """Passes one JSON value to `sink`, raw control characters of its strings escaped; False
-        where the text ends inside it or goes on with none.
+        where the text, or one of `ends` outside its strings, ends it or goes on with none.
 
         Only strings and brackets are looked at: what else is between two brackets is passed on.
         """
         closing: list[str] = []
+        between = _BEFORE_MARKS if ends else _BETWEEN
         while True:
             character = yield from self.peek()
             if character == "":
@@ -135,7 +146,9 @@ class Reader:
                 closing.pop()
                 sink(self.take())
             elif closing:
-                sink(self._match(_BETWEEN) or self.take())
+                if ends and character == "<" and (yield from self.is_at(ends)):
+                    return False
+                sink(self._match(between) or self.take())
                 continue
             elif not (yield from self._json_scalar(sink)):
                 return False

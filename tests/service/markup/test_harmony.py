@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from service.protocols.conversation import Conversation, ToolChoice
 from service.protocols.markup import history
 from service.protocols.markup.grammars import Calls, constraint_of
 from service.protocols.markup.parser import parser_of
-from service.protocols.output import arguments_of
+from service.protocols.output import Text, arguments_of
 from service.protocols.protocol import PromptLimits
 from service.protocols.requests import Prompt
 from tests.service.markup.test_grammars import FORMAT, NOW, WEATHER
@@ -130,18 +131,44 @@ def test_the_prompt_may_begin_the_reasoning() -> None:
     assert summary(parts) == ("So.", "Yes.", [])
 
 
-@pytest.mark.parametrize("answer", [BY_ROLE, BY_CHANNEL])
-def test_calls_that_are_cut_show_no_marks_and_no_whole_arguments(answer: str) -> None:
-    for end in range(1, len(answer)):
-        if answer[end - 1] == "|" or "<" in answer[max(0, end - 11) : end]:
-            continue  # inside a mark, which is one token
-        parts = parts_of(answer[:end], markup="harmony", is_cut=True)
-        reasoning, shows, _ = summary([p for p in parts if not hasattr(p, "call")])
-        assert (reasoning, shows.strip()) in (("", ""), ("", answer[:end].strip()))
-        assert not shows.strip() or end < len(" to=f")
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("before", ["", THOUGHT, PREAMBLE])
+@pytest.mark.parametrize("answer", [BY_ROLE, BY_CHANNEL, f"{FINAL}Hi"])
+def test_of_a_head_that_is_cut_nothing_is_shown(answer: str, before: str, checked: bool) -> None:
+    """Cut behind any token, of which a mark is one. Unless a call is checked, an answer may be text
+    that begins like a recipient."""
+    pieces = re.findall(r"<\|\w+\|>|.", answer)
+    shown_before = summary(parts_of(before, markup="harmony"))[:2]
+    for end in range(len(pieces)):
+        text = before + "".join(pieces[:end])
+        parts = parts_of(text, markup="harmony", is_cut=True, checked=checked)
+        others = [part for part in parts if not hasattr(part, "call")]
+        reasoning, shows, _ = summary(others)
+        if "<|message|>" in pieces[:end] and answer.startswith("<"):
+            shows = shows.removesuffix("Hi"[: end - pieces.index("<|message|>") - 1]).rstrip()
+        rest = "".join(pieces[:end]) if not checked and end < len(" to=") else ""
+        assert (reasoning, shows) in (shown_before, (shown_before[0], shown_before[1] + rest))
         for arguments in arguments_of(parts):
             with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
                 json.loads(arguments)
+
+
+def test_heads_in_other_forms() -> None:
+    json_head = "<|channel|>commentary json<|message|>"
+    for answer, calls in (
+        (f" to=functions.{json_head}{{}}", []),  # a tool without a name
+        (f" to=functions.now\n<|constrain|>json{json_head}{{}}", [("now", {})]),
+        (f" to=functions.now{json_head}<|call|>", [("now", {})]),
+        (f"{FINAL}a<|end|><|start|>to=functions.now{json_head}{{}}", [("now", {})]),
+    ):
+        assert summary(parts_of(answer, markup="harmony"))[2] == calls
+
+
+def test_arguments_that_are_no_json_end_with_their_message() -> None:
+    torn = BY_ROLE.replace('"Paris"}', "Paris")
+    parts = parts_of(f"{torn}<|end|><|start|>assistant{FINAL}Hi <b>", markup="harmony")
+    assert arguments_of(parts) == ['{"city": Paris']
+    assert "".join(part.text for part in parts if isinstance(part, Text)) == "Hi <b>"
 
 
 def test_arguments_come_while_they_are_written() -> None:
