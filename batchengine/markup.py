@@ -37,6 +37,8 @@ MESSAGE, END, CALL = "<|message|>", "<|end|>", "<|call|>"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 FUNCTIONS = "functions."  # in front of a tool's name
+# Stands in "<|" of an answer's text where no token of a mark wrote it: no text is read as a mark.
+BREAK = "\ufdd0"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,25 +10,48 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from batchengine.markup import BREAK
+
 
 class Detokeniser:
     """Tokens in, complete UTF-8 characters out.
 
     The joined output equals decoding the joined pieces at once, with U+FFFD for invalid bytes; a
     character cut off by the end of the stream becomes one U+FFFD in `flush`. Control tokens are
-    invisible unless `is_hidden` is False for it.
+    invisible unless `is_hidden` is False for it. With `is_mark`, which tells tokens of marks, BREAK
+    stands in each "<|" that other tokens write.
     """
 
-    def __init__(self, piece: Callable[[int], bytes], is_hidden: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        piece: Callable[[int], bytes],
+        is_hidden: Callable[[int], bool],
+        is_mark: Callable[[int], bool] | None = None,
+    ) -> None:
         self._piece = piece
         self._is_hidden = is_hidden
+        self._is_mark = is_mark
+        self._last = ""  # "<" if the text ends with it
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """Text that became complete with this token; may be empty."""
         if self._is_hidden(token):
             return ""
-        return self._decoder.decode(self._piece(token))
+        text = self._decoder.decode(self._piece(token))
+        if self._is_mark is None:
+            return text
+        if self._is_mark(token):
+            self._last = ""
+            return text
+        return self._with_breaks(text)
+
+    def _with_breaks(self, text: str) -> str:
+        before = self._last
+        if text:
+            self._last = "<" if text[-1] == "<" else ""
+        whole = before + text.replace(BREAK, "\ufffd")
+        return whole.replace("<|", f"<{BREAK}|")[len(before) :]
 
     def flush(self) -> str:
         """End of stream: "" or one U+FFFD for a character that never became complete."""

@@ -140,14 +140,17 @@ class TextFrontend:
         return self.tokenizer.piece(token)
 
     def detokeniser(self, output: OutputForm = PLAIN_OUTPUT) -> Detokeniser:
-        """A fresh streaming decoder; control tokens are invisible, but for markers."""
+        """A fresh streaming decoder; control tokens are invisible, but for markers. Those of calls
+        that are messages of their own are told from text that spells them."""
+        markup, control = MARKUPS.get(output.markup), self.tokenizer.control
         hidden = self._hidden.get(output.markup)
         if hidden is None:
-            markup = MARKUPS.get(output.markup)
             markers = frozenset[str]() if markup is None else markup.markers
             shown = map(self.tokenizer.special_ids.get, markers)
-            hidden = self._hidden[output.markup] = self.tokenizer.control.difference(shown)
-        return Detokeniser(self.tokenizer.piece, hidden.__contains__)
+            hidden = self._hidden[output.markup] = control.difference(shown)
+        has_marks = markup is not None and markup.writes == "channel" and len(hidden) < len(control)
+        is_mark = control.__contains__ if has_marks else None
+        return Detokeniser(self.tokenizer.piece, hidden.__contains__, is_mark)
 
     async def close(self) -> None:
         """Ends the text processes and frees the vocabulary; idempotent."""

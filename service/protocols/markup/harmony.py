@@ -11,9 +11,9 @@ import re
 from typing import NamedTuple
 
 from batchengine.core import OutputForm
-from batchengine.markup import CALL, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
+from batchengine.markup import BREAK, CALL, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from service.protocols.markup.reader import AnswerReader, Reading
-from service.protocols.output import CallArguments, CallStart, Reasoning, Text
+from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
 
 WORD_CHARS_MAX = 300
 HEAD_PARTS_MAX = 12  # words, marks and spaces
@@ -111,10 +111,10 @@ class HarmonyParser(AnswerReader):
             before = "\n\n" if self._shows(head) and not is_begun else ""
             is_begun = True
             if head.is_reasoning:
-                self._parts.add(Reasoning(before + text))
+                self._add(Reasoning(before + text))
                 self._has_reasoning = True
             else:
-                self._parts.add(Text(before + text))
+                self._add(Text(before + text))
                 self._has_text = True
 
         if held:
@@ -142,6 +142,11 @@ class HarmonyParser(AnswerReader):
                 add(mark)
         return None
 
+    def _add(self, part: OutputPart) -> None:
+        """Adds a part as the model wrote it."""
+        if text := part[-1].replace(BREAK, ""):
+            self._parts.add(part._replace(**{part._fields[-1]: text}))
+
     def _shows(self, head: Head) -> bool:
         """Whether a message of this kind was shown."""
         return self._has_reasoning if head.is_reasoning else self._has_text
@@ -156,7 +161,7 @@ class HarmonyParser(AnswerReader):
         is_empty |= yield from reader.is_at((END, CALL))
         if following != "{" and not is_empty:
             return space
-        self._parts.add(CallStart(self._calls, head.recipient))
+        self._add(CallStart(self._calls, head.recipient))
         if is_empty:
             self._arguments("{}")
         elif (yield from reader.json_value(self._arguments, _MARKS)):
@@ -165,4 +170,4 @@ class HarmonyParser(AnswerReader):
         return ""
 
     def _arguments(self, text: str) -> None:
-        self._parts.add(CallArguments(self._calls, text))
+        self._add(CallArguments(self._calls, text))
