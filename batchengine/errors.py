@@ -633,7 +633,8 @@ NOT_ERASED = Problem("BE2419", Kind.UNAVAILABLE, "not_erased",
     "its requests were ended; ask again once the store's disk can be written")
 NOT_APPENDABLE = Problem("BE2420", Kind.INVALID, "not_appendable",
     "the messages cannot be appended to the session", "{why}",
-    "send the whole conversation, without batchengine.append", param="batchengine.append")
+    "send the whole conversation, without batchengine.append or previous_response_id",
+    param="batchengine.append")
 UNKNOWN_TURN = Problem("BE2421", Kind.MISSING, "unknown_turn",
     "there is no turn {turn_id}",
     "it was never made or not stored, or its session has changed or had 64 turns since",

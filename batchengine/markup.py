@@ -144,7 +144,7 @@ _SIGNS = (
     ("mistral", re.compile(r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]")),
     ("llama", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>")),
 )
-_TOKENS = (
+_TOKENS = (  # of a vocabulary, where the template shows no sign: the first that it has tells
     (TAG, "hermes"),
     (TOOL_CALLS, "mistral"),
     (PYTHON_TAG, "llama"),

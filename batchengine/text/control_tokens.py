@@ -11,19 +11,18 @@ could go on in the role of the system. The guard therefore finds the origin of c
    are swapped for code points of the private planes that occur nowhere in this request. One
    character stays one character, so lengths, slices, trimming, JSON escapes and joins in the
    template work as before. A control token without a twin in it can only be the template's own.
-3. Both renderings show the same control tokens at the same positions: the request was harmless,
+3. The template refuses the request: since it may do so for a control token that it finds in a
+   message, the rendering with twins is tried, as in case 5.
+4. Both renderings show the same control tokens at the same positions: the request was harmless,
    and the first one is encoded in one call. Its ids are those of llama.cpp's own parse, by
    construction.
-4. They differ: the second rendering is split at the template's control tokens, the twins are
+5. They differ: the second rendering is split at the template's control tokens, the twins are
    swapped back, and the pieces are encoded with control tokens disabled. These are the ids
    llama.cpp would give if it knew which text to trust, even when the template glues a control
    token together out of several strings of the request. When the guard characters of the forged
    tokens alone account for every control token shown, only those are swapped.
 
-5. The template refuses the request: since it may do so for a control token that it finds in a
-   message, the rendering with twins is tried, as in case 4.
-
-What it does not do: in cases 4 and 5 a template that looks for a guard character in a message sees
+What it does not do: in cases 3 and 5 a template that looks for a guard character in a message sees
 the twin; and user-defined tokens (`<tool_call>`) are text that any message may contain, as in
 llama.cpp and transformers.
 """

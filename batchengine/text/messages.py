@@ -112,9 +112,11 @@ def _tool_call(where: str, call: dict[str, object]) -> dict[str, object]:
 
 
 def call_arguments(arguments: object) -> object:
-    """The arguments of a call: an object, or what the model wrote instead."""
+    """The arguments of a call: an object, or what the model wrote instead; {} for no text."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
+    if not arguments.strip():
+        return {}
     try:
         value = msgspec.json.decode(arguments.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -61,7 +61,8 @@ _FILL = {
     "fim_sep": ("<|file_sep|>",),
 }
 # Marks of Harmony, which belong to the template and the answer, never to text.
-_HARMONY = (b"<|start|>", b"<|channel|>", b"<|message|>", b"<|constrain|>")
+_HARMONY = (b"<|start|>", b"<|channel|>", b"<|message|>")
+_HARMONY_OPTIONAL = (b"<|constrain|>",)
 _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 
 
@@ -121,8 +122,9 @@ def read_facts(path: Path) -> VocabFacts:
         pre = file.text("tokenizer.ggml.pre", "default") if model == BPE else ""
         special = _special_ids(values, len(tokens), _SPM_DEFAULTS if model == SPM else {})
         ends, closes = _ends(special, ids, kinds)
-        if all(mark in ids for mark in _HARMONY[:3]):
-            kinds.update({ids[mark]: CONTROL for mark in _HARMONY if mark in ids})
+        if all(mark in ids for mark in _HARMONY):
+            marks = (*_HARMONY, *_HARMONY_OPTIONAL)
+            kinds.update({ids[mark]: CONTROL for mark in marks if mark in ids})
         asked = values.get("tokenizer.ggml.add_bos_token", model == SPM or pre in _ADD_BOS)
         return VocabFacts(
             path=path,

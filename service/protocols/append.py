@@ -7,6 +7,7 @@ the end of the assistant's message, then the new messages.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from typing import Any
 
 from batchengine import errors
@@ -23,10 +24,18 @@ def appended(
 ) -> list[int]:
     """The tokens of `messages` behind an assistant's message, the token that ends that one first.
 
-    Raises 400 where the template does not render messages one after the other.
+    Raises 400 where the template does not render messages one after the other, and for results of
+    different tools where the template shows one call of an answer.
     """
     if not messages:
         raise errors.NOT_APPENDABLE(why="the request has no message")
+    names = dict.fromkeys(result.get("name", "") for result in _results(messages))
+    if len(names) > 1 and text.markup.writes == "channel":
+        listed = ", ".join(f"{name[:64]!r}" for name in list(names)[:8])
+        why = (
+            f"they have results of several tools ({listed}), and this model's answers have one call"
+        )
+        raise errors.NOT_APPENDABLE(why=why)
     one, two = (
         text.encode_chat([*_beginning(messages, answer), *messages], tools, template)
         for answer in BEGINNINGS
@@ -50,13 +59,18 @@ def _beginning(messages: list[dict[str, Any]], answer: str) -> list[dict[str, An
     asked = {"role": "user", "content": "?"}
     if messages[0]["role"] != "tool":
         return [asked, {"role": "assistant", "content": answer}]
-    results = [message for message in messages if message["role"] == "tool"]
     calls = [
         {
             "id": message.get("tool_call_id", f"call_{index}"),
             "type": "function",
             "function": {"name": message.get("name", "f"), "arguments": {"x": answer}},
         }
-        for index, message in enumerate(results)
+        for index, message in enumerate(_results(messages))
     ]
     return [asked, {"role": "assistant", "content": answer, "tool_calls": calls}]
+
+
+def _results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of calls in the answer that the messages stand behind."""
+    first = takewhile(lambda message: message["role"] != "assistant", messages)
+    return [message for message in first if message["role"] == "tool"]

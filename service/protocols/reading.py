@@ -105,8 +105,13 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
         turns = [turn.removeprefix(TURN_PREFIX) for turn in missing.turns]
         if turns and asked.answers is None:
             return encode(Reading(common, turns=turns, has_results=True))
-        why = "this model's chat template wants the name of the tool in front of its result"
-        raise errors.NOT_APPENDABLE(why=why) from None
+        why = (
+            "this model's chat template wants the name of the tool in front of its result, and no"
+            f" answer is known that has the call {missing.call[:64]!r}: send the call_id of the"
+            f" answer{', or the field `name`' if limits.append else ''}"
+        )
+        param = None if limits.append else "previous_response_id"
+        raise errors.NOT_APPENDABLE(why=why, param=param) from None
     if limits.append and not prompt.append:
         raise errors.NOT_APPENDABLE(why="only messages can be appended, no plain text")
     ignored += prompt.unread

@@ -33,6 +33,7 @@ Millis = Annotated[float, Meta(ge=0.001, le=86_400_000)]
 TokenCount = Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
 TokensMax = Annotated[int, Meta(ge=-1, le=TOKENS_MAX)]  # -1 = no limit, as llama.cpp says
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORTS: tuple[str, ...] = get_args(Effort)
 Seed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 

@@ -21,7 +21,12 @@ from batchengine.engine.sessions.parking import Parking
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.sessions.requests import Requests
 from batchengine.engine.sessions.timelines.outline import Outlines
-from batchengine.engine.sessions.transcript import messages_of, text_of
+from batchengine.engine.sessions.transcript import (
+    HeadMarks,
+    channel_messages_of,
+    messages_of,
+    text_of,
+)
 from batchengine.engine.state import EngineState, parked_facts
 from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal
 from batchengine.engine.turns.records import (
@@ -34,6 +39,7 @@ from batchengine.engine.turns.records import (
     session_meta,
     with_call,
 )
+from batchengine.markup import CHANNEL, MESSAGE, START
 from batchengine.session import Session
 from batchengine.session_kv import full_pages, page_start
 from batchengine.text.frontend import TextFrontend
@@ -71,6 +77,9 @@ class SessionOperations:
         self._text = text
         self._cleaning = cleaning
         self._outlines = Outlines(text.tokenizer)
+        ids = text.tokenizer.special_ids
+        heads = [ids[mark] for mark in (START, CHANNEL, MESSAGE) if mark in ids]
+        self._heads = HeadMarks(*heads) if len(heads) == len(HeadMarks._fields) else None
 
     # -------------------------------------------------------------------------- operations
 
@@ -280,7 +289,10 @@ class SessionOperations:
             tokens = list(session.tokens)
         piece, tokenizer = self._text.piece, self._text.tokenizer
         ends = tokenizer.control | frozenset(tokenizer.eog)
-        found = await messages_of(tokens, self._outlines.marks, ends, piece)
+        if self._heads is not None:
+            found = await channel_messages_of(tokens, self._heads, ends, piece)
+        else:
+            found = await messages_of(tokens, self._outlines.marks, ends, piece)
         answer = {"session_id": session_id, "tokens": len(tokens), "messages": found}
         return answer if found else answer | {"text": await text_of(tokens, piece)}
 

@@ -9,11 +9,26 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from batchengine.markup import CHANNEL, FUNCTIONS, START
+from batchengine.text.messages import ROLES
 
 SLICE = 4096  # tokens between two chances for other tasks
 HEADER_TOKENS_MAX = 16  # from the mark of a message to the end of its role
 HEADER = re.compile(rb"\s*([a-z_]{1,16})\s*\n")
+HEAD_TOKENS_MAX = 256  # of a message of Harmony: the name of a tool has 64 characters
+SPEAKER = re.compile(r"\s*(?!to=)([^\s<]+)")  # a role, or the name of a tool
+CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+class HeadMarks(NamedTuple):
+    """The tokens of Harmony's marks in the head of a message."""
+
+    start: int
+    channel: int
+    message: int
 
 
 async def messages_of(
@@ -54,6 +69,87 @@ async def messages_of(
     text += _shown(header, control, piece)
     _close(found, role, text, is_last=not has_ended)
     return found
+
+
+async def channel_messages_of(
+    tokens: Sequence[int], marks: HeadMarks, control: Collection[int], piece: Callable[[int], bytes]
+) -> list[dict[str, Any]]:
+    """As `messages_of`, of Harmony: messages of one answer are one message of the assistant, with
+    its reasoning and its calls, in the form of chat completions."""
+    made = _Answers()
+    heading, text, has_ended = "", bytearray(), False
+    head: list[int] | None = None  # tokens since a mark that may begin a message
+    for at, token in enumerate(tokens):
+        if at % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
+        if token == marks.start or (token == marks.channel and head is None):
+            text += _shown(head, control, piece)
+            head = [token]
+        elif head is None:
+            has_ended |= token in control
+            text += _shown([token], control, piece)
+        elif token == marks.message:
+            made.add(heading, text)
+            heading = b"".join(map(piece, head)).decode("utf-8", "replace")
+            head, text, has_ended = None, bytearray(), False
+        else:
+            head.append(token)
+            if len(head) > HEAD_TOKENS_MAX:
+                text += _shown(head, control, piece)
+                head = None
+    if has_ended or text.strip():
+        made.add(heading, text)
+    return made.messages
+
+
+class _Answers:
+    """Messages of a chat, made of those of Harmony."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._waiting: dict[str, str] = {}  # ids of calls without a result: names of their tools
+        self._count = 0  # of calls
+
+    def add(self, heading: str, text: bytearray) -> None:
+        """Adds a message of Harmony, of which `heading` is all in front of its text."""
+        if not heading:  # text in front of the first message
+            return
+        content = bytes(text).decode("utf-8", "replace").strip()
+        speaker = SPEAKER.match(heading.removeprefix(START))
+        role = "assistant" if speaker is None else speaker[1]
+        if role not in ROLES:
+            self._add_result(role.removeprefix(FUNCTIONS), content)
+        elif role == "assistant":
+            self._add_answer(heading, content)
+        else:
+            self.messages.append({"role": role, "content": content})
+
+    def _add_result(self, name: str, content: str) -> None:
+        message = {"role": "tool", "name": name, "content": content}
+        call = next((one for one, tool in self._waiting.items() if tool == name), None)
+        if call is not None:
+            del self._waiting[call]
+            message["tool_call_id"] = call
+        self.messages.append(message)
+
+    def _add_answer(self, heading: str, content: str) -> None:
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.messages.append({"role": "assistant", "content": ""})
+        answer = self.messages[-1]
+        recipient, channel = RECIPIENT.search(heading), CHANNEL_NAME.search(heading)
+        name = "" if recipient is None else recipient[1].removeprefix(FUNCTIONS)
+        if name:
+            call = f"call_{self._count}"
+            self._count += 1
+            self._waiting[call] = name
+            function = {"name": name, "arguments": content or "{}"}
+            calls = answer.setdefault("tool_calls", [])
+            calls.append({"id": call, "type": "function", "function": function})
+            return
+        key = "content"
+        if channel is not None and channel[1] == "analysis":
+            key = "reasoning_content"
+        answer[key] = "\n\n".join(filter(None, (answer.get(key), content)))
 
 
 def _shown(

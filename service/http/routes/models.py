@@ -9,6 +9,7 @@ from aiohttp import web
 import batchengine
 from batchengine import errors
 from batchengine.core import ModelInfo
+from batchengine.markup import CHANNEL
 from service.engine_api import check_serving
 from service.http.admission import CALLER, SERVICE, Service
 from service.http.answers import json_answer
@@ -117,13 +118,14 @@ def _seats(service: Service) -> list[tuple[str, int]]:
 def _template_features(info: ModelInfo) -> dict[str, bool]:
     """What chats can hold; calls of tools are parsed in every markup."""
     has_tools = info.template_reads("tools")
+    has_channels = CHANNEL in f"{info.chat_template}{info.tool_template}"  # one call of an answer
     return {
         "supports_system_role": bool(info.chat_template),
         "supports_string_content": True,
         "supports_typed_content": True,
         "supports_tools": has_tools,
         "supports_tool_calls": has_tools,
-        "supports_parallel_tool_calls": has_tools,
+        "supports_parallel_tool_calls": has_tools and not has_channels,
         "supports_reasoning_effort": info.template_reads("reasoning_effort"),
     }
 

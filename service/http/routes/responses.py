@@ -65,16 +65,16 @@ async def read(
         return found
     question = msgspec.structs.replace(
         question,
-        answers=await _answers(engine, tenant, found.turns, is_any=found.has_results),
+        answers=await _answers(engine, tenant, found.turns, has_results=found.has_results),
     )
     return await read(engine, tenant, question, data)
 
 
 async def _answers(
-    engine: EngineApi, tenant: str, turns: Sequence[str], *, is_any: bool
+    engine: EngineApi, tenant: str, turns: Sequence[str], *, has_results: bool
 ) -> list[PastAnswer]:
-    """Stored responses whose items a request refers to, or turns of any kind (`is_any`); without
-    those that are not found.
+    """Stored responses whose items a request refers to, or, with `has_results`, any turns;
+    without those that are not found.
 
     Raises 400 if they hold more than any prompt.
     """
@@ -88,7 +88,7 @@ async def _answers(
                 raise
             continue
         asked = past.request
-        if (is_any or is_stored(past)) and past.finish_reason:
+        if (has_results or is_stored(past)) and past.finish_reason:
             echo = asked.echo.encode()
             text = past.text
             found.append(PastAnswer(turn, text, asked.output, echo, past.finish_reason))

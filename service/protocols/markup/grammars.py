@@ -183,9 +183,12 @@ def _text_or_calls(rules: _Rules, calls: Calls) -> list[str]:
 def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
     """(marker, call behind it, what stands between two calls) as the markup has them."""
     markup, bodies = rules.markup, list[str]()
+    writes = markup.writes
+    if writes == "channel":
+        raise AssertionError("calls in messages with heads are made by _Messages")
     for number, tool in enumerate(calls.tools):
         name, schema = tool["function"]["name"], _schema(tool)
-        match markup.writes:
+        match writes:
             case "object":
                 body = _object(rules, number, name, schema, "arguments")
                 end = rules.marker(markup.closing)
@@ -204,11 +207,9 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
                 body = f"{head} {args} {_literal(chr(10) + '```')} {rules.marker(CALL_END)}"
             case "list":
                 body = _object(rules, number, name, schema, "arguments")
-            case "channel":
-                raise AssertionError  # of `_Messages`
         bodies.append(rules.add(f"call{number}", body))
     body = rules.add("call", " | ".join(bodies))
-    match markup.writes:
+    match writes:
         case "object" | "function":
             return rules.marker(markup.opening), body, _literal("\n")
         case "objects":
@@ -225,8 +226,6 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
             several = f" ({_literal(', ')} {body})*" if calls.parallel else ""
             listed = rules.add("listed", f"{_literal('[')} {body}{several} {_literal(']')}")
             return rules.marker(TOOL_CALLS), listed, ""
-        case "channel":
-            raise AssertionError
 
 
 class _Messages:

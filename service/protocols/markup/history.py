@@ -30,11 +30,12 @@ TOOLS_TEXT = (
 
 
 class MissingNames(Exception):
-    """A template wants the names of tools that were called in turns with these ids."""
+    """A template wants the name of the tool of a call; `turns`: the turn that has it, if known."""
 
-    def __init__(self, turns: list[str]) -> None:
-        super().__init__(", ".join(turns))
-        self.turns = turns
+    def __init__(self, call: str) -> None:
+        super().__init__(call)
+        self.call = call
+        self.turns = turns_of([call])
 
 
 def prepare(
@@ -72,7 +73,7 @@ def prepare_later(
     if text.markup.writes == "channel":
         results = [_named(result, called) for result in results]
     new = [*heading, _listed(tools)] if tools else heading
-    made = _with_calls([*results, *new, *messages[first:]], text, begins=False)
+    made = _with_calls([*results, *new, *messages[first:]], text, has_call=bool(results))
     return alternating(made, begins=False)
 
 
@@ -122,14 +123,16 @@ def _named(result: Message, called: Mapping[str, str]) -> Message:
     call = result.get("tool_call_id", "")
     name = result.get("name") or called.get(call)
     if not name:
-        raise MissingNames(turns_of([call]))
+        raise MissingNames(call)
     return {**result, "name": name}
 
 
-def _with_calls(given: list[Message], text: PromptEncoder, *, begins: bool = True) -> list[Message]:
+def _with_calls(
+    given: list[Message], text: PromptEncoder, *, has_call: bool = False
+) -> list[Message]:
     messages = [dict(message) for message in given]
     if text.markup.writes == "channel":
-        messages = _one_call_each(messages, has_call=not begins)
+        messages = _one_call_each(messages, has_call=has_call)
     if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
         return messages
     if text.markup.name == "mistral":
@@ -164,11 +167,10 @@ def _one_call_each(given: list[Message], *, has_call: bool) -> list[Message]:
     """
     made: list[Message] = []
     calling: list[list[Message]] = []  # calls of one answer, each with its results
+    by_id: dict[str, list[Message]] = {}  # the same, the first one of each id
     for message in given:
         if message["role"] == "tool" and calling:
-            result_of = message.get("tool_call_id")
-            called = (one for one in calling if one[0]["tool_calls"][0].get("id") == result_of)
-            next(called, calling[-1]).append(message)
+            by_id.get(str(message.get("tool_call_id")), calling[-1]).append(message)
             continue
         if message["role"] == "tool" and not has_call:
             message = _response(message)
@@ -182,6 +184,7 @@ def _one_call_each(given: list[Message], *, has_call: bool) -> list[Message]:
         calling = [[{"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]
         if calls:
             calling[0][0] = {**message, "tool_calls": calls[:1]}
+            by_id = {str(one[0]["tool_calls"][0].get("id")): one for one in reversed(calling)}
         else:
             made.append(message)
         has_call = bool(calls) or (has_call and message["role"] != "assistant")

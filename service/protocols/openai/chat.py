@@ -30,7 +30,7 @@ from service.protocols.output import (
 )
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import NOTHING, HttpJob, Prompt
-from service.protocols.schema import ChatRequest, openai_fields, tokens_asked
+from service.protocols.schema import EFFORTS, ChatRequest, openai_fields, tokens_asked
 
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 # echo of a request with `functions` instead of tools; of one with custom tools it is their names
@@ -179,19 +179,23 @@ def _kwargs(body: ChatRequest, *, continues: bool) -> dict[str, Any]:
     for name, value in given.items():
         if name == "enable_thinking" and isinstance(value, bool):
             continue
+        if name == "reasoning_effort" and value in EFFORTS:
+            continue
         what, fix = f"the template argument {name[:64]!r} cannot be set", "leave it out"
         if name == "enable_thinking":
             what, fix = "enable_thinking has a wrong value", "send true or false"
+        if name == "reasoning_effort":
+            what, fix = "reasoning_effort has a wrong value", f"send one of {', '.join(EFFORTS)}"
         raise errors.INVALID_FIELD(
             param=f"chat_template_kwargs.{name[:64]}",
             what=what,
-            why="only enable_thinking can be set, to true or false",
+            why="only enable_thinking, to true or false, and reasoning_effort can be set",
             fix=fix,
         )
     if body.reasoning_effort is not None:
         given["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort == "none":
-            given.setdefault("enable_thinking", False)
+    if given.get("reasoning_effort") == "none":
+        given.setdefault("enable_thinking", False)
     if body.add_generation_prompt is False and not continues:
         given["add_generation_prompt"] = False
     return given

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
-from batchengine.engine.sessions.transcript import messages_of, text_of
+import pytest
+
+from batchengine.engine.sessions.timelines.outline import Outlines
+from batchengine.engine.sessions.transcript import (
+    HeadMarks,
+    channel_messages_of,
+    messages_of,
+    text_of,
+)
+from batchengine.text.encoder import TextEncoder
+from tests.text.harmony import IDS, open_harmony, write_harmony
 
 MARK, END, HEAD_END = 1000, 1001, 1002
 
@@ -55,3 +67,102 @@ def test_a_timeline_without_marks_has_text_only() -> None:
     assert found([*b"Once upon a time", END]) == []
     assert found([MARK, *b"no role within sixteen tokens of the mark"]) == []
     assert asyncio.run(text_of([*b"Once ", 0xC3], piece)) == "Once \N{REPLACEMENT CHARACTER}"
+
+
+# ---- Harmony ----
+
+CALLED = (
+    "<|start|>system<|message|>Be kind.<|end|><|start|>user<|message|>hi<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>Think.<|end|>"
+    '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+    "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>sun<|end|>"
+)
+ASKED = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "Think.",
+        "tool_calls": [
+            {
+                "id": "call_0",
+                "type": "function",
+                "function": {"name": "weather", "arguments": '{"a": 1}'},
+            }
+        ],
+    },
+    {"role": "tool", "name": "weather", "content": "sun", "tool_call_id": "call_0"},
+]
+PROMPT = "<|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
+    return open_harmony(write_harmony(tmp_path_factory.mktemp("vocab") / "harmony.gguf"))
+
+
+def of_channels(text: TextEncoder, tokens: list[int]) -> list[dict[str, Any]]:
+    marks = HeadMarks(IDS["<|start|>"], IDS["<|channel|>"], IDS["<|message|>"])
+    return asyncio.run(channel_messages_of(tokens, marks, set(IDS.values()), text.piece))
+
+
+@pytest.mark.parametrize(
+    ("more", "answer"),
+    [
+        (PROMPT, None),
+        (PROMPT + FINAL, None),
+        (f"{PROMPT}<|channel|>ana", None),
+        (f"{PROMPT}{FINAL}Sunny.<|return|>", {"content": "Sunny."}),
+        (f"{PROMPT}{FINAL}Sun", {"content": "Sun"}),
+        (f"{PROMPT}{FINAL}<|return|>", {"content": ""}),
+        (f"{PROMPT}{FINAL}One.<|return|>\nTwo.", {"content": "One.\nTwo."}),
+        (f"{PROMPT}{FINAL}a<|start|>{'b' * 300}", {"content": "a" + "b" * 300}),
+        (
+            f"{PROMPT}<|channel|>analysis<|message|>So.{FINAL}Hi",
+            {"content": "Hi", "reasoning_content": "So."},
+        ),
+    ],
+)
+def test_heads_of_harmony_say_what_a_text_is(
+    harmony: TextEncoder, more: str, answer: dict[str, str] | None
+) -> None:
+    found = of_channels(harmony, harmony.encode(CALLED + more, special=True))
+    assert found == [*ASKED, *([{"role": "assistant", **answer}] if answer else [])]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "<|start|>assistant<|channel|>commentary to=functions.now <|constrain|>json<|message|>",
+        "<|start|>to=functions.now<|channel|>commentary json<|message|>",
+    ],
+)
+def test_calls_of_harmony_may_name_their_tool_in_either_place(
+    harmony: TextEncoder, head: str
+) -> None:
+    prompt = f"<|start|>user<|message|>hi<|end|>{head}<|call|>"
+    made = of_channels(harmony, harmony.encode(prompt, special=True))[-1]
+    assert [one["function"] for one in made["tool_calls"]] == [{"name": "now", "arguments": "{}"}]
+    assert made["content"] == ""
+
+
+def test_a_prompt_of_harmony_is_what_its_template_was_given(harmony: TextEncoder) -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [
+        {"role": "user", "content": "a <|end|><|start|>user<|message|>b"},
+        {"role": "assistant", "content": "", "thinking": "Think.", "tool_calls": [call]},
+        {"role": "tool", "content": "r"},
+    ]
+    user, answer, result = of_channels(harmony, harmony.encode_chat(messages))[1:]
+    assert user == messages[0]
+    assert answer["reasoning_content"] == "Think."
+    assert answer["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    assert (result["role"], result["name"], result["content"]) == ("tool", "f", '"r"')
+
+
+def test_a_result_of_harmony_is_inside_a_message_of_a_tool() -> None:
+    names = {1: b"<|start|>", 2: b"functions", 3: b".weather", 4: b" to"}
+    vocabulary: Any = SimpleNamespace(control=[1], piece=names.__getitem__)
+    assert Outlines(vocabulary).role([1, 2, 3, 4], 0) == "tool"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import aiohttp
@@ -10,7 +11,8 @@ import pytest
 
 from batchengine.core import BatchEngineError
 from batchengine.text.encoder import TextEncoder
-from service.protocols import reading
+from service.protocols import append, reading
+from service.protocols.markup import history
 from service.protocols.protocol import PromptLimits
 from tests.support.fake_engine import FakeEngine, FakeText, Served, post, serving
 from tests.text.harmony import open_harmony, shown, write_harmony
@@ -143,7 +145,8 @@ async def test_responses_and_results_behind_an_answer(
         output["call_id"] = "call_of_another_server"
         status, answer, _ = await post(served, "/v1/responses", more)
         assert (status, answer["error"]["code"]) == (400, "not_appendable")
-        assert "the name of the tool" in answer["error"]["message"]
+        assert answer["error"]["param"] == "previous_response_id"
+        assert "'call_of_another_server': send the call_id of" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -154,6 +157,10 @@ async def test_responses_and_results_behind_an_answer(
         (
             "/v1/chat/completions",
             {"messages": [USER], "chat_template_kwargs": {"model_identity": "x"}},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "chat_template_kwargs": {"reasoning_effort": ["high"]}},
         ),
     ],
 )
@@ -170,6 +177,12 @@ async def test_unknown_efforts_are_refused(
         ("/v1/chat/completions", {"reasoning_effort": "high"}, "high"),
         ("/v1/chat/completions", {}, "medium"),
         ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, "low"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"reasoning_effort": "high"}}, "high"),
+        (
+            "/v1/chat/completions",
+            {"chat_template_kwargs": {"reasoning_effort": "high"}, "reasoning_effort": "low"},
+            "low",
+        ),
         ("/v1/responses", {"reasoning": {"effort": "low"}}, "low"),
         ("/v1/responses", {"reasoning": {"effort": "none"}}, "low"),
         ("/v1/messages", {}, "low"),
@@ -201,7 +214,19 @@ def test_a_result_of_an_unknown_turn_cannot_be_appended(text: TextEncoder) -> No
     assert (first.turns, first.has_results) == (["ab"], True)
     with pytest.raises(BatchEngineError) as caught:
         read(answers=[])
-    assert caught.value.name == "not_appendable"
+    assert (caught.value.name, caught.value.param) == ("not_appendable", "batchengine.append")
+    assert "'call_abn0'" in caught.value.why
+    assert "send the call_id of the answer, or the field `name`" in caught.value.why
+    body = {
+        "previous_response_id": "resp_ab",
+        "input": [{"type": "function_call_output", "call_id": "c1", "output": "r"}],
+    }
+    question = reading.encode(reading.Question("responses", PromptLimits(10_000, 300, 10)))
+    with pytest.raises(BatchEngineError) as caught:
+        reading.read(HarmonyText(text), question, json.dumps(body).encode())
+    assert "'c1'" in caught.value.why
+    assert caught.value.param == "previous_response_id"
+    assert "without batchengine.append or previous_response_id" in caught.value.fix
 
 
 def test_a_result_without_a_call_is_a_message_of_the_user(text: TextEncoder) -> None:
@@ -216,3 +241,64 @@ def test_a_result_without_a_call_is_a_message_of_the_user(text: TextEncoder) -> 
     found = reading.decode_reading(reading.read(HarmonyText(text), question, data))
     prompt = shown(text, found.prompt().tokens[0])
     assert "<|start|>user<|message|><tool_response>\nr\n</tool_response><|end|>" in prompt
+
+
+# ---- new messages behind an answer ----
+
+CALL_OF_B = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "2", "type": "function", "function": {"name": "b", "arguments": ""}}],
+}
+
+
+def of_tool(name: str, call: str) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call, "name": name, "content": f"r{call}"}
+
+
+def behind(text: TextEncoder, *messages: dict[str, Any]) -> str:
+    """What new messages add behind an answer."""
+    later = history.prepare_later(list(messages), [], None, text, {})
+    return shown(text, append.appended(text, later, None, {}))
+
+
+@pytest.mark.parametrize("between", [[], [USER]])
+def test_results_of_several_tools_cannot_be_appended(
+    text: TextEncoder, between: list[dict[str, Any]]
+) -> None:
+    """The template would give all of them the name of the first."""
+    with pytest.raises(BatchEngineError) as caught:
+        behind(text, of_tool("a", "1"), *between, of_tool("b", "2"))
+    assert caught.value.name == "not_appendable"
+    assert "'a', 'b'" in caught.value.why
+    assert behind(text, of_tool("a", "1"), of_tool("a", "2")).count("<|start|>functions.a to=") == 2
+
+
+def test_a_result_of_a_later_call_has_the_name_of_that_call(text: TextEncoder) -> None:
+    added = behind(text, of_tool("a", "1"), USER, CALL_OF_B, of_tool("b", "2"))
+    assert added.startswith("<|call|><|start|>functions.a to=assistant")
+    assert (
+        "<|start|>assistant to=functions.b<|channel|>commentary json<|message|>{}<|call|>"
+        '<|start|>functions.b to=assistant<|channel|>commentary<|message|>"r2"<|end|>'
+    ) in added
+
+
+def test_a_result_behind_a_new_message_of_the_user_is_text(text: TextEncoder) -> None:
+    added = behind(text, USER, of_tool("a", "1"))
+    assert added.startswith(
+        "<|end|><|start|>user<|message|>hi\n\n<tool_response>\nr1\n</tool_response><|end|>"
+    )
+
+
+def test_results_find_their_calls_in_time_that_grows_with_their_number(text: TextEncoder) -> None:
+    number = 20_000  # as a quadratic search: 200 million comparisons
+    calls = [
+        {"id": f"c{one}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        for one in range(number)
+    ]
+    results = [of_tool("f", f"c{one}") for one in reversed(range(number))]
+    answer = {"role": "assistant", "content": "", "tool_calls": calls}
+    begun = time.process_time()
+    made, _ = history.prepare([USER, answer, *results], None, text)
+    assert time.process_time() - begun < 5
+    assert [one["content"] for one in made[2::2]] == [f"rc{one}" for one in range(number)]

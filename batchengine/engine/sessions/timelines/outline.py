@@ -14,7 +14,8 @@ from batchengine.text.vocab import Tokenizer
 
 # ChatML, Llama 3, Harmony, Gemma, Mistral
 ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>|<start_of_turn>|\[INST\]")
-ROLE = re.compile(r"\s*(system|developer|user|assistant|model|tool|ipython)\b")
+ROLE = re.compile(r"\s*(system|developer|user|assistant|model|tool|ipython|functions(?=\.))\b")
+OF_TOOL = "functions"  # in front of a tool's name, which Harmony has for a role
 MARK_OF_USER = b"[INST]"  # no role follows it
 ROLE_TOKENS = 4  # that a role's name has at most
 MARKS_MAX = 64  # before the first user's message: what is looked at does not grow with the prompt
@@ -44,7 +45,9 @@ class Outlines:
             return "user"
         name = b"".join(map(self._tokenizer.piece, tokens[mark + 1 : mark + 1 + ROLE_TOKENS]))
         found = ROLE.match(name.decode(errors="replace"))
-        return "" if found is None else found[1]
+        if found is None:
+            return ""
+        return "tool" if found[1] == OF_TOOL else found[1]
 
     def of(self, prompt: Sequence[int]) -> Outline:
         """Return the outline of a prompt."""

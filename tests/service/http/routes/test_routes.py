@@ -111,6 +111,7 @@ async def test_llama_server_probes_find_what_they_read() -> None:
         features = props["chat_template_caps"]
         assert features["supports_typed_content"] is True
         assert features["supports_tool_calls"] is True  # else OpenClaw turns tools off
+        assert features["supports_parallel_tool_calls"] is True
         assert features["supports_reasoning_effort"] is False
         served.engine.info.chat_template = "{{ messages }}{# protools #}"
         features = (await get(served, "/props"))[1]["chat_template_caps"]
@@ -119,6 +120,9 @@ async def test_llama_server_probes_find_what_they_read() -> None:
         props = (await get(served, "/props"))[1]
         assert props["chat_template_caps"]["supports_tool_calls"] is True
         assert props["chat_template_tool_use"] == "{{ tools }}"
+        served.engine.info.chat_template = "{{ tools }}<|channel|>"  # an answer has one call
+        props = (await get(served, "/props"))[1]
+        assert props["chat_template_caps"]["supports_parallel_tool_calls"] is False
         slots = (await get(served, "/slots"))[1]
         assert [row["id"] for row in slots] == list(range(seats))
         assert not any(row["is_processing"] for row in slots)
