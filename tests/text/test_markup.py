@@ -119,7 +119,7 @@ QUOTED = (
 
 @pytest.mark.parametrize("by_text", [True, False])
 def test_marks_that_a_model_quotes_are_text(tmp_path: Path, by_text: bool) -> None:
-    """Tokens that spell a mark of Harmony are none: a call in a file that is read out is no call."""
+    """Tokens that spell a mark of Harmony are none: a call in a file that is read is no call."""
 
     async def main() -> str:
         frontend = await TextFrontend.open(write_harmony(tmp_path / "harmony.gguf"))
