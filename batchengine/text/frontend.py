@@ -141,7 +141,7 @@ class TextFrontend:
 
     def detokeniser(self, output: OutputForm = PLAIN_OUTPUT) -> Detokeniser:
         """A fresh streaming decoder; control tokens are invisible, but for markers. Those of calls
-        that are messages of their own are told from text that spells them."""
+        that are messages of their own are kept apart from text that spells them."""
         markup, control = MARKUPS.get(output.markup), self.tokenizer.control
         hidden = self._hidden.get(output.markup)
         if hidden is None:
