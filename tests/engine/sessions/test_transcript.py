@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from batchengine.engine.sessions.operations import SessionOperations
 from batchengine.engine.sessions.timelines.outline import Outlines
 from batchengine.engine.sessions.transcript import (
     HeadMarks,
@@ -16,6 +18,7 @@ from batchengine.engine.sessions.transcript import (
     text_of,
 )
 from batchengine.text.encoder import TextEncoder
+from batchengine.text.vocab import Tokenizer
 from tests.text.harmony import IDS, open_harmony, write_harmony
 
 MARK, END, HEAD_END = 1000, 1001, 1002
@@ -96,6 +99,7 @@ ASKED = [
 ]
 PROMPT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
+OTHER_PARTS = ("store", "journal", "recovery", "requests", "parking", "cleaning")
 
 
 @pytest.fixture(scope="module")
@@ -166,3 +170,13 @@ def test_a_result_of_harmony_is_inside_a_message_of_a_tool() -> None:
     names = {1: b"<|start|>", 2: b"functions", 3: b".weather", 4: b" to"}
     vocabulary: Any = SimpleNamespace(control=[1], piece=names.__getitem__)
     assert Outlines(vocabulary).role([1, 2, 3, 4], 0) == "tool"
+
+
+async def test_a_session_of_harmony_has_its_messages(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_harmony(tmp_path / "v.gguf"))
+    tokens = tokenizer.encode(CALLED, special=True)
+    state: Any = SimpleNamespace(sessions={("t", "s"): SimpleNamespace(tokens=tokens)})
+    text: Any = SimpleNamespace(tokenizer=tokenizer, piece=tokenizer.piece)
+    parts: dict[str, Any] = dict.fromkeys(OTHER_PARTS)
+    found = await SessionOperations(state=state, text=text, **parts).messages("t", "s")
+    assert found == {"session_id": "s", "tokens": len(tokens), "messages": ASKED}
