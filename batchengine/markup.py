@@ -37,6 +37,7 @@ MESSAGE, END, CALL = "<|message|>", "<|end|>", "<|call|>"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 FUNCTIONS = "functions."  # in front of a tool's name
+_NO_TOOLS = ("", FUNCTIONS, "assistant", "user", "all")  # other recipients of messages
 # Stands in "<|" of an answer's text where no token of a mark wrote it: no text is read as a mark.
 BREAK = "\ufdd0"
 
@@ -150,6 +151,11 @@ _TOKENS = (  # of a vocabulary, where the template shows no sign: the first that
     (PYTHON_TAG, "llama"),
     (CHANNEL, "harmony"),
 )
+
+
+def tool_of(recipient: str) -> str:
+    """The tool that a message of Harmony is for; "" if it is for none."""
+    return "" if recipient in _NO_TOOLS else recipient.removeprefix(FUNCTIONS)
 
 
 def markup_of(template: str, has_token: Callable[[str], bool]) -> Markup:

@@ -81,6 +81,7 @@ class StopMatcher:
             if not stop:
                 raise ValueError("an empty stop string would stop at once")
             self._insert(stop)
+            self._insert(stop.replace("<|", f"<{BREAK}|"))
         self._fail = self._links()
         self._state = 0
         self._held = ""
@@ -103,7 +104,7 @@ class StopMatcher:
             cut = self._longest[state]
             if cut and is_checked:
                 self.stopped, self._held = True, ""
-                self.found = pending[index + 1 - cut : index + 1]
+                self.found = pending[index + 1 - cut : index + 1].replace(BREAK, "")
                 return pending[: index + 1 - cut], True
         self._state = state
         show = len(pending) - self._depth[state]

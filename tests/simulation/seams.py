@@ -213,6 +213,7 @@ class SimText:
     tokenizer = SimpleNamespace(
         eog=frozenset[int](),
         control=(),
+        special_ids=dict[str, int](),
         vocab_size=2048,
         chat_template=None,
         tool_template=None,

@@ -733,3 +733,16 @@ def test_a_text_that_ends_its_process_twice_is_refused(bpe_path: Path, tmp_path:
         await text.close()
 
     asyncio.run(main())
+
+
+def test_a_stop_string_is_found_where_breaks_stand_in_it() -> None:
+    """In Harmony "<|" of text is not that of marks."""
+    bytes_of = [bytes([byte]) for byte in b"ab <|x cd"]
+    detokeniser = Detokeniser(bytes_of.__getitem__, lambda _: False, lambda _: False)
+    matcher, shown = StopMatcher(["<|x"]), ""
+    for token in range(len(bytes_of)):
+        text, stopped = matcher.push(detokeniser.push(token))
+        shown += text
+        if stopped:
+            break
+    assert (shown, matcher.stopped, matcher.found) == ("ab ", True, "<|x")

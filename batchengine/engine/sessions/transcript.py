@@ -11,13 +11,13 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
-from batchengine.markup import CHANNEL, FUNCTIONS, START
+from batchengine.markup import CHANNEL, FUNCTIONS, START, tool_of
 from batchengine.text.messages import ROLES
 
 SLICE = 4096  # tokens between two chances for other tasks
 HEADER_TOKENS_MAX = 16  # from the mark of a message to the end of its role
 HEADER = re.compile(rb"\s*([a-z_]{1,16})\s*\n")
-HEAD_TOKENS_MAX = 256  # of a message of Harmony: the name of a tool has 64 characters
+HEAD_TOKENS_MAX = 512  # of a message of Harmony: the name of a tool has 256 characters
 SPEAKER = re.compile(r"\s*(?!to=)([^\s<]+)")  # a role, or the name of a tool
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
@@ -137,7 +137,7 @@ class _Answers:
             self.messages.append({"role": "assistant", "content": ""})
         answer = self.messages[-1]
         recipient, channel = RECIPIENT.search(heading), CHANNEL_NAME.search(heading)
-        name = "" if recipient is None else recipient[1].removeprefix(FUNCTIONS)
+        name = "" if recipient is None else tool_of(recipient[1])
         if name:
             call = f"call_{self._count}"
             self._count += 1

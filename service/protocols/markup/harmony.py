@@ -11,7 +11,7 @@ import re
 from typing import NamedTuple
 
 from batchengine.core import OutputForm
-from batchengine.markup import BREAK, CALL, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
+from batchengine.markup import BREAK, CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, tool_of
 from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
 
@@ -19,7 +19,6 @@ WORD_CHARS_MAX = 300
 HEAD_PARTS_MAX = 12  # words, marks and spaces
 TO = "to="
 _WORD = re.compile(r"[^\s<]")
-_NO_TOOLS = ("", "assistant", "user", "all")
 _MARKS = (END, START, CHANNEL, CALL)
 
 
@@ -28,7 +27,7 @@ class Head(NamedTuple):
 
     role: str = "assistant"
     channel: str = "final"
-    recipient: str = ""
+    tool: str = ""
 
     @property
     def is_reasoning(self) -> bool:
@@ -55,7 +54,7 @@ class HarmonyParser(AnswerReader):
             held = "" if head else reader.kept()
         while True:
             head = head or Head()
-            if self._form.calls and head.recipient not in _NO_TOOLS:
+            if self._form.calls and head.tool:
                 held += yield from self._call(head)
             head = yield from self._body(head, held)
             held = ""
@@ -79,7 +78,7 @@ class HarmonyParser(AnswerReader):
                 channel = yield from reader.word(_WORD, WORD_CHARS_MAX)
             elif (yield from reader.has(MESSAGE)):
                 reader.kept()
-                return Head(role, channel, recipient.removeprefix(TO).removeprefix(FUNCTIONS))
+                return Head(role, channel, tool_of(recipient.removeprefix(TO)))
             elif (yield from reader.has(TO)):
                 is_addressed = True
                 recipient = yield from reader.word(_WORD, WORD_CHARS_MAX)
@@ -161,7 +160,7 @@ class HarmonyParser(AnswerReader):
         is_empty |= yield from reader.is_at((END, CALL))
         if following != "{" and not is_empty:
             return space
-        self._add(CallStart(self._calls, head.recipient))
+        self._add(CallStart(self._calls, head.tool))
         if is_empty:
             self._arguments("{}")
         elif (yield from reader.json_value(self._arguments, _MARKS)):

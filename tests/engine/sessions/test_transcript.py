@@ -122,7 +122,8 @@ def of_channels(text: TextEncoder, tokens: list[int]) -> list[dict[str, Any]]:
         (f"{PROMPT}{FINAL}Sun", {"content": "Sun"}),
         (f"{PROMPT}{FINAL}<|return|>", {"content": ""}),
         (f"{PROMPT}{FINAL}One.<|return|>\nTwo.", {"content": "One.\nTwo."}),
-        (f"{PROMPT}{FINAL}a<|start|>{'b' * 300}", {"content": "a" + "b" * 300}),
+        (f"{PROMPT}{FINAL}a<|start|>{'b' * 600}", {"content": "a" + "b" * 600}),
+        (f"{PROMPT} to=user{FINAL}Hi", {"content": "Hi"}),
         (
             f"{PROMPT}<|channel|>analysis<|message|>So.{FINAL}Hi",
             {"content": "Hi", "reasoning_content": "So."},

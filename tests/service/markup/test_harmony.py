@@ -157,6 +157,8 @@ def test_heads_in_other_forms() -> None:
     json_head = "<|channel|>commentary json<|message|>"
     for answer, calls in (
         (f" to=functions.{json_head}{{}}", []),  # a tool without a name
+        (f" to=functions.all{json_head}{{}}", [("all", {})]),
+        (f" to=all{json_head}{{}}", []),
         (f" to=functions.now\n<|constrain|>json{json_head}{{}}", [("now", {})]),
         (f" to=functions.now{json_head}<|call|>", [("now", {})]),
         (f"{FINAL}a<|end|><|start|>to=functions.now{json_head}{{}}", [("now", {})]),
