@@ -38,7 +38,8 @@ ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 FUNCTIONS = "functions."  # in front of a tool's name
 _NO_TOOLS = ("", FUNCTIONS, "assistant", "user", "all")  # other recipients of messages
-# Stands in "<|" of an answer's text where no token of a mark wrote it: no text is read as a mark.
+# The detokeniser puts BREAK into each "<|" that no token of a mark has written, so that a parser
+# reads no text as a mark, and the parser takes it out again.
 BREAK = "\ufdd0"
 
 
