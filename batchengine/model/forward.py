@@ -3,7 +3,8 @@
 Owns `Model` (weights, RoPE tables, page shape) and `Stepper` (the buffers of one lane: a step is
 set, run, logits). The layer kinds are in `batchengine.model.layers`. Everything here only orders
 kernel calls; no number of the model is computed in Python. One step costs ten calls per layer (13
-with experts, 12 with second norms) and no numpy allocation: 0.2 ms of Python and binding for 28 layers.
+with experts, 12 with second norms) and no numpy allocation: 0.2 ms of Python and binding for 28
+layers.
 NaN and infinity are never replaced: entries with such a row are returned as nonfinite.
 
 Rows of a step are the tokens of its entries in order; entries are independent timelines. The
