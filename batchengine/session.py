@@ -29,6 +29,7 @@ class Loss(enum.Enum):
     EVICTED = ("evicted", "pages evicted")
     CHECKSUM = ("checksum", "page failed its checksum")
     PEER = ("peer", "a peer that held pages of it is gone")
+    STATE = ("state", "its recurrent state was not kept")
 
     def __init__(self, label: str, text: str) -> None:
         self.label = label

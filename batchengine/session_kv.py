@@ -61,6 +61,30 @@ class PendingRows(NamedTuple):
     release: Callable[[], None]
 
 
+class StateSlot:
+    """A slot for one recurrent state with a lane's worker. `release` is called once, or more."""
+
+    __slots__ = ("_free", "index")
+
+    def __init__(self, index: int, free: Callable[[int], None]) -> None:
+        self.index = index
+        self._free: Callable[[int], None] | None = free
+
+    def release(self) -> None:
+        """Give the slot up: steps that were sent before may still use it, which the worker computes
+        before any step that gets it anew."""
+        free, self._free = self._free, None
+        if free is not None:
+            free(self.index)
+
+
+class LiveState(NamedTuple):
+    """The recurrent state behind the first `position` tokens of a session's timeline."""
+
+    slot: StateSlot
+    position: int
+
+
 class ParkedTail(NamedTuple):
     """A copy of the open tail in the store, held by one pin: leading rows of page `page`."""
 
@@ -176,12 +200,14 @@ class SessionKv:
     pages, as far as needed, at least of the held ones. `digests` are those of the pages
     that were handed over, by key. `writers[p]` are the lanes of this run that
     computed rows of open page p. `invalid_from`: the first held page that is known to be wrong.
-    `cut_off`: a holder of held pages does not answer, so the session does not compute.
+    `cut_off`: a holder of held pages does not answer, so the session does not compute. `state` is
+    the recurrent state with the worker, of a model that has one; `awaits_state`: it is being
+    loaded.
     """
 
     __slots__ = (
-        "codes", "cut_off", "digests", "held", "invalid_from", "keys", "later", "n_held", "open",
-        "parked", "pending", "sealed", "writers",
+        "awaits_state", "codes", "cut_off", "digests", "held", "invalid_from", "keys", "later",
+        "n_held", "open", "parked", "pending", "sealed", "state", "writers",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -198,6 +224,8 @@ class SessionKv:
         self.keys: list[bytes] = []
         self.digests: dict[bytes, bytes] = {}
         self.writers: dict[int, frozenset[str]] = {}
+        self.state: LiveState | None = None
+        self.awaits_state = False
 
     def __repr__(self) -> str:
         return (
@@ -291,7 +319,8 @@ class SessionKv:
         return slots
 
     def cut(self, tokens: int) -> Cut:
-        """Keep the pages and the pending rows of the first `tokens` tokens, and no parked tail.
+        """Keep the pages and the pending rows of the first `tokens` tokens, and no parked tail; the
+        state only if it is of these.
 
         Of the held pages only whole super-pages are kept: the session computes the rest again. If
         one of them goes, so do the `later` ones.
@@ -310,7 +339,19 @@ class SessionKv:
             self.parked = None
         del self.open[n_open:], self.sealed[n_sealed:], self.codes[n_pages:]
         self.cut_pending(tokens)
+        self.cut_state(tokens)
         return dropped
+
+    def cut_state(self, tokens: int) -> None:
+        """Release the recurrent state unless it is of the first `tokens` tokens."""
+        if self.state is not None and self.state.position > tokens:
+            self.set_state(None)
+
+    def set_state(self, state: LiveState | None) -> None:
+        """Replace the recurrent state, which is released."""
+        before, self.state = self.state, state
+        if before is not None:
+            before.slot.release()
 
     def _cut_held(self, n_pages: int) -> list[HeldSegment]:
         """Keep the held pages before `n_pages`; returns the others, whose codes stay."""
@@ -336,9 +377,10 @@ class SessionKv:
             self.pending = kept
 
     def cut_timeline(self, tokens: int) -> None:
-        """Drop pending rows, later pages and content keys after the first `tokens` tokens; the
-        pages of the table stay."""
+        """Drop pending rows, later pages, content keys and the recurrent state after the first
+        `tokens` tokens; the pages of the table stay."""
         self.cut_pending(tokens)
+        self.cut_state(tokens)
         self.cut_later(tokens // PAGE_TOKENS)
         for key in self.keys[tokens // PAGE_TOKENS :]:
             self.digests.pop(key, None)
@@ -436,6 +478,7 @@ class SessionKv:
         self.cut_off &= self.n_held > 0
         del self.codes[self.n_held :]
         self.cut_pending(0)
+        self.cut_state(page_start(self.n_held))
         if after or sealed:
             first = self.n_held + lost.n_pages
             self.later = [LaterPages(first, after, sealed, release), *self.later]

@@ -36,13 +36,14 @@ from kv_store.ledger.ledger import (
     why_refused,
 )
 from kv_store.pages.extents import EXTENT_NAME, ExtentInfo, extent_path
+from kv_store.states import STATES_DIR, is_intact
 from kv_store.store import name_aside, set_aside, take_lock
 
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[int, int], None]  # pages read, pages to read
 Fix = Callable[[sqlite3.Connection], object]
 _TURN_QUERY = "SELECT session, id, prompt_start, prompt_end, seed, status FROM turn"
-_OURS = {"LOCK", "BALLAST", "CRASH", "meta.db", "meta.db-wal", "ext", "arena"}
+_OURS = {"LOCK", "BALLAST", "CRASH", "meta.db", "meta.db-wal", "ext", "arena", STATES_DIR}
 SCRATCH = "fsck-"  # folders of this program inside the store
 U32_MAX = 0xFFFFFFFF
 
@@ -148,6 +149,7 @@ class _Check:
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # its text may be damaged too
             self._set_aside(str(error))
         _check_arenas(self)
+        _check_states(self)
         if self.repair:
             for remove in self.removals:
                 with contextlib.suppress(OSError):
@@ -562,6 +564,23 @@ def _check_folders(check: _Check) -> None:
 def _names(folder: str) -> list[str]:
     """Names in a folder, which may not exist."""
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+
+
+def _check_states(check: _Check) -> None:
+    """Recurrent states: each must have the checksum of its name."""
+    folder = os.path.join(check.path, STATES_DIR)
+    for name in _names(folder):
+        path = os.path.join(folder, name)
+        check.counts["states"] += 1
+        try:
+            is_good = is_intact(path)
+        except OSError as error:
+            check.remark("info", f"{STATES_DIR}/{name} cannot be read", str(error))
+            continue
+        if not is_good:
+            what, why = f"{STATES_DIR}/{name} is damaged", "it is cut short, or not as written"
+            check.find("warning", what, why, "it is deleted; the state is computed again")
+            check.removals.append(lambda path=path: os.unlink(path))
 
 
 def _check_arenas(check: _Check) -> None:

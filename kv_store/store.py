@@ -5,6 +5,7 @@
     meta.db, -wal      ledger and manifest (SQLite)
     ext/000001.kv      sealed pages
     arena/<lane>.<n>   open pages of one worker incarnation
+    state/<key>.state  recurrent states of sessions
 
 Opening never fails for damaged pages: rows that do not verify are dropped and counted in
 `dropped`. It fails for a second owner, a newer format, and an unsuitable file system.
@@ -39,6 +40,7 @@ from kv_store.pages.index import PageState
 from kv_store.pages.maintenance import LEDGER_BYTES_MAX, SESSIONS_MAX, GcReport
 from kv_store.pages.pool import PagePool
 from kv_store.pools import StorePools
+from kv_store.states import STATES_DIR, SavedStates
 
 LOGS = "-wal", "-shm"  # suffixes of the files of SQLite beside a ledger
 AGES_MAX = 4096  # pages whose age one call of `maintain` writes: bounds its commit
@@ -55,7 +57,8 @@ class StoreSettings:
     `ballast_bytes`: 64 MiB, or a sixteenth of a budget below 1 GiB. free_floor_bytes: by the size
     of the file system. allow_any_fs turns a refused file system into a warning.
     keep_arenas leaves arenas of this boot for import, the newest ones up to a share of the budget.
-    `gc` leaves up to sessions_max sessions with ledger_bytes_max bytes of rows, shared fairly
+    states_bytes: for recurrent states, of a model that has some, beside budget_bytes; 0 = none are
+    kept. `gc` leaves up to sessions_max sessions with ledger_bytes_max bytes of rows, shared fairly
     between tenants.
     """
 
@@ -65,6 +68,7 @@ class StoreSettings:
     free_floor_bytes: int | None = None
     allow_any_fs: bool = False
     keep_arenas: bool = False
+    states_bytes: int = 0
     sessions_max: int = SESSIONS_MAX
     ledger_bytes_max: int = LEDGER_BYTES_MAX
 
@@ -97,6 +101,7 @@ class Store:
         self.orphaned = OrphanedArenas()  # of earlier runs, if StoreSettings.keep_arenas
         self.pages = PagePool(core, descriptor)
         self.pools = StorePools(core, self.pages, lambda why: self.warnings.append(why))
+        self.states: SavedStates | None = None  # None: of a model without, or the disk refuses
         self._settings = settings
         self._reserve = reserve
         self._lock_fd = lock_fd
@@ -188,6 +193,7 @@ class Store:
                 self.pages.allocator.grow()
                 if blocked := self.pages.allocator.growth_blocked:
                     warnings.append(f"caching is off: {blocked}")
+            self._open_states()
             self.pages.loader.self_test()
             if core.write_failure:
                 warnings.append(f"pages cannot be cached now: {core.write_failure}")
@@ -196,6 +202,18 @@ class Store:
             self._end(clean=False)
             raise
         return self
+
+    def _open_states(self) -> None:
+        """Open the folder of recurrent states; of a model without, those of others are removed."""
+        folder = os.path.join(self.path, STATES_DIR)
+        if not self._settings.states_bytes and not os.path.isdir(folder):
+            return
+        try:
+            found = SavedStates(folder, self._settings.states_bytes, self.core.thread.submit)
+        except OSError as error:
+            self.warnings.append(f"recurrent states are not kept: {error}")
+        else:
+            self.states = found if self._settings.states_bytes else None
 
     def pool(self, descriptor: Descriptor) -> PagePool:
         """The pool of a representation, opened at the first call; blocks.

@@ -80,6 +80,7 @@ log = logging.getLogger("batchengine.engine")
 
 STAGES = 4
 STAGES_SHARE = 4  # stages for peers may take as much memory as a quarter of the KV budget
+STATES_SHARE = 4  # recurrent states may take a quarter of the KV budget on disk
 NO_TEMPLATE = "the model file has no chat template: ChatML is used, which it may not understand"
 FRESH, FRESH_SLOTS = "fresh", 10  # slots for one page and the pages that may be missing before it
 
@@ -430,8 +431,10 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
         tokenizer_hash=vocabulary,
         extra=tuple((k, str(v)) for k, v in sorted(identity.items()) if k not in named),
     )
+    states_bytes = settings_of.budget_bytes // STATES_SHARE if facts.state_bytes else 0
     settings = StoreSettings(
-        budget_bytes=settings_of.budget_bytes,
+        budget_bytes=settings_of.budget_bytes - states_bytes,
+        states_bytes=states_bytes,
         extent_bytes=max(layout.page_bytes, min(EXTENT_BYTES, settings_of.budget_bytes // 8)),
         allow_any_fs=settings_of.allow_volatile,
         free_floor_bytes=settings_of.free_floor_bytes or None,

@@ -73,7 +73,7 @@ class Housekeeping:
             self._dispatcher.tick()
             for loop in self._state.lanes:
                 loop.kv.sealing.retry()
-                loop.kv.sealing.park_resting()
+                loop.kv.park_resting()
                 if loop.kv.is_busy:
                     loop.wake()
             since_s = now_ms / 1000 - self._maintained

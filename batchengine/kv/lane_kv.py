@@ -19,7 +19,8 @@ from batchengine.kv.importing import RowImport, RowImporter
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher
 from batchengine.kv.sealing import SealPipeline
-from batchengine.kv.slots import Labels, Seal, Slots
+from batchengine.kv.slots import Labels, Leaving, Seal, Slots
+from batchengine.kv.states import LaneStates, StateChores
 from batchengine.kv.touching import FreedCodes, PageTouches
 from batchengine.session import Session
 from batchengine.wire import lane as wire
@@ -39,6 +40,7 @@ class Chores(NamedTuple):
     row_imports: list[RowImport]  # of each `import_rows`
     touches: list[asyncio.Future[None]]  # that resolve after the frame
     digests: list[DueDigest]  # of each `digest`
+    states: StateChores = StateChores()
 
 
 class LaneKv:
@@ -59,7 +61,8 @@ class LaneKv:
         self.disputes = disputes
         self.arenas = DeadArenas()
         self.slots = Slots(store)
-        self.prefix = PrefixMatcher(store, self.slots)
+        self.states = LaneStates(store, self.slots, wake)
+        self.prefix = PrefixMatcher(store, self.slots, self.states)
         self.sealing = SealPipeline(store, self.slots, self.arenas, disputes, wake, commit)
         self.held = HeldTables(store, self.slots)
         disputes.watchers.append(self.held.invalid)
@@ -107,11 +110,16 @@ class LaneKv:
             row_imports,
             touches,
             digests,
+            self.states.take_chores(),
         )
         return chores, self.sealing.read_back.take()
 
     def answered(
-        self, chores: Chores, digests: tuple[bytes, ...], imported: tuple[int, ...]
+        self,
+        chores: Chores,
+        digests: tuple[bytes, ...],
+        imported: tuple[int, ...],
+        states: tuple[bool, ...] = (),
     ) -> None:
         """Apply the answers of the frame with these chores."""
         self.slots.labeled()
@@ -119,6 +127,7 @@ class LaneKv:
             self.sealing.digested(session, index, rows, slot, digest)
         self.importing.arrived(chores.row_imports, imported)
         self.touches.touched(chores.touches)
+        self.states.answered(chores.states, states)
 
     @property
     def has_chores(self) -> bool:
@@ -132,8 +141,31 @@ class LaneKv:
 
     @property
     def _has_moves(self) -> bool:
-        """Whether the next frame has rows to import, tails to digest or pages to fault in."""
-        return bool(self.sealing.digests or self.touches or self.importing.has_chores)
+        """Whether the next frame has rows to import, tails to digest, pages to fault in, or states
+        to save or load."""
+        is_due = self.sealing.digests or self.touches or self.importing.has_chores
+        return bool(is_due or self.states.has_chores)
+
+    def park(self, session: Session) -> bool:
+        """Have the open tail and the state of a session that does not run stored. False if there is
+        nothing to store."""
+        is_tail, is_state = self.sealing.park(session), self.states.save(session)
+        return is_tail or is_state
+
+    def park_resting(self) -> None:
+        """Park the sessions that rest (`DigestQueue.tick`). Call once a second."""
+        for session in self.sealing.digests.tick():
+            self.park(session)
+
+    def is_parking(self, session: Session) -> bool:
+        """Whether a session that does not run waits for `park`."""
+        is_tail = session.kv.parked is None and bool(session.kv.open)
+        return is_tail or self.states.is_saving(session)
+
+    def detach(self, session: Session) -> Leaving:
+        """Remove a session that moves to another lane; see `Slots.detach`."""
+        self.states.leave(session)
+        return self.slots.detach(session)
 
     def rejoin(self, session: Session) -> bool:
         """Take the pages after a lost range, which the session has computed again up to them.
@@ -184,6 +216,7 @@ class LaneKv:
         if chores is not None:
             self.touches.touched(chores.touches)
         self.sealing.arena_died()
+        self.states.worker_died()
         if lost is not None:
             self.arenas.retire(lost.arena)  # stays while pending rows or seals hold it
 

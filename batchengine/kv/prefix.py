@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from batchengine.kv.slots import Slots
+from batchengine.kv.states import LaneStates
 from batchengine.session import Loss, Session
 from batchengine.session_kv import page_start
 from kv_store import keys
@@ -16,14 +17,18 @@ from kv_store.store import Store
 class PrefixMatcher:
     """Puts published pages of a timeline's prefix into the table of its session."""
 
-    def __init__(self, store: Store, slots: Slots) -> None:
+    def __init__(self, store: Store, slots: Slots, states: LaneStates) -> None:
         self._store = store
         self._slots = slots
+        self._states = states
 
     def stored_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
-        """Return how many leading tokens of a prompt have published pages, in memory or on disk;
-        the last token is left to compute."""
-        return page_start(len(self._store.pages.match_prefix(prompt[:-1], salt)))
+        """Return how many leading tokens of a prompt have published pages, in memory or on disk,
+        from whose end a session can go on; the last token is left to compute."""
+        refs = self._store.pages.match_prefix(prompt[:-1], salt)
+        if refs and self._states.is_used:
+            refs = refs[: self._states.resumable(self._store.pages.codes_and_keys(refs)[1])]
+        return page_start(len(refs))
 
     def page_keys(self, prompt: Sequence[int], salt: bytes) -> list[bytes]:
         """Return the content keys of a prompt's full pages."""
@@ -36,7 +41,8 @@ class PrefixMatcher:
         priority: int,
         is_worth_reading: Callable[[int, int, int], bool] | None = None,
     ) -> Future[list[bool]] | None:
-        """Take published pages of the timeline's prefix if they reach beyond the frontier.
+        """Take published pages of the timeline's prefix if they reach beyond the frontier. For a
+        model with recurrent state they end where a file has it.
 
         The last token is left to compute. Returns None if the pages are ready, or there are none;
         else a future with the argument of `loaded`. Pages on disk are taken only if
@@ -49,6 +55,7 @@ class PrefixMatcher:
             session.tokens[page_start(first) : end], salt, pin=True, priority=priority,
             parent=parent,
         )  # fmt: skip
+        refs = self._resumable(refs)
         if is_worth_reading is not None:
             refs = self._without_cold(refs, first, session.frontier, is_worth_reading)
         n_pages = first + len(refs)
@@ -68,6 +75,15 @@ class PrefixMatcher:
             self.loaded(session, future.result())
             return None
         return future
+
+    def _resumable(self, refs: list[PageRef]) -> list[PageRef]:
+        """Return the pages that end where a session can go on; the others are unpinned."""
+        if not refs or not self._states.is_used:
+            return refs
+        n_pages = self._states.resumable(self._store.pages.codes_and_keys(refs)[1])
+        for ref in refs[n_pages:]:
+            self._store.pages.unpin(ref)
+        return refs[:n_pages]
 
     def _without_cold(
         self,

@@ -111,11 +111,6 @@ class SealPipeline:
         self._wake()
         return True
 
-    def park_resting(self) -> None:
-        """Park the tails of sessions that rest (`DigestQueue.tick`). Call once a second."""
-        for session in self.digests.tick():
-            self.park(session)
-
     def digested(
         self, session: Session, index: int, rows: int, slot: ArenaSlot, digest: bytes
     ) -> None:

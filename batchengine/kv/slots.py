@@ -169,6 +169,7 @@ class Slots:
         self.reclaimable.pop(session, None)
         self.unpark(session)
         self.members.pop(session.key, None)
+        session.kv.set_state(None)
         return left
 
     def release(self, left: Leaving) -> None:

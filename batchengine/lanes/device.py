@@ -12,6 +12,7 @@ from typing import Protocol
 
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
+from batchengine.lanes.state_memory import StateSlots
 from batchengine.lanes.step_input import I32Array, StepInput, StepOutput
 from batchengine.wire import lane as wire
 from kv_store.layout import PageLayout
@@ -20,7 +21,9 @@ Report = Callable[[str, str, float, float], None]  # stage, detail, progress 0..
 
 
 class LaneMemory(Protocol):
-    """The pages of one lane: its arena, and sealed pages read-only."""
+    """The pages of one lane: its arena, and sealed pages read-only; and its recurrent states."""
+
+    states: StateSlots
 
     @abstractmethod
     def check(self, step: wire.Step) -> None:

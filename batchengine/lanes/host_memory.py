@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.extents import MappedExtents
+from batchengine.lanes.state_memory import StateSlots, make_states
 from batchengine.lanes.step_input import (
     SLOT_MASK,
     BadStep,
@@ -107,6 +108,7 @@ class HostMemory:
         self.arena_name = os.path.basename(attach.arena_path)
         self._base = kernels.address_of(self._arena.page(0))
         self.extents = MappedExtents(attach.extents_dir)
+        self.states: StateSlots = make_states(attach)
         records = self._record_table()
         self._digests: NDArray[np.uint64] = records["digest"]
         self._tokens: NDArray[np.uint32] = records["token"]

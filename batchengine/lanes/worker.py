@@ -29,6 +29,7 @@ from batchengine.lanes.device import Device, LaneMemory, StartedStep
 from batchengine.lanes.process_guard import guard_process
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
+from batchengine.lanes.state_memory import check_states
 from batchengine.lanes.step_input import (
     Mask,
     StepInput,
@@ -64,11 +65,12 @@ def _cuda() -> Device:
 
 
 class BegunStep(NamedTuple):
-    """A step whose chores before the computation are done; `imported`: their answers."""
+    """A step whose chores before the computation are done; `imported`, `states`: their answers."""
 
     step: wire.Step
     batch: StepInput
     imported: tuple[int, ...]
+    states: tuple[bool, ...]
     started: StartedStep | None  # None: it has no entries
 
 
@@ -267,7 +269,7 @@ class Worker:
         if self._memory is not None:
             raise errors.ATTACHED_TWICE()
         layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
-        if layout.payload_bytes != facts.payload_bytes:
+        if (layout.payload_bytes, attach.state_bytes) != (facts.payload_bytes, facts.state_bytes):
             raise errors.LAYOUT_DISAGREES()
         self._memory = device.attach(attach, layout)
         if self._links is not None:
@@ -304,6 +306,7 @@ class Worker:
             output.waited_us,
             output.unmasked,
             output.scores,
+            begun.states,
         )
 
     def _tokens_of(self, begun: BegunStep, started: StartedStep) -> dict[int, int]:
@@ -339,11 +342,13 @@ class Worker:
         if after is None:
             take_samples(batch, sampled)
         memory.check(step)
+        check_states(step, memory.states.n_slots)
         if self._ring is not None:
             self._ring.stages.reused(step)
         imported = memory.prepare(step, batch.imported)
+        states = memory.states.move(step)
         started = device.start(batch, after) if batch.entries else None
-        return BegunStep(step, batch, imported, started)
+        return BegunStep(step, batch, imported, states, started)
 
     def _begin_next(self, begun: BegunStep, after: StartedStep | None = None) -> None:
         """Begin the next step if its frame has come and `_may_begin_early` allows it. The device
@@ -372,7 +377,7 @@ class Worker:
 def _may_begin_early(step: wire.Step, begun: BegunStep) -> bool:
     """Whether `step` has entries, and no chore of it before the computation changes a slot that
     `begun` writes or digests."""
-    if not step.entries or step.relabel or step.import_rows:
+    if not step.entries or step.relabel or step.import_rows or step.load_states:
         return False
     changed = {*step.poison, *(slot.slot for slot in step.reserve)}
     digested = {of.slot for of in begun.step.digest}

@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 13
+VERSION = 14
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -105,7 +105,8 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     """Facts of a loaded model on a device: its arithmetic and the form of its pages.
 
     `identity` holds the fields of the KV representation; lanes whose identities differ must not
-    share pages. `gpu` is what computes, None = the processor.
+    share pages. `gpu` is what computes, None = the processor. `state_bytes`: size of the recurrent
+    state of one sequence; 0 = the model has none. `n_layer`: those with rows in a page.
     """
 
     arith_id: str
@@ -118,6 +119,7 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     vocab_size: int
     identity: dict[str, str | int | float]
     gpu: GpuFacts | None = None
+    state_bytes: int = 0
 
 
 class Ready(Message, tag=3, frozen=True):
@@ -131,7 +133,9 @@ class Ready(Message, tag=3, frozen=True):
 class Attach(Message, tag=4, frozen=True):
     """Engine -> worker: map this arena read-write and serve extents of this folder read-only.
 
-    `arenas_dir` holds the arenas that rows may be imported from; empty = none.
+    `arenas_dir` holds the arenas that rows may be imported from; empty = none. A worker whose model
+    has recurrent state keeps `state_slots` states of `state_bytes` in memory of its own, and saves
+    to and loads from files of `states_dir`.
     """
 
     arena_path: str
@@ -139,6 +143,9 @@ class Attach(Message, tag=4, frozen=True):
     page_bytes: int
     extents_dir: str
     arenas_dir: str = ""
+    state_slots: int = 0
+    state_bytes: int = 0
+    states_dir: str = ""
 
 
 class Attached(Message, tag=5, frozen=True):
@@ -172,7 +179,9 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     `masked`: a Mask says which tokens it may be; it may come after the Step. `banned`: tokens that
     it is not, unless the mask allows no other. `scored`: for so many of its leading tokens the
     log-probability of the token that follows is wanted, which is in the payload, and the
-    `scored_best` best ones there.
+    `scored_best` best ones there. `state_read` is the slot with the recurrent state at `start`, -1
+    at position 0; the state behind the tokens is written to `state_written`, another slot. Both are
+    -1 for a model without.
     """
 
     session: int
@@ -188,6 +197,8 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     banned: tuple[int, ...] = ()
     scored: int = 0
     scored_best: int = 0
+    state_read: int = -1
+    state_written: int = -1
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -254,10 +265,20 @@ class ImportRows(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     source: FromArena | FromPage
 
 
+class StateFile(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """A recurrent state in `slot`, and its file `name` in the folder of states; `seed` is that of
+    the file's checksum."""
+
+    slot: int
+    name: str
+    seed: int
+
+
 class Step(Message, tag=6, frozen=True):
     """Engine -> worker: one batch, and page chores around it.
 
-    Order: poison, reserve, relabel, import, touch, forward + sample, digest, verify. Payload: slot
+    Order: poison, reserve, relabel, import, touch, save and load states, forward + sample, digest,
+    verify. Payload: slot
     codes u64 of all entries, then their tokens i32, then penalty histories i32, then the tokens
     i32 of every ImportRows (`rows` each), then the tokens i32 of every Entry.scored. An empty
     `entries` is legal (chores only). `touch` holds codes of sealed pages to fault in, best effort,
@@ -279,6 +300,8 @@ class Step(Message, tag=6, frozen=True):
     lap_ms: int = 2000
     freed: tuple[int, ...] = ()
     deleted: tuple[int, ...] = ()
+    save_states: tuple[StateFile, ...] = ()
+    load_states: tuple[StateFile, ...] = ()
 
 
 class SampledRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -309,7 +332,8 @@ class StepDone(Message, tag=7, frozen=True):
     entries that a peer did not serve: as those of `nonfinite`. `unmasked`: so are those whose Mask
     had not come when the step was computed. `elapsed_us` is without
     `waited_us`, in which the worker had nothing to do until a peer answered. `scores`: of the other
-    entries with Entry.scored, in order.
+    entries with Entry.scored, in order. `states`: whether each of Step.save_states, then of
+    Step.load_states, was saved or loaded.
     """
 
     rows: tuple[SampledRow, ...]
@@ -322,6 +346,7 @@ class StepDone(Message, tag=7, frozen=True):
     waited_us: int = 0
     unmasked: tuple[int, ...] = ()
     scores: tuple[ScoredRows, ...] = ()
+    states: tuple[bool, ...] = ()
 
 
 class Failed(Message, tag=8, frozen=True):

@@ -3,8 +3,9 @@
 Row p of a timeline is a pseudo-random function of (model, row p-1 as it is in its page, all bytes
 of the full pages before, token, position); the next token is a hash of all bytes of rows 0..p. All
 are read through the page table, so one wrong, stale, foreign or reordered byte changes all later
-tokens, even if only a chunk of a prefill read it. `hashlm_tokens` computes the same without an
-engine, pages or processes.
+tokens, even if only a chunk of a prefill read it. With a recurrent state (Faults.state_bytes), a
+state that is not the one behind the row before does so too. `hashlm_tokens` computes the same
+without an engine, pages, states or processes.
 
 Runs as a worker: `python -m bench.models.hashlm SOCKET_FD PARENT_PID REPORT_FD FILES_FD
 INCARNATION`. The environment variable HASHLM_FAULTS (JSON, see Faults) injects crashes, delays
@@ -71,6 +72,7 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     delay_ms: float = 0.0  # of every step
     nan_at: int = 0  # the first entry of this step has rows that are not finite
     model: str = ""  # another name is another model: other rows, other identity
+    state_bytes: int = 0  # of the recurrent state
 
     @staticmethod
     def of_environment() -> Faults:
@@ -184,6 +186,7 @@ class HashDevice(HostDevice):
             payload_bytes=LAYOUT.payload_bytes,
             vocab_size=self._vocab,
             identity={"model_hash": self._key.hex(), "arch": "hashlm", "rope_digest": "none"},
+            state_bytes=self.faults.state_bytes,
         )
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:
@@ -202,13 +205,20 @@ class HashDevice(HostDevice):
         nonfinite: list[int] = []
         unmasked: list[int] = []
         masks = batch.masks(batch.entries)
+        states = None if self.memory is None else self.memory.states.addresses(batch)
         first_token = first_page = 0
         for index, (entry, (count, start, n_pages)) in enumerate(
             zip(batch.entries, batch.shape.tolist(), strict=True)
         ):
             pages = [self._page(a) for a in all_pages[first_page : first_page + n_pages]]
             span = slice(first_token, first_token + count)
-            rows = self._append(pages, start, tokens[span])
+            if states is None:
+                rows = self._append(pages, start, tokens[span])
+            else:
+                read, written = states[index].tolist()
+                is_good = self._is_state(read, pages, start)
+                rows = self._append(pages, start, tokens[span], is_good=is_good)
+                self._state_at(written)[:] = self._state_of(rows[-1], start + count)
             digests[span] = [
                 xxhash.xxh3_64_intdigest(row, seed)
                 for row, seed in zip(rows, all_seeds[span], strict=True)
@@ -251,12 +261,35 @@ class HashDevice(HostDevice):
             view = self._views[address] = np.frombuffer(memoryview(memory), np.uint8)
         return view
 
-    def _append(self, pages: list[NDArray[np.uint8]], start: int, tokens: list[int]) -> list[bytes]:
-        """Write the rows of positions [start, start + len(tokens)); returns their bytes."""
-        offsets, before = _offsets(), b""
-        if start:
-            page, row = divmod(start - 1, PAGE_TOKENS)
-            before = pages[page][offsets[row]].tobytes()
+    def _state_of(self, before: bytes, position: int) -> NDArray[np.uint8]:
+        """The recurrent state behind the row `before`, the last of the first `position`."""
+        part = hashlib.shake_128(b"state" + self._key + _POSITION.pack(position, 0) + before)
+        return np.frombuffer(part.digest(self.faults.state_bytes), np.uint8)
+
+    def _state_at(self, address: int) -> NDArray[np.uint8]:
+        memory = (ctypes.c_ubyte * self.faults.state_bytes).from_address(address)
+        return np.frombuffer(memoryview(memory), np.uint8)
+
+    def _is_state(self, address: int, pages: list[NDArray[np.uint8]], start: int) -> bool:
+        """Whether the state at an address, 0 = none, is the one behind the first `start` rows."""
+        if not start or not address:
+            return not start and not address
+        return np.array_equal(
+            self._state_at(address), self._state_of(_row_before(pages, start), start)
+        )
+
+    def _append(
+        self,
+        pages: list[NDArray[np.uint8]],
+        start: int,
+        tokens: list[int],
+        *,
+        is_good: bool = True,
+    ) -> list[bytes]:
+        """Write the rows of positions [start, start + len(tokens)); returns their bytes, which are
+        others if the state is not `is_good`."""
+        offsets = _offsets()
+        before = _row_before(pages, start) if is_good else b"another state"
         rows: list[bytes] = []
         digests = [xxhash.xxh3_128_digest(page.data) for page in pages[: start // PAGE_TOKENS]]
         for page, first, last in _spans(start, len(tokens)):
@@ -279,6 +312,14 @@ class HashDevice(HostDevice):
         digests = [xxhash.xxh3_128_digest(page.data) for page in pages[:full]]
         tail = pages[full][_offsets()[:rest]].tobytes() if rest else b""
         return _next_token(digests, tail, seed, self._vocab)
+
+
+def _row_before(pages: list[NDArray[np.uint8]], start: int) -> bytes:
+    """The row before position `start`, as it is in its page; nothing before the first one."""
+    if not start:
+        return b""
+    page, row = divmod(start - 1, PAGE_TOKENS)
+    return pages[page][_offsets()[row]].tobytes()
 
 
 def _allowed(token: int, mask: Mask | None) -> int:
@@ -323,7 +364,9 @@ class HashWorker(Worker):
         device = self.device = device or HashDevice()
         faults = device.faults
         if faults.life not in (0, incarnation):
-            device.faults = Faults(delay_ms=faults.delay_ms, model=faults.model)
+            device.faults = Faults(
+                delay_ms=faults.delay_ms, model=faults.model, state_bytes=faults.state_bytes
+            )
         super().__init__(link, incarnation, {wire.CpuResources: lambda: device})
 
     def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:

@@ -21,6 +21,7 @@ from batchengine.lanes.gpu.device import CudaDevice
 from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN, GpuStep
 from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.state_memory import NoStates, StateSlots
 from batchengine.lanes.step_input import (
     BadStep,
     StepInput,
@@ -86,6 +87,7 @@ class LoggingDevice:
     log: list[str] = field(default_factory=list[str])
     given: list[StepInput] = field(default_factory=list[StepInput])
     after: list[int] = field(default_factory=list[int])  # steps before, whose tokens lacked
+    states: StateSlots = field(default_factory=NoStates)
 
     def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
         return FACTS

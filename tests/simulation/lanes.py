@@ -65,8 +65,8 @@ class Plan(NamedTuple):
 class SimDevice(HashDevice):
     """A HashLM device that dies by raising an exception."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(Faults(model=model))
+    def __init__(self, model: str, state_bytes: int) -> None:
+        super().__init__(Faults(model=model, state_bytes=state_bytes))
         self.by: int = signal.SIGKILL
         self.flip = self.spread = False
         self.fetch: Fetch | None = None  # what the next step has of the pages of peers
@@ -98,8 +98,10 @@ class SimDevice(HashDevice):
         if self.dies_at(point):
             raise Died(self.by)
 
-    def _append(self, pages: Any, start: int, tokens: list[int]) -> list[bytes]:
-        rows = super()._append(pages, start, tokens)
+    def _append(
+        self, pages: Any, start: int, tokens: list[int], *, is_good: bool = True
+    ) -> list[bytes]:
+        rows = super()._append(pages, start, tokens, is_good=is_good)
         if self.flip:
             self.flip = False
             page, row = divmod(start, PAGE_TOKENS)
@@ -140,7 +142,7 @@ class SimProcess:
         self.status: int | None = None
         self.hung = False
         self._clock = asyncio.get_running_loop()
-        self._device = SimDevice(world.model)
+        self._device = SimDevice(world.model, world.state_bytes)
         self._worker = SimHashWorker(self, lane.incarnation, self._device)  # type: ignore[arg-type]
         self._decoder = Decoder(wire.LANE_LINK)
         self._answer = b""
@@ -280,7 +282,12 @@ class SimProcess:
             return
         device, worker = self._device, self._worker
         at = device.steps + 1
-        device.faults = Faults(die=plan.die, at=at, nan_at=at if plan.nan else 0)
+        device.faults = Faults(
+            die=plan.die,
+            at=at,
+            nan_at=at if plan.nan else 0,
+            state_bytes=self.world.state_bytes,
+        )
         device.flip, device.spread, device.fetch = plan.flip, plan.spread, fetch
         device.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""
         died: Died | None = None

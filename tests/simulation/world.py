@@ -137,6 +137,7 @@ class World:
 
     lines_kept = 60  # of the trace, printed after a failure
     model = ""  # the model of HashLM; another name is another model
+    state_bytes = int(__import__("os").environ.get("SB", "0"))
     name = ""  # among peers
 
     def __init__(self, seed: int, folder: str, ground: Ground | None = None) -> None:

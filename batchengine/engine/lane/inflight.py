@@ -20,11 +20,12 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import LaneKv, Seal
 from batchengine.kv.lane_kv import Chores
+from batchengine.kv.states import EntryStates
 from batchengine.lanes.worker_process import Lane, LaneRequest
 from batchengine.policy import scheduler
 from batchengine.policy.rows import TurnRow
 from batchengine.session import Session, State
-from batchengine.session_kv import full_pages, pages_for
+from batchengine.session_kv import StateSlot, full_pages, pages_for
 from batchengine.wire import lane as wire
 from kv_store.arenas.arena import ArenaSlot
 
@@ -36,11 +37,13 @@ STUCK_FACTOR = 2.0  # of the deadline, which ends a step in any case
 
 
 class StepEntry(NamedTuple):
-    """One entry of the step in flight. `wants`: the entry samples a token."""
+    """One entry of the step in flight. `wants`: the entry samples a token; `state`: where its
+    recurrent state is written, of a model that has one."""
 
     turn: Turn
     n_tokens: int
     wants: bool
+    state: StateSlot | None = None
 
 
 class LostSteps(NamedTuple):
@@ -89,7 +92,7 @@ def reaches_of(steps: Iterable[InFlightStep]) -> dict[int, Reach]:
     found: dict[int, Reach] = {}
     void = set[int]()
     for step in steps:
-        for (turn, n, wants), entry in zip(step.parts, step.step.entries, strict=True):
+        for (turn, n, wants, _), entry in zip(step.parts, step.step.entries, strict=True):
             end, samples = found.get(entry.session, Reach(turn.session.frontier, 0))
             if entry.start == end:
                 found[entry.session] = Reach(end + n, samples + wants)
@@ -110,7 +113,14 @@ class StepDraft:
         self._recomputed = 0
 
     def add(
-        self, turn: Turn, start: int, end: int, samples: int = 0, *, takes_sample: bool = False
+        self,
+        turn: Turn,
+        start: int,
+        end: int,
+        samples: int = 0,
+        *,
+        takes_sample: bool = False,
+        states: EntryStates | None = None,
     ) -> None:
         """Add the tokens [start, end) of a turn. The steps in flight sample `samples` more tokens
         than its session has; with `takes_sample` the entry's only token is the last of these."""
@@ -138,9 +148,11 @@ class StepDraft:
                 n_history, tuple([segment.message() for segment in session.kv.held]),
                 takes_sample, wants and turn.matcher is not None,
                 turn.banned(end) if wants else (), n_scored, best,
+                -1 if states is None else states.read,
+                -1 if states is None else states.written.index,
             )
         )  # fmt: skip
-        self._parts.append(StepEntry(turn, n, wants))
+        self._parts.append(StepEntry(turn, n, wants, None if states is None else states.written))
         if full_pages(start) != full_pages(end):
             self._fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
 
@@ -162,6 +174,7 @@ class StepDraft:
             lap_ms,
             chores.freed,
             chores.deleted,
+            *chores.states.messages(),
         )
         numbers = self._codes, self._tokens, self._history, chores.import_tokens, self._scored
         return InFlightStep(
@@ -187,12 +200,32 @@ def prepare_ahead(
     is_short = n_decodes == len(planned) or plan.predicted_ms <= CHUNK_AHEAD_MS_MAX
     if not (planned and is_plain and is_short and all(_is_plain(*one) for one in planned)):
         return None
+    planned = [
+        (part, at, kv.states.until(part.turn.session, at.end, at.end + n) - at.end)
+        for part, at, n in planned
+    ]
     if not all(kv.slots.ensure(part.turn.session, at.end + n) for part, at, n in planned):
         return None
+    states = _states_ahead(kv, [part for part, _, _ in planned])
+    if states is None:
+        return None
     draft = StepDraft()
-    for part, at, n in planned:
-        draft.add(part.turn, at.end, at.end + n, at.samples, takes_sample=part.wants)
+    for (part, at, n), of in zip(planned, states, strict=True):
+        draft.add(part.turn, at.end, at.end + n, at.samples, takes_sample=part.wants, states=of)
     return draft.finish(kv, plan.predicted_ms, is_ahead=True)
+
+
+def _states_ahead(kv: LaneKv, parts: Sequence[StepEntry]) -> list[EntryStates | None] | None:
+    """The states of entries that follow these; None if slots are lacking."""
+    if not kv.states.is_used:
+        return [None] * len(parts)
+    found = [kv.states.begin(part.turn.session, part.state) for part in parts]
+    if None in found:
+        for states in found:
+            if states is not None:
+                states.written.release()
+        return None
+    return [*found]
 
 
 def _is_plain(part: StepEntry, reach: Reach, n_tokens: int) -> bool:

@@ -223,15 +223,15 @@ class LaneLoop:
         self.wake()
 
     def park(self, session: Session) -> asyncio.Future[None] | None:
-        """Have the open tail of an idle session sealed; None: there is nothing to seal.
+        """Have the open tail and the recurrent state of an idle session stored; None: there is
+        nothing to store.
 
-        The future resolves once the tail is sealed, or is no longer to be.
+        The future resolves once they are stored, or are no longer to be.
         """
-        if not self.kv.sealing.park(session):
+        if not self.kv.park(session):
             return None
-        kv = session.kv
         return self._transfers.when(
-            lambda: kv.parked is not None or not kv.open or session.state is not State.IDLE
+            lambda: not self.kv.is_parking(session) or session.state is not State.IDLE
         )
 
     def drop_open(self) -> None:

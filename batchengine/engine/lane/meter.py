@@ -47,7 +47,7 @@ class StepMeter:
         self.void += n_void
         self.recomputed += in_flight.recomputed
         self._last = in_flight, done
-        held = [segment for turn, _, _ in in_flight.parts for segment in turn.session.kv.held]
+        held = [segment for turn, *_ in in_flight.parts for segment in turn.session.kv.held]
         for peer in {segment.peer for segment in held}:
             n_steps, waited_ms = self._waits.get(peer, (0, 0.0))
             self._waits[peer] = n_steps + 1, waited_ms + done.waited_us / 1000

@@ -17,7 +17,7 @@ from batchengine.kv import LaneKv, RowImport
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy.cost import StepCost, work_of
 from batchengine.session import Session
-from batchengine.session_kv import page_start, pages_for
+from batchengine.session_kv import StateSlot, page_start, pages_for
 from batchengine.wire import lane as wire
 
 KEY = 0  # sessions count from 1
@@ -54,6 +54,7 @@ class PageRecompute:
         self.urgent = urgent
         self.piece_max = piece_max  # tokens of one frame
         self.row_import: RowImport | None = None  # holds its slots
+        self.state: StateSlot | None = None  # the recurrent state at the frontier
         self.digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -96,6 +97,7 @@ class RecomputeQueue:
         recompute.digest.exception()  # retrieved: there may be no waiter
         if recompute.row_import is not None:
             self._kv.importing.abandon(recompute.row_import)
+        self._set_state(recompute, None)
 
     async def run(self, lane: Lane, cost: StepCost, *, idle: bool) -> bool:
         """Compute a piece if one is due; returns whether one was. Errors as of `Lane.answer`."""
@@ -125,6 +127,16 @@ class RecomputeQueue:
         if recompute.row_import is None or recompute.row_import.over:
             recompute.fail("its lane has no slot for it")
             return None
+        read, written = -1, None
+        if self._kv.states.is_used:
+            if recompute.state is None and recompute.frontier:
+                recompute.fail("the recurrent state before the page is not kept")
+                return None
+            if (written := self._kv.states.take()) is None:
+                recompute.fail("its lane has no room for the recurrent state")
+                return None
+            read = -1 if recompute.state is None else recompute.state.index
+            self._set_state(recompute, written)
         n = self._piece(recompute, cost)
         end = recompute.frontier + n
         n_pages = pages_for(end)
@@ -132,13 +144,22 @@ class RecomputeQueue:
         if end == len(recompute.tokens):
             rows = end - page_start(n_pages - 1)
             digest = (wire.Digest(recompute.row_import.slots[-1].slot, rows),)
-        entry = wire.Entry(KEY, EPOCH, recompute.frontier, n, n_pages, None)
+        entry = wire.Entry(
+            KEY, EPOCH, recompute.frontier, n, n_pages, None,
+            state_read=read, state_written=-1 if written is None else written.index,
+        )  # fmt: skip
         self._asked = recompute
         payload = (
             recompute.codes[:n_pages].tobytes()
             + recompute.tokens[recompute.frontier : end].tobytes()
         )
         return wire.Step((entry,), reserve=reserve, digest=digest), payload
+
+    def _set_state(self, recompute: PageRecompute, state: StateSlot | None) -> None:
+        """Replace the state of a recompute; the frame that is sent next may still read it."""
+        before, recompute.state = recompute.state, state
+        if before is not None:
+            before.release()
 
     def answered(self, done: wire.StepDone) -> None:
         """Apply the answer to the frame in flight."""

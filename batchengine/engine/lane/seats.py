@@ -283,6 +283,7 @@ class Seats:
                 or turn.awaits_mask
                 or turn.session.kv.pending
                 or turn.session.kv.cut_off
+                or turn.session.kv.awaits_state
             )
         ]
         if able:

@@ -73,12 +73,18 @@ class StepWriter:
         for key, planned in plan.batch:
             turn = seats.running[key]
             if (n := self._room(turn, planned)) > 0:
-                start = turn.session.frontier
-                draft.add(turn, start, start + n)
+                self._add(draft, turn, n)
         if not draft.entries and not self._kv.has_chores:
             return None
         lap_ms = int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms)))
         return draft.finish(self._kv, plan.predicted_ms, lap_ms=lap_ms)
+
+    def _add(self, draft: StepDraft, turn: Turn, n_tokens: int) -> None:
+        """Add the next tokens of a turn to a step, if there is room for the state behind them."""
+        session, states = turn.session, None
+        if self._kv.states.is_used and (states := self._kv.states.begin(session)) is None:
+            return
+        draft.add(turn, session.frontier, session.frontier + n_tokens, states=states)
 
     def _admit(self, key: int) -> None:
         turn = self._seats.seat(key)
@@ -124,6 +130,8 @@ class StepWriter:
             self._match(turn)
         if session.frontier > turn.reusable:
             self._kv.slots.truncate(session, full_pages(int(turn.reusable)))
+        if not self._kv.states.prepare(session):
+            return 0  # its state is being loaded
         if not turn.reported:
             self._report(turn)
         while session.frontier >= kv.compute_until:
@@ -133,7 +141,8 @@ class StepWriter:
                 return 0
         n = min(planned, len(session.tokens) - session.frontier)
         n = min(n, kv.compute_until - session.frontier)
-        end = session.frontier + n
+        end = self._kv.states.until(session, session.frontier, session.frontier + n)
+        n = end - session.frontier
         if end > session.kv.reach() and not self._kv.slots.ensure(session, end):
             n = session.kv.reach() - session.frontier
         return n
@@ -191,16 +200,22 @@ class StepWriter:
         following: dict[int, int] = {}
         cost, scored = self._meter.cost.cost, self._meter.cost.scored_cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
-        for (turn, n, wants), entry in zip(in_flight.parts, in_flight.step.entries, strict=True):
+        for (turn, n, wants, state), entry in zip(
+            in_flight.parts, in_flight.step.entries, strict=True
+        ):
             session = turn.session
             if seats.tenants.several:
                 ms = fixed_ms + entry_ms(scored if entry.scored else cost, entry.start, n)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in without_rows:
+                if state is not None:
+                    state.release()
                 continue
             if entry.scored and turn.scores is not None:
                 turn.scores.add(entry.start, scores[session.key])
             session.advance(n, self._lane_name)
+            if state is not None:
+                self._kv.states.computed(session, state)
             turn.served_ms = now_ms
             if session.key in seats.arrivals:
                 seats.arrivals.pop(session.key).set_result(now_ms)
@@ -227,7 +242,7 @@ class StepWriter:
         ):
             if turn not in without_rows and slot in turn.session.kv.open:
                 self._kv.sealing.filled(turn.session, index, slot, digest)
-        self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported)
+        self._kv.answered(in_flight.chores, done.digests[n_fills:], done.imported, done.states)
         for seal, good in zip(in_flight.verify, done.verified, strict=True):
             session = seal.session
             self._kv.sealing.verified(seal, good)

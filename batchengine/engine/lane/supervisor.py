@@ -29,6 +29,7 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.lane")
 
+REST_SHARE = 16  # of the store's budget: for recurrent states of sessions at rest
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
 FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
 DOWN_MAX_S = 30.0  # earliest such failure if the worker died
@@ -123,6 +124,8 @@ class WorkerSupervisor:
     async def attach(self, lane: Lane, config: LaneConfig, kv: LaneKv) -> None:
         """Create an arena, have the lane's worker map it, and give it to `kv`."""
         store, layout = self._store, self._store.pages.layout
+        state_bytes = lane.facts.state_bytes if lane.facts is not None else 0
+        states = state_slots(config, state_bytes, self._budget_bytes)
         slots = config.places or open_pages(
             config.entries_max, self._budget_bytes, layout.page_bytes
         )
@@ -147,6 +150,9 @@ class WorkerSupervisor:
                     layout.page_bytes,
                     f"{store.path}/ext",
                     f"{store.path}/arena",
+                    states if state_bytes else 0,
+                    state_bytes,
+                    "" if store.states is None else store.states.folder,
                 )
             )
         except BaseException:
@@ -155,6 +161,14 @@ class WorkerSupervisor:
             arena.close(delete=True)
             raise
         kv.slots.attach(arena)
+        kv.states.attach(states, state_bytes)
+
+
+def state_slots(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
+    """Recurrent states that a lane's worker keeps: of each seat the one at the frontier and one per
+    step in flight, and those of sessions that rest, in a part of the store's budget."""
+    at_rest = budget_bytes // REST_SHARE // max(1, state_bytes)
+    return config.entries_max * (1 + config.steps_in_flight) + min(config.entries_max, at_rest)
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

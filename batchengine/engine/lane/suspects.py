@@ -92,7 +92,7 @@ class Suspects:
 
     async def mark_all(self, entries: Sequence[StepEntry]) -> None:
         """Record the suspects of a step durably, before it is sent."""
-        for turn, _, _ in entries:
+        for turn, *_ in entries:
             if turn.session.suspect:
                 await self.mark(turn.session)
 
@@ -117,7 +117,7 @@ class Suspects:
         Returns the turns that are to fail: ALONE_DEATHS_MAX workers died with them alone.
         """
         failed: list[Turn] = []
-        for turn, n, _ in entries:
+        for turn, n, *_ in entries:
             session = turn.session
             session.suspect = True
             turn.suspect_until = max(turn.suspect_until, len(session.tokens), session.frontier + n)

@@ -237,6 +237,20 @@ class Migrator:
             if session.frontier <= _reach(session, row_import):
                 return
 
+    async def _save_state(self, move: Migration) -> None:
+        """Have the source save the recurrent state at the frontier, with which the destination goes
+        on. Raises Abort if it cannot: all tokens would be computed again."""
+        session, source = move.session, move.source
+        live = session.kv.state
+        if live is None or live.position != session.frontier or not source.up:
+            return
+        source.kv.states.save(session)
+        if source.kv.states.is_saving(session):
+            await self._touch(source, ())
+        self._check(session, move.to)
+        if source.up and not source.kv.states.is_saved(session, session.frontier):
+            raise Abort("its recurrent state could not be saved; it is good where it is")
+
     async def _store_rows(self, move: Migration) -> None:
         """Have the source store rows that its worker has not stored yet."""
         if move.source.config.kind == "cuda" and move.source.up:
@@ -276,10 +290,12 @@ class Migrator:
         """P3 and P4: copy open rows to the destination, which verifies each of them."""
         session, source, to = move.session, move.source, move.to
         self._check(session, to)
+        await self._save_state(move)
         pending_rows = source.kv.importing.sources(session)
         rows = [pending for pending in pending_rows if isinstance(pending.source, FromArena)]
         imported = None
-        if frozen.turn is None or not _has_enough(session, row_import, rows):
+        lacks_rows = not _has_enough(session, row_import, rows) or source.kv.states.is_used
+        if frozen.turn is None or lacks_rows:
             await self._store_rows(move)
             self._check(session, to)
             imported = self._import(move, row_import, rows)
@@ -293,7 +309,8 @@ class Migrator:
         if session.state is not State.FROZEN:
             raise Abort(CLOSED)
         missing = session.frontier - _reach(session, row_import)
-        if missing > RECOMPUTE_MAX and source.up:
+        most = 0 if source.kv.states.is_used else RECOMPUTE_MAX
+        if missing > most and source.up:
             raise Abort(f"{missing} of its rows could not be proven; they are good where they are")
         if frozen.audits != to.kv.disputes.audits:
             raise Abort("an audit invalidated its open rows")
@@ -324,7 +341,7 @@ class Migrator:
             move.undo()
             raise Abort(CLOSED)
         before = session.frontier
-        left = source.kv.slots.detach(session)
+        left = source.kv.detach(session)
         tails = session.kv.take_pending(lambda o: not isinstance(o.source, FromArena))
         rows_copied = to.kv.importing.rows_imported
         to.kv.importing.install(row_import)

@@ -43,6 +43,8 @@ async def erase(
         shared = await asyncio.wrap_future(store.ledger.shared_tokens(name, tenant, tokens))
         kept = max(shared, _computing(state, store, tokens, salt))
         await asyncio.wrap_future(store.pages.erase(tokens, salt, kept))
+        if store.states is not None:
+            await asyncio.wrap_future(store.states.erase(tokens, store.pages.repr_id, salt, kept))
         if state.erase_at_peers is not None:
             await state.erase_at_peers(tokens, salt, kept)
     dropped = store.ledger.append(writes.DropSession(name))

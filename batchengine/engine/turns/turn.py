@@ -184,7 +184,11 @@ class Turn:
             self.pages_max,
             len(kv.open),
             running,
-            self.paused or session.is_expecting or kv.cut_off or self.awaits_mask,
+            self.paused
+            or session.is_expecting
+            or kv.cut_off
+            or kv.awaits_state
+            or self.awaits_mask,
             session.suspect,
             evictable,
             session.tenant,

@@ -255,7 +255,7 @@ class Scene:
         self.unreachable += len(done.unreachable)
         check_answer(in_flight, done)
         self.steps.commit(in_flight, done)
-        for turn, _, _ in in_flight.parts:
+        for turn, *_ in in_flight.parts:
             turn.session.check()
         return True
 

@@ -1,0 +1,317 @@
+"""Which recurrent state each session of one lane goes on with.
+
+A model with recurrent layers computes a token only from the state behind the token before. A
+session has that state with its worker, at its frontier; a file of the store has it at some other
+positions: at the end of a page every `interval` tokens and near the end of a prompt, and at the
+frontier of a session that rests, leaves its lane, or is parked. Without one the session falls back
+to the last position that has one: what lies behind is computed again, with the same bits.
+
+    timeline   0 ........... 2048 ........... 4096 ......... 4352 .... 4700
+    states     none needed   saved            saved          saved     live, at the frontier
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from batchengine.core import PAGE_TOKENS
+from batchengine.kv.slots import Slots
+from batchengine.kv.states.pool import INTERVAL_MIN, StatePool, save_interval
+from batchengine.session import Loss, Session, State
+from batchengine.session_kv import LiveState, StateSlot, full_pages, page_start, rows_in
+from batchengine.wire import lane as wire
+from kv_store import keys
+from kv_store.states import state_name, state_seed
+from kv_store.store import Store
+
+
+class EntryStates(NamedTuple):
+    """The states of one entry of a step: the slot that it reads, -1 for none, and the one that it
+    writes; its taker releases that one, unless it becomes the session's."""
+
+    read: int
+    written: StateSlot
+
+
+class Save(NamedTuple):
+    """A state to be written to a file: key and parent name it."""
+
+    session: Session
+    key: bytes
+    parent: bytes
+    slot: int
+
+
+class Load(NamedTuple):
+    """A state to be read from a file into a slot, for a session at this position."""
+
+    session: Session
+    epoch: int
+    position: int
+    key: bytes
+    parent: bytes
+    slot: StateSlot
+
+
+class StateChores(NamedTuple):
+    """What a frame saves and loads."""
+
+    saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+    def messages(self) -> tuple[tuple[wire.StateFile, ...], tuple[wire.StateFile, ...]]:
+        """As a Step has them."""
+        saves = [_file(save.slot, save.key, save.parent) for save in self.saves]
+        loads = [_file(load.slot.index, load.key, load.parent) for load in self.loads]
+        return tuple(saves), tuple(loads)
+
+
+class LaneStates:
+    """The states of the sessions of one lane. Everything happens between two steps, but for
+    `begin`. `state_bytes` 0: the model has none, and every session may compute."""
+
+    def __init__(self, store: Store, slots: Slots, wake: Callable[[], None]) -> None:
+        self._store = store
+        self._slots = slots
+        self._wake = wake
+        self._pool: StatePool | None = None  # of the worker that is up
+        self.state_bytes = 0
+        self.interval = 0
+        self._saves: dict[bytes, Save] = {}
+        self._loads: list[Load] = []
+        self._loading: dict[Session, Load] = {}  # those that sessions wait for
+        self._saving: set[bytes] = set()  # also those in a frame that is not answered
+
+    def __repr__(self) -> str:
+        return f"<LaneStates {self._pool!r} saves={len(self._saves)} loads={len(self._loads)}>"
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the model has recurrent state."""
+        return self.state_bytes > 0
+
+    # ------------------------------------------------------------------------------ the worker
+
+    def attach(self, n_slots: int, state_bytes: int) -> None:
+        """Use the slots of a new worker, for states of so many bytes."""
+        self.state_bytes, self._pool = state_bytes, StatePool(n_slots)
+        row_bytes = self._store.pages.layout.row_bytes
+        self.interval = save_interval(state_bytes, row_bytes) if state_bytes else 0
+
+    def worker_died(self) -> None:
+        """Forget the states that were with the worker, and what it was to save and load."""
+        for session in self._slots.members.values():
+            self.leave(session)
+        self._pool = None
+        self._saves, self._loads, self._saving = {}, [], set()
+
+    def leave(self, session: Session) -> None:
+        """Give up the state that the session has with the worker, or waits for."""
+        session.kv.set_state(None)
+        if self._loading.pop(session, None) is not None:
+            session.kv.awaits_state = False
+
+    # ------------------------------------------------------------------------------ questions
+
+    def key_at(self, session: Session, position: int) -> tuple[bytes, bytes]:
+        """Key and parent of the state behind the first `position` tokens, at least one."""
+        page, rows = full_pages(position), rows_in(full_pages(position), position)
+        self._slots.know_keys(session, page)
+        known = session.kv.keys
+        if not rows:
+            return known[page - 1], known[page - 2] if page > 1 else keys.ROOT_KEY
+        parent = known[page - 1] if page else keys.ROOT_KEY
+        tail = session.tokens[page_start(page) : position]
+        return self._store.pages.key_of(parent, tail, session.salt), parent
+
+    def reach(self, session: Session, position: int) -> int:
+        """The last position up to `position` from which the session can go on; 0 needs no state."""
+        kv, saved = session.kv, self._store.states
+        live = kv.state.position if kv.state is not None else 0
+        if live == position or not position:
+            return position
+        best = live if live < position else 0
+        if saved is None or not len(saved):
+            return best
+        if position % PAGE_TOKENS and self.key_at(session, position)[0] in saved:
+            return position
+        self._slots.know_keys(session, full_pages(position))
+        for page in range(full_pages(position), full_pages(best), -1):
+            if kv.keys[page - 1] in saved:
+                return page_start(page)
+        return best
+
+    def is_saved(self, session: Session, position: int) -> bool:
+        """Whether a file has the state at a position, or is being written."""
+        key = self.key_at(session, position)[0]
+        saved = self._store.states
+        return key in self._saving or (saved is not None and key in saved)
+
+    def is_due(self, session: Session, position: int) -> bool:
+        """Whether the state at the end of a page is to be saved: each `interval` tokens, and before
+        the last token of a timeline, since the next prompt may differ from there on."""
+        if position % self.interval == 0:
+            return not self.is_saved(session, position)
+        if position != page_start(full_pages(len(session.tokens) - 1)):
+            return False
+        before = range(position, max(0, position - INTERVAL_MIN), -PAGE_TOKENS)
+        return position >= INTERVAL_MIN and not any(self.is_saved(session, at) for at in before)
+
+    def until(self, session: Session, start: int, end: int) -> int:
+        """Where a step from `start` must end, at `end` at the latest, for the state to be saved."""
+        if not self.is_used:
+            return end
+        regular = (start // self.interval + 1) * self.interval
+        last = page_start(full_pages(len(session.tokens) - 1))
+        for position in sorted({regular, last}):
+            if start < position < end and self.is_due(session, position):
+                return position
+        return end
+
+    def resumable(self, page_keys: Sequence[bytes]) -> int:
+        """How many of these pages, of a timeline in order, end where a file has the state."""
+        saved = self._store.states
+        if not self.is_used:
+            return len(page_keys)
+        if saved is None:
+            return 0
+        found = (n for n in range(len(page_keys), 0, -1) if page_keys[n - 1] in saved)
+        return next(found, 0)
+
+    # --------------------------------------------------------------------- before and after a step
+
+    def settle(self, session: Session) -> None:
+        """Have the frontier of a session fall back to where it can go on, if it has no state there.
+
+        Rows that are still to be imported may end where a file has the state: they are waited for.
+        """
+        kv = session.kv
+        if not self.is_used or kv.awaits_state or kv.pending:
+            return
+        if (reach := self.reach(session, session.frontier)) < session.frontier:
+            session.loss = session.loss or Loss.STATE
+            if kv.state is not None and kv.state.position == reach:  # inside its open page
+                session.frontier = reach
+                self._slots.fit(session)
+            else:
+                self._slots.truncate(session, full_pages(reach))
+
+    def prepare(self, session: Session) -> bool:
+        """Whether the session may compute from its frontier on: its state there is with the worker,
+        or none is needed. Else it is being loaded, or there is no slot for it."""
+        kv = session.kv
+        if not self.is_used:
+            return True
+        if kv.awaits_state:
+            return False
+        self.settle(session)
+        if kv.pending:
+            return False
+        position = session.frontier
+        if not position or (kv.state is not None and kv.state.position == position):
+            return True
+        kv.set_state(None)
+        slot = self.take(session)
+        if slot is not None:
+            key, parent = self.key_at(session, position)
+            load = Load(session, session.epoch, position, key, parent, slot)
+            self._loads.append(load)
+            self._loading[session] = load
+            kv.awaits_state = True
+        return False
+
+    def begin(self, session: Session, after: StateSlot | None = None) -> EntryStates | None:
+        """The states of an entry of the session. `after`: of the step before, if that is not
+        committed. None: no slot is free."""
+        written = self.take(session)
+        if written is None:
+            return None
+        if after is None and session.kv.state is not None and session.frontier:
+            after = session.kv.state.slot
+        return EntryStates(-1 if after is None else after.index, written)
+
+    def computed(self, session: Session, written: StateSlot) -> None:
+        """The state of a session that has just advanced to its frontier. It is saved where others
+        may go on from it."""
+        position = session.frontier
+        session.kv.set_state(LiveState(written, position))
+        if not position % PAGE_TOKENS and self.is_due(session, position):
+            self.save(session)
+
+    def save(self, session: Session) -> bool:
+        """Have the next frame write the session's state to a file; False if there is none at its
+        frontier, or it is saved already."""
+        kv, position = session.kv, session.frontier
+        if kv.state is None or kv.state.position != position or self._store.states is None:
+            return False
+        key, parent = self.key_at(session, position)
+        if key in self._saving or key in self._store.states:
+            return False
+        self._saves[key] = Save(session, key, parent, kv.state.slot.index)
+        self._saving.add(key)
+        self._wake()
+        return True
+
+    def is_saving(self, session: Session) -> bool:
+        """Whether the state at the session's frontier is being written to a file."""
+        return bool(self._saving and session.frontier) and (
+            self.key_at(session, session.frontier)[0] in self._saving
+        )
+
+    def take(self, taker: Session | None = None) -> StateSlot | None:
+        """A slot; that of another session which rests longest, if none is free."""
+        if self._pool is None:
+            return None
+        while (slot := self._pool.take()) is None:
+            rests = (
+                s for s in self._slots.reclaimable if s.kv.state is not None and s is not taker
+            )
+            if (session := next(rests, None)) is None:
+                return None
+            session.kv.set_state(None)
+        return slot
+
+    # ------------------------------------------------------------------------------ the frame
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether the next frame saves or loads states."""
+        return bool(self._saves or self._loads)
+
+    def take_chores(self) -> StateChores:
+        """Take what the next frame saves and loads."""
+        if not self.has_chores:
+            return StateChores()
+        chores = StateChores(tuple(self._saves.values()), tuple(self._loads))
+        self._saves, self._loads = {}, []
+        return chores
+
+    def answered(self, chores: StateChores, done: tuple[bool, ...]) -> None:
+        """Apply the answer of the frame with these chores."""
+        saved = self._store.states
+        for save, is_good in zip(chores.saves, done, strict=False):
+            self._saving.discard(save.key)
+            if is_good and saved is not None:
+                saved.saved(save.key, save.parent, self.state_bytes)
+                if save.session.state is State.CLOSED:  # it may have been erased meanwhile
+                    saved.drop(save.key)
+        for load, is_good in zip(chores.loads, done[len(chores.saves) :], strict=True):
+            session, kv = load.session, load.session.kv
+            is_awaited = self._loading.get(session) is load
+            if is_awaited:
+                del self._loading[session]
+                kv.awaits_state = False
+            if not is_good and saved is not None:
+                saved.drop(load.key)
+            is_here = (session.epoch, session.frontier) == (load.epoch, load.position)
+            if is_good and is_awaited and is_here:
+                kv.set_state(LiveState(load.slot, load.position))
+            else:
+                load.slot.release()
+            if saved is not None:
+                saved.used(load.key, is_last=bool(load.position % PAGE_TOKENS))
+
+
+def _file(slot: int, key: bytes, parent: bytes) -> wire.StateFile:
+    return wire.StateFile(slot, state_name(key, parent), state_seed(key))
