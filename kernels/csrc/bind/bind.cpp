@@ -152,5 +152,6 @@ NB_MODULE(_native, module) {
     bind_experts(module);
     bind_row_operations(module);
     bind_attention(module);
+    bind_recurrent(module);
     bind_sampling(module);
 }

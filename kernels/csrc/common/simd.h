@@ -461,6 +461,10 @@ SIMD_FN V16 vsigmoid_times(V16 x, V16 w) { return x / (vset(1.0f) + vexpc(vneg(w
 
 #endif
 
+SIMD_FN V16 vsigmoid(V16 x) {
+    return vfma(x, vzero(), vset(1.0f)) / (vset(1.0f) + vexpc(vneg(x)));
+}
+
 // max|x| of a group whose width is a multiple of 32; nonfinite when any value is NaN or infinite.
 SIMD_FN float largest_magnitude(const float* x, size_t width, bool* finite) {
     V16 a = vzero(), check = vzero();

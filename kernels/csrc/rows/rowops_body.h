@@ -250,8 +250,20 @@ int64_t keep(const float* x, size_t n, float value, size_t ties, int32_t least, 
     return sum;
 }
 
+void gate(const float* gate, size_t n, float* y) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) vstore(y + i, vload(y + i) * vsigmoid(vload(gate + i)));
+    for (; i < n; i++) y[i] = ca::gate_value(y[i], gate[i]);
+}
+
+void add_share(const float* x, size_t n, float share, float* y) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) vstore(y + i, vload(y + i) + vset(share) * vload(x + i));
+    for (; i < n; i++) y[i] = ca::add_share(y[i], share, x[i]);
+}
+
 #define ROWOPS_TABLE                                                                               \
     { norm<false>, norm<true>, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, \
-      weigh, keep }
+      weigh, keep, gate, add_share }
 
 }  // namespace
