@@ -24,13 +24,17 @@ struct ConvHead {
     float eps;
     float* out;
     size_t out_stride;
-
-    // Input j of those that token t takes, j = 0 being the oldest.
-    const float* input(size_t t, size_t j) const {
-        const size_t i = t + j, n = conv_kernel - 1;
-        return i < n ? before + i * before_stride : x + (i - n) * x_stride;
-    }
 };
+
+namespace {
+
+// Input j of those that token t takes, j = 0 being the oldest.
+[[maybe_unused]] inline const float* conv_input(const ConvHead& head, size_t t, size_t j) {
+    const size_t i = t + j, n = head.conv_kernel - 1;
+    return i < n ? head.before + i * head.before_stride : head.x + (i - n) * head.x_stride;
+}
+
+}  // namespace
 
 // The recurrence of one value head, the norm of its outputs, and the gate.
 struct StateHead {
@@ -65,10 +69,10 @@ extern const DeltaKernels delta_avx512;
 extern const DeltaKernels delta_neon;
 
 inline const DeltaKernels& delta_kernels() {
-#if defined(BATCHENGINE_X86_)
+#if defined(BATCHENGINE_X86)
     if (level() == Level::avx512) return delta_avx512;
     if (level() == Level::avx2) return delta_avx2;
-#elif defined(BATCHENGINE_ARM_)
+#elif defined(BATCHENGINE_ARM)
     if (level() != Level::scalar) return delta_neon;
 #endif
     return delta_scalar;

@@ -35,7 +35,7 @@ void convolve_head(const Rows& projected, const BatchEntry& entry, const LayerIm
                    const StateShape& shape, const DeltaNetParams& params, size_t head,
                    const Convolved& out) {
     const size_t channel = head * shape.head_dim, n = shape.conv_kernel - 1;
-    const size_t channels = shape.channels(), last = entry.first_token + entry.n_tokens;
+    const size_t channels = shape.channels();
     const float* const before = images.from ? images.from + shape.conv_offset() + channel : ZEROS;
     const ConvHead job{projected.row(entry.first_token) + channel,
                        projected.stride,
@@ -51,7 +51,7 @@ void convolve_head(const Rows& projected, const BatchEntry& entry, const LayerIm
                        out.stride};
     delta_kernels().convolve(job);
     for (size_t j = 0; j < n; ++j)
-        std::copy_n(job.input(last - entry.first_token, j), shape.head_dim,
+        std::copy_n(conv_input(job, entry.n_tokens, j), shape.head_dim,
                     images.to + shape.conv_offset() + j * channels + channel);
 }
 

@@ -11,7 +11,7 @@ void convolve(const ConvHead& head) {
         float* const y = head.out + t * head.out_stride;
         for (size_t i = 0; i < head.head_dim; i++) {
             float x[CONV_KERNEL_MAX];
-            for (size_t j = 0; j < head.conv_kernel; j++) x[j] = head.input(t, j)[i];
+            for (size_t j = 0; j < head.conv_kernel; j++) x[j] = conv_input(head, t, j)[i];
             const float c = ca::convolved(x, 1, head.weights + i * head.conv_kernel,
                                           static_cast<int>(head.conv_kernel));
             y[i] = ca::sigmoid_times(c, c);
