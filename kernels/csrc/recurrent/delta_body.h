@@ -161,18 +161,30 @@ void gate_outputs(const StateHead& head) {
     }
 }
 
-// Vectors of a block: what keeps all sums in registers.
+// Vectors of a block: what keeps all sums in registers, and for entries of one token, which have no
+// product with a next key, longer runs of memory.
 #if defined(SIMD_AVX512)
-constexpr int WIDE = 4;
+constexpr int WIDE = 4, WIDE_ALONE = 8;
+#elif defined(__AVX2__)
+constexpr int WIDE = 2, WIDE_ALONE = 4;
 #else
-constexpr int WIDE = 2;
+constexpr int WIDE = 2, WIDE_ALONE = 2;
 #endif
 
-void recur(const StateHead& head) {
-    if (head.head_dim % (16 * WIDE) == 0)
-        for (size_t j = 0; j < head.head_dim; j += 16 * WIDE) recur_block<WIDE>(head, j);
+// All columns, in blocks of n vectors, or of 2 where those do not divide a row.
+template <int n>
+void recur_blocks(const StateHead& head) {
+    if (head.head_dim % (16 * n) == 0)
+        for (size_t j = 0; j < head.head_dim; j += 16 * n) recur_block<n>(head, j);
     else
         for (size_t j = 0; j < head.head_dim; j += 32) recur_block<2>(head, j);
+}
+
+void recur(const StateHead& head) {
+    if (head.tokens == 1)
+        recur_blocks<WIDE_ALONE>(head);
+    else
+        recur_blocks<WIDE>(head);
     vstream_end();
     gate_outputs(head);
 }
