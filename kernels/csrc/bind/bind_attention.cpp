@@ -136,7 +136,7 @@ void set_states(Batch& batch, const AddressArray& reads, const AddressArray& wri
         require(writes(e) != 0, where + " has no address to write");
         require(reads(e) % CACHE_LINE == 0 && writes(e) % CACHE_LINE == 0,
                 where + " has an address that is not 64-byte aligned");
-        require(!std::binary_search(written.begin(), written.end(), reads(e)),
+        require(reads(e) == 0 || !std::binary_search(written.begin(), written.end(), reads(e)),
                 where + " reads an address that is written");
     }
     std::copy_n(reads.data(), n, batch.state_reads.data());

@@ -215,6 +215,7 @@ CA_FN float expc(float x) {
 }
 
 // ln x for finite normal x > 0: exponent split around sqrt(1/2), then one fixed polynomial.
+// |error| < 0.9 ulp, measured against binary64 on each 101st number.
 CA_FN float logc(float x) {
     const uint32_t shifted = bits_of(x) - 0x3F3504F3u;
     const float e = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
@@ -241,8 +242,8 @@ CA_FN float sigmoid_times(float x, float w) { return div_rn(x, add_rn(1.0f, expc
 // The logistic function; NaN where x is not finite.
 CA_FN float sigmoid(float x) { return div_rn(fma_rn(x, 0.0f, 1.0f), add_rn(1.0f, expc(-x))); }
 
-// ln(1 + e^x), and x itself above 20, where both are the same number to half a unit. NaN gives NaN.
-// Up to 20 |error| < 1.3·2^-24 of max(1, the result): below -16.6, where 1 + e^x is 1, it is 0.
+// ln(1 + e^x), and x itself above 20. |error| < 2.4·2^-24 · max(1, result), measured against binary64;
+// below -16.7, where 1 + e^x is 1, it is 0. NaN gives NaN, -infinity gives 0.
 CA_FN float softplus(float x) { return x <= 20.0f ? logc(add_rn(1.0f, expc(x))) : x; }
 
 // What a feed-forward part makes of the products of its gate and up matrices.

@@ -154,7 +154,7 @@ def squares(x: F32) -> np.float32:
 
 
 def unit(x: F32) -> F32:
-    return x * (ONE / np.sqrt(squares(x) + EPS))
+    return x * np.float32(ONE / np.sqrt(squares(x) + EPS))
 
 
 def columns(s: F32, x: F32) -> F32:
