@@ -24,6 +24,7 @@ from bench.cuda.cases.attention import (
 )
 from bench.cuda.cases.experts import experts_case, select_case
 from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
+from bench.cuda.cases.recurrent import delta_net_case, gates_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
 from kernels.cuda.gpu import Gpu
@@ -54,6 +55,8 @@ def cases() -> dict[str, Case]:
         "attention, long": attention_long_case,
         "attention, window": attention_window_case,
         "attention, window, spans": attention_window_spans_case,
+        "delta net": delta_net_case,
+        "gates": gates_case,
         "sample": sample_case,
         "take samples": take_samples_case,
         "select experts": select_case,
