@@ -26,6 +26,14 @@ struct alignas(16) StateEntry {
     int32_t unused[2];
 };
 
+// Values of an entry's images from number `first` on.
+GPU_FN gpu::In<float> read_at(const StateEntry& entry, int64_t first) {
+    return gpu::in_at<float>(entry.read + 4 * first);
+}
+GPU_FN gpu::Out<float> written_at(const StateEntry& entry, int64_t first) {
+    return gpu::out_at<float>(entry.written + 4 * first);
+}
+
 // A layer of the images. offset: of its values in an image.
 struct Layer {
     int64_t offset;
@@ -111,16 +119,15 @@ KERNEL(convolve_heads, THREADS, gpu::In<float> projected, int stride, gpu::In<in
     const StateEntry entry = entries[entry_of[gpu::block()]];
     const int head = gpu::block_y(), t = gpu::block() - entry.first_token, before = taps - 1;
     const bool is_last = t == entry.n_tokens - 1, is_value = head >= 2 * n_k_head;
-    const gpu::In<float> read = gpu::in_at<float>(entry.read);
-    const gpu::Out<float> written = gpu::out_at<float>(entry.written);
     const gpu::Out<float> row = out + token * out_stride;
     for (int d = gpu::thread(); d < head_dim; d += THREADS) {
         const int channel = head * head_dim + d;
         const gpu::In<float> w = weights + int64_t{channel} * taps;
-        const gpu::Out<float> left = written + (layer.inputs() + channel);
+        const int64_t first = layer.inputs() + channel;  // of the entry's inputs of this channel
+        const gpu::Out<float> left = written_at(entry, first);
         const auto input = [&](int j) {
             if (t + j >= before) return float(projected[(token + j - before) * stride + channel]);
-            return entry.read ? float(read[layer.inputs() + (t + j) * channels + channel]) : 0.0f;
+            return entry.read ? float(read_at(entry, first)[(t + j) * channels]) : 0.0f;
         };
         const float c = taps == 4   ? convolve<4>(input, w, is_last, left, channels)
                         : taps == 3 ? convolve<3>(input, w, is_last, left, channels)
@@ -176,7 +183,7 @@ KERNEL(recur_heads, STATE_HEAD_DIM_MAX, gpu::In<float> convolved, int stride, gp
     const int64_t first = layer.head(head) + int64_t{chain} * ca::CHAIN * head_dim + column;
     float s[ca::CHAIN];
     if (entry.read) {
-        const gpu::In<float> from = gpu::in_at<float>(entry.read) + first;
+        const gpu::In<float> from = read_at(entry, first);
         GPU_UNROLL
         for (int i = 0; i < ca::CHAIN; i++) s[i] = from[i * head_dim];
     } else {
@@ -215,7 +222,7 @@ KERNEL(recur_heads, STATE_HEAD_DIM_MAX, gpu::In<float> convolved, int stride, gp
                 product(s, ring, (t + 1) % RING * SLOT_WORDS + q_words + own);
     }
     gpu::copies_wait<0>();
-    const gpu::Out<float> to = gpu::out_at<float>(entry.written) + first;
+    const gpu::Out<float> to = written_at(entry, first);
     GPU_UNROLL
     for (int i = 0; i < ca::CHAIN; i++) to[i * head_dim] = s[i];
     gpu::barrier();
