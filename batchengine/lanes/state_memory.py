@@ -24,6 +24,16 @@ log = logging.getLogger("batchengine.worker")
 
 MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it before Python 3.13
 U64_MAX = (1 << 64) - 1
+REST_SHARE = 16  # of the memory that is counted on: for states of sessions at rest
+
+
+def slots_wanted(
+    entries_max: int, steps_in_flight: int, memory_bytes: int, state_bytes: int
+) -> int:
+    """States that a worker keeps: of each seat the one at the frontier and one per step in flight,
+    and those of sessions that rest, in a part of `memory_bytes`."""
+    at_rest = memory_bytes // REST_SHARE // max(1, state_bytes)
+    return entries_max * (1 + steps_in_flight) + min(entries_max, at_rest)
 
 
 def check_states(step: wire.Step, n_slots: int) -> None:

@@ -18,6 +18,7 @@ from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine.lane.seats import Seats
 from batchengine.kv import LaneKv
+from batchengine.lanes.state_memory import slots_wanted
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.identity import Identity, files_of, identity_of
 from batchengine.policy.capacity import open_pages
@@ -29,7 +30,6 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.lane")
 
-REST_SHARE = 16  # of the store's budget: for recurrent states of sessions at rest
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
 FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
 DOWN_MAX_S = 30.0  # earliest such failure if the worker died
@@ -87,6 +87,7 @@ class ModelLoader:
             entries_max=config.entries_max,
             context_tokens=self._context_tokens,
             links=links,
+            steps_in_flight=config.steps_in_flight,
         )
 
 
@@ -165,10 +166,10 @@ class WorkerSupervisor:
 
 
 def state_slots(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
-    """Recurrent states that a lane's worker keeps: of each seat the one at the frontier and one per
-    step in flight, and those of sessions that rest, in a part of the store's budget."""
-    at_rest = budget_bytes // REST_SHARE // max(1, state_bytes)
-    return config.entries_max * (1 + config.steps_in_flight) + min(config.entries_max, at_rest)
+    """Recurrent states that a lane's worker keeps, those of sessions that rest in a part of the
+    store's budget, or of what the lane may take of a GPU."""
+    memory_bytes = config.vram_bytes if config.kind == "cuda" else budget_bytes
+    return slots_wanted(config.entries_max, config.steps_in_flight, memory_bytes, state_bytes)
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

@@ -18,11 +18,13 @@ from batchengine.lanes.device import LaneMemory, Report, StartedStep
 from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
 from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.gpu.page_cache import PageCache
+from batchengine.lanes.gpu.states import DeviceStates
 from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.lanes.host_device import facts_of, load_model, logits_max
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import StepInput
+from batchengine.lanes.state_memory import NoStates, StateSlots, slots_wanted
+from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
 from batchengine.wire import lane as wire
@@ -121,9 +123,18 @@ class CudaDevice:
             raise errors.GPU_UNUSABLE(index=resources.index, why=why) from None
         payload_bytes = gpu.taken_by(model.shape.payload_bytes)
         room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - gpu.used
+        left, states_bytes, states = room, 0, ""
+        if (shape := _states_of(model)) is not None:
+            state_bytes = gpu.taken_by(shape.image_bytes)
+            n_states = slots_wanted(
+                load.entries_max, load.steps_in_flight, resources.vram_bytes, state_bytes
+            )
+            states_bytes = n_states * state_bytes
+            states = f", and entries_max takes {n_states} states of {state_bytes >> 10} KiB"
+        room -= states_bytes
         if room < context_pages * payload_bytes:
-            why = f"{max(0, room) >> 20} MiB are left for KV, and one context has {context_pages}"
-            why += f" pages of {payload_bytes >> 10} KiB"
+            why = f"{max(0, left) >> 20} MiB are left for KV, and one context has {context_pages}"
+            why += f" pages of {payload_bytes >> 10} KiB{states}"
             raise errors.GPU_UNUSABLE(index=resources.index, why=why)
         cache = PageCache(gpu, model.shape.payload_bytes, room // payload_bytes)
         self.gpu = LoadedGpu(pool, steps, cache, kernels.Batch(*limits))
@@ -137,7 +148,16 @@ class CudaDevice:
         """Map the arena of this worker."""
         if self.gpu is None:
             raise RuntimeError("attach before load")
-        self.memory = DeviceMemory(attach, layout, self.gpu.cache, self.gpu.pool)
+        states: StateSlots = NoStates()
+        if attach.state_bytes:
+            states = DeviceStates(
+                self.gpu.steps.gpu,
+                attach.state_slots,
+                attach.state_bytes,
+                attach.states_dir,
+                self.gpu.cache.shrink,
+            )
+        self.memory = DeviceMemory(attach, layout, self.gpu.cache, self.gpu.pool, states)
         self.lane = GpuLane(self.gpu, self.memory)
         return self.memory
 
@@ -161,6 +181,10 @@ class CudaDevice:
             self.memory.late.flush()
         if self._pool is not None:
             self._pool.close()
+
+
+def _states_of(model: Model) -> kernels.StateShape | None:
+    return getattr(model, "states", None)
 
 
 def _stepper(ops: Any, model: Model, tokens: int, entries: int, pages: int) -> Stepper:
@@ -187,6 +211,37 @@ def upload_weights(
         progress(index / len(tensors))
 
 
+class SelfTestStates:
+    """The recurrent state of the self-test, on the GPU and on the CPU."""
+
+    def __init__(self, gpu: Gpu, n_bytes: int) -> None:
+        """Raises MemoryError."""
+        self._gpu = gpu
+        self._on_gpu = [gpu.allocate(n_bytes) for _ in range(2)]
+        self._on_cpu = [mmap.mmap(-1, n_bytes) for _ in range(2)]
+        self._n_bytes, self._steps = n_bytes, 0
+
+    def next(self) -> tuple[U64Array, U64Array]:
+        """What the next step reads and writes there and here: 0 and an address, then two."""
+        self._steps += 1
+        both: list[U64Array] = []
+        for images in (self._on_gpu, [kernels.address_of(image) for image in self._on_cpu]):
+            pair = [images[(self._steps - i) % 2] if self._steps > i else 0 for i in (1, 0)]
+            both.append(np.array([pair], np.uint64))
+        return both[0], both[1]
+
+    def are_equal(self) -> bool:
+        """Whether both processors have written the same state."""
+        got = np.empty(self._n_bytes, np.uint8)
+        self._gpu.copy_out(self._on_gpu[self._steps % 2], got)
+        return got.tobytes() == self._on_cpu[self._steps % 2][:]
+
+    def free(self) -> None:
+        """End the allocations of the GPU."""
+        for address in self._on_gpu:
+            self._gpu.free(address)
+
+
 def _self_test(
     on_gpu: GpuSteps, ops: CudaOps, pool: kernels.Pool, most: int, testing: Callable[[], None]
 ) -> None:
@@ -196,6 +251,8 @@ def _self_test(
     gpu, model = on_gpu.gpu, on_gpu.stepper.model
     page = gpu.allocate(model.shape.payload_bytes)
     gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
+    shape = _states_of(model)
+    states = None if shape is None else SelfTestStates(gpu, shape.image_bytes)
     on_host = mmap.mmap(-1, model.shape.payload_bytes)
     on_cpu = _stepper(CpuOps(pool), model, most, 1, 1)
     rng = np.random.default_rng(1)
@@ -205,14 +262,19 @@ def _self_test(
         tokens = rng.integers(0, model.spec.n_vocab, n).astype(np.int32)
         seeds, entry = np.arange(n, dtype=np.uint64), np.array([[n, start, 1]], np.int32)
         last = np.array([n - 1], np.int32)
-        on_gpu.begin(tokens, entry, np.array([page], np.uint64), last)
-        on_cpu.set(tokens, entry, np.array([kernels.address_of(on_host)], np.uint64))
+        of_gpu, of_cpu = (None, None) if states is None else states.next()
+        on_gpu.begin(tokens, entry, np.array([page], np.uint64), last, states=of_gpu)
+        at = np.array([kernels.address_of(on_host)], np.uint64)
+        on_cpu.set(tokens, entry, at, **({} if of_cpu is None else {"states": of_cpu}))
         on_cpu.run(last)
         got = ops.read_rows(cast(Rows, on_gpu.stepper.logits_rows), 1)
         same = got.tobytes() == on_cpu.logits(1).view(1).tobytes()
         digests = on_gpu.stepper.row_digests(seeds)
-        if not (same and np.array_equal(digests, on_cpu.row_digests(seeds))):
+        same = same and np.array_equal(digests, on_cpu.row_digests(seeds))
+        if not same or (states is not None and not states.are_equal()):
             raise errors.GPU_DISAGREES(tokens=n)
         start += n
     on_gpu.graphs.clear()
     gpu.free(page)
+    if states is not None:
+        states.free()

@@ -43,9 +43,8 @@ def test_a_prompt_from_zeros_cut_in_steps(
             compare(got, want, f"outputs of tokens {done} to {done + n}")
             for address, image in zip(at, written, strict=True):
                 compare(net.read(own, address), net.layer_of(image), f"an image behind {done + n}")
-            images, done = [*written], done + n
+            images, done = [*written, *([None] if len(at) == 1 else [])], done + n
             if len(at) == 1:
-                images.append(None)
                 at.append(0)
         _, (whole,) = net.on_cpu(rows, [len(rows)], [None])
         compare(net.read(own, at[0]), net.layer_of(whole), "the image of one step")
