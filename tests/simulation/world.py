@@ -498,6 +498,8 @@ class World:
         )  # fmt: skip
         self.trace("step", lane.name, lane.incarnation, entries, chores)
         self.count("steps")
+        self.counts["states saved"] += len(step.save_states)
+        self.counts["states loaded"] += len(step.load_states)
         if any(entry.takes_sample for entry in step.entries):
             self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
             self.counts["chunks ahead"] += sum([not e.takes_sample for e in step.entries])
