@@ -96,7 +96,8 @@ struct BatchEntry {
 struct Batch {
     Batch(size_t tokens_max_, size_t entries_max_, size_t pages_max_)
         : tokens_max(tokens_max_), entries_max(entries_max_), pages_max(pages_max_),
-          entry_of(tokens_max_), entries(entries_max_), pages(pages_max_) {}
+          entry_of(tokens_max_), entries(entries_max_), pages(pages_max_),
+          state_reads(entries_max_), state_writes(entries_max_) {}
 
     uint8_t* page(const BatchEntry& entry, size_t position) const {
         return reinterpret_cast<uint8_t*>(pages[entry.first_page + position / PAGE_TOKENS]);
@@ -109,9 +110,12 @@ struct Batch {
     const size_t tokens_max, entries_max, pages_max;
     size_t n_tokens = 0, n_entries = 0, n_pages = 0;
     size_t n_absent = 0;  // pages without an address, which lie elsewhere
+    size_t n_states = 0;  // 0 or n_entries
     Buffer<uint32_t> entry_of;  // entry of each token
     Buffer<BatchEntry> entries;
     Buffer<uint64_t> pages;
+    Buffer<uint64_t> state_reads;   // of each entry's recurrent state before the step; 0: all zeros
+    Buffer<uint64_t> state_writes;  // and after it
 };
 
 // States of the fold of rule 7, by index: m and l, and o of head_dim values.

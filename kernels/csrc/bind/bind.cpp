@@ -35,6 +35,7 @@ void bind_isa(nb::module_& module) {
             golden_linear(pool, golden);
             golden_sample(pool, golden);
             golden_experts(pool, golden);
+            golden_recurrent(pool, golden);
             nb::list out;
             for (const auto& [name, bytes] : golden.records)
                 out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));
@@ -152,5 +153,6 @@ NB_MODULE(_native, module) {
     bind_experts(module);
     bind_row_operations(module);
     bind_attention(module);
+    bind_recurrent(module);
     bind_sampling(module);
 }

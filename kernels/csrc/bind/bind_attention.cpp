@@ -78,7 +78,7 @@ void bind_shape(nb::module_& module) {
 // Fills a batch, or leaves it empty and throws.
 void set_batch(Batch& batch, const IndexArray& tokens, const EntryArray& entries,
                const AddressArray& pages, bool absent_pages) {
-    batch.n_tokens = batch.n_entries = batch.n_pages = batch.n_absent = 0;
+    batch.n_tokens = batch.n_entries = batch.n_pages = batch.n_absent = batch.n_states = 0;
     require(tokens.shape(0) <= batch.tokens_max, "Batch.set: " + number(tokens.shape(0)) +
                                                      " tokens, at most " + number(batch.tokens_max));
     require(entries.shape(0) <= batch.entries_max, "Batch.set: " + number(entries.shape(0)) +
@@ -120,6 +120,30 @@ void set_batch(Batch& batch, const IndexArray& tokens, const EntryArray& entries
     batch.n_absent = n_absent;
 }
 
+// Gives a batch the states of its entries, or leaves it without and throws.
+void set_states(Batch& batch, const AddressArray& reads, const AddressArray& writes) {
+    batch.n_states = 0;
+    const size_t n = batch.n_entries;
+    require(reads.shape(0) == n && writes.shape(0) == n,
+            "Batch.set_states: " + number(reads.shape(0)) + " and " + number(writes.shape(0)) +
+                " addresses of " + number(n) + " entries");
+    std::vector<uint64_t> written(writes.data(), writes.data() + n);
+    std::sort(written.begin(), written.end());
+    require(std::adjacent_find(written.begin(), written.end()) == written.end(),
+            "Batch.set_states: two entries write one address");
+    for (size_t e = 0; e < n; e++) {
+        const std::string where = "Batch.set_states: entry " + number(e);
+        require(writes(e) != 0, where + " has no address to write");
+        require(reads(e) % CACHE_LINE == 0 && writes(e) % CACHE_LINE == 0,
+                where + " has an address that is not 64-byte aligned");
+        require(reads(e) == 0 || !std::binary_search(written.begin(), written.end(), reads(e)),
+                where + " reads an address that is written");
+    }
+    std::copy_n(reads.data(), n, batch.state_reads.data());
+    std::copy_n(writes.data(), n, batch.state_writes.data());
+    batch.n_states = n;
+}
+
 // KV heads (first, count) of n_kv_head.
 KvHeads checked_heads(std::pair<size_t, size_t> heads, size_t n_kv_head, const char* name) {
     require(heads.first < n_kv_head && heads.second > 0 && heads.second <= n_kv_head - heads.first,
@@ -138,6 +162,10 @@ void bind_batch(nb::module_& module) {
              "[256p, 256p + 256). The caller keeps the pages mapped. With absent_pages, address 0 "
              "is a page that lies elsewhere: a call that would read or write it raises ValueError. "
              "ValueError leaves the batch empty.")
+        .def("set_states", &set_states, nb::arg("reads"), nb::arg("writes"),
+             "uint64 addresses of one state image per entry (StateShape.image_bytes, 64-byte "
+             "aligned): what a step reads, 0 for all zeros, and what it writes, which none reads. "
+             "set() forgets them, and so does a ValueError. The caller keeps the images mapped.")
         .def_prop_ro("n_tokens", [](const Batch& self) { return self.n_tokens; })
         .def_prop_ro("n_entries", [](const Batch& self) { return self.n_entries; })
         .def_prop_ro("n_pages", [](const Batch& self) { return self.n_pages; });

@@ -63,6 +63,7 @@ void bind_linear(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_row_operations(nb::module_& module);
 void bind_attention(nb::module_& module);
+void bind_recurrent(nb::module_& module);
 void bind_sampling(nb::module_& module);
 
 }  // namespace batchengine

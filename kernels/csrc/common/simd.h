@@ -53,6 +53,9 @@ SIMD_FN V16 vzero() { return {_mm512_setzero_ps()}; }
 SIMD_FN V16 vset(float x) { return {_mm512_set1_ps(x)}; }
 SIMD_FN V16 vload(const float* p) { return {_mm512_loadu_ps(p)}; }
 SIMD_FN void vstore(float* p, V16 a) { _mm512_storeu_ps(p, a.v); }
+// Past the caches, to an address that is aligned to a cache line; vstream_end() before others read it.
+SIMD_FN void vstream(float* p, V16 a) { _mm512_stream_ps(p, a.v); }
+SIMD_FN void vstream_end() { _mm_sfence(); }
 SIMD_FN V16 vload_half(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -131,6 +134,11 @@ SIMD_FN void vstore(float* p, V16 x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
 }
+SIMD_FN void vstream(float* p, V16 x) {
+    _mm256_stream_ps(p, x.a);
+    _mm256_stream_ps(p + 8, x.b);
+}
+SIMD_FN void vstream_end() { _mm_sfence(); }
 SIMD_FN V16 vload_half(const uint16_t* p) {
     const __m128i* h = reinterpret_cast<const __m128i*>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(h)), _mm256_cvtph_ps(_mm_loadu_si128(h + 1))};
@@ -234,6 +242,8 @@ SIMD_FN V16 vload(const float* p) {
 SIMD_FN void vstore(float* p, V16 a) {
     UNROLL for (int i = 0; i < 4; i++) vst1q_f32(p + 4 * i, a.v[i]);
 }
+SIMD_FN void vstream(float* p, V16 a) { vstore(p, a); }
+SIMD_FN void vstream_end() {}
 SIMD_FN V16 vload_half(const uint16_t* p) {
     return each_four(EACH(i) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i))); });
 }
@@ -460,6 +470,10 @@ SIMD_FN V16 vexpc(V16 x) {
 SIMD_FN V16 vsigmoid_times(V16 x, V16 w) { return x / (vset(1.0f) + vexpc(vneg(w))); }
 
 #endif
+
+SIMD_FN V16 vsigmoid(V16 x) {
+    return vfma(x, vzero(), vset(1.0f)) / (vset(1.0f) + vexpc(vneg(x)));
+}
 
 // max|x| of a group whose width is a multiple of 32; nonfinite when any value is NaN or infinite.
 SIMD_FN float largest_magnitude(const float* x, size_t width, bool* finite) {

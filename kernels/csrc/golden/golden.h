@@ -52,5 +52,6 @@ void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attentio
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
 void golden_sample(Pool& pool, Golden& golden);     // sampling
 void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
+void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates
 
 }  // namespace batchengine

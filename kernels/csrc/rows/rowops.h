@@ -38,6 +38,10 @@ struct RowOps {
     // Rule 10: zeroes the weights that are below `least` or outside the cut, which keeps the values
     // above `value` and, of those equal to it, the first `ties` indices; returns the sum of the rest.
     int64_t (*keep)(const float* x, size_t n, float value, size_t ties, int32_t least, int32_t* w);
+    // Rule 12: y = RN(y * sigmoid(gate)).
+    void (*gate)(const float* gate, size_t n, float* y);
+    // Rule 12: y = RN(y + RN(share * x)).
+    void (*add_share)(const float* x, size_t n, float share, float* y);
 };
 
 extern const RowOps rowops_scalar;

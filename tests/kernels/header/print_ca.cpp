@@ -112,6 +112,9 @@ void transcendental() {
         const auto above = static_cast<uint32_t>(source.next() % 0x7F000000u);
         return ca::logc(ca::float_of(0x00800000u + above));
     });
+    print("sigmoid", [] { return ca::sigmoid(source.below(4) ? source.between(-95, 95) : source.any()); });
+    print("softplus",
+          [] { return ca::softplus(source.below(4) ? source.between(-30, 30) : source.any()); });
     const char* const names[ca::ACTIVATIONS] = {"gated silu", "gated oai", "gated gelu"};
     for (int i = 0; i < ca::ACTIVATIONS; i++)
         print(names[i], [i] {
@@ -262,6 +265,44 @@ void experts() {
     });
 }
 
+void delta_networks() {
+    Line dots("column_product");
+    for (int round = 0; round < MANY / 256; round++) {
+        float s[256], x[256];
+        source.row(s, 256, 30);
+        source.row(x, 256, 30);
+        dots.add(ca::column_product(s, 1, x, ca::CHAIN * (1 + source.below(8))));
+    }
+    print("convolved", [] {
+        float x[8], w[4];
+        source.row(x, 8, 20);
+        source.row(w, 4, 20);
+        return ca::convolved(x, 2, w, 2 + source.below(3));
+    });
+    print("unit_factor", [] { return ca::unit_factor(source.between(0, 1e6f), 1e-6f); });
+    print("state_decay", [] {
+        const float alpha = source.below(4) ? source.between(-30, 30) : source.any();
+        return ca::state_decay(alpha, source.between(-9, 9), source.between(-20, 0));
+    });
+    print("state_delta", [] {
+        return ca::state_delta(source.any(), source.between(-9, 9), source.between(0, 1),
+                               source.between(0, 1));
+    });
+    print("state_value", [] {
+        return ca::state_value(source.any(), source.between(0, 1), source.between(-1, 1),
+                               source.between(-9, 9));
+    });
+    print("state_scale", [] { return ca::state_scale(ca::CHAIN * (1 + source.below(8))); });
+    print("gated_norm", [] {
+        return ca::gated_norm(source.between(-9, 9), source.between(0, 9), source.between(-3, 3),
+                              source.any());
+    });
+    print("gate_value", [] { return ca::gate_value(source.between(-9, 9), source.any()); });
+    print("add_share", [] {
+        return ca::add_share(source.any(), source.between(0, 1), source.between(-9, 9));
+    });
+}
+
 }  // namespace
 
 int main() {
@@ -272,5 +313,6 @@ int main() {
     attention();
     sampling();
     experts();
+    delta_networks();
     return 0;
 }

@@ -1,0 +1,32 @@
+// Gated delta networks (CA-3 rule 12) over the rows of a step, and the gates of attention and experts.
+//
+// The state of a head is a matrix, which each token of an entry changes in order. An entry's image is
+// read at one address and written at another one. No result depends on how a prompt is cut into steps.
+#pragma once
+
+#include "attention/kv8.h"
+#include "common/pool.h"
+#include "common/types.h"
+#include "recurrent/state.h"
+
+namespace batchengine {
+
+struct DeltaNetParams {
+    const Vector* conv;     // [channels][conv_kernel], the weight of the oldest input first
+    const Vector* dt_bias;  // [n_v_head]
+    const Vector* a;        // [n_v_head]
+    const Vector* norm;     // [head_dim]
+    float eps;
+};
+
+// `projected` rows are the products of a layer's matrices, in the order of StateShape::in_width; `out`
+// rows are the gated heads. `layer` counts the layers of the images.
+void delta_net(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
+               size_t layer, const DeltaNetParams& params, Rows& out);
+
+// out = out * sigmoid(gate), value by value.
+void gate_rows(Pool& pool, const Rows& gate, size_t tokens, Rows& out);
+// out = out + sigmoid(gate) * x; the rows of `gate` have one value.
+void gate_add(Pool& pool, const Rows& x, const Rows& gate, size_t tokens, Rows& out);
+
+}  // namespace batchengine

@@ -1,0 +1,226 @@
+"""The gated delta rule is the formula of the document, bit for bit, on every instruction set.
+
+Steps, neighbours in a step and threads change no bit of outputs or states.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kernels as K
+from tests.kernels.recurrent.images import (
+    BEST,
+    EPS,
+    LEVELS,
+    Entry,
+    Weights,
+    bits,
+    formula,
+    random_rows,
+    random_weights,
+    run,
+    step,
+)
+
+# n_k_head, n_v_head, head_dim, conv_kernel
+SHAPES = [(1, 1, 32, 2), (2, 4, 64, 3), (1, 3, 128, 4), (2, 8, 32, 4), (1, 2, 128, 2)]
+ODD_WIDTHS = [(1, 1, 96, 4), (1, 1, 160, 3), (1, 1, 192, 4), (1, 1, 224, 4), (1, 1, 256, 4)]
+
+
+def shape_of(sizes: tuple[int, int, int, int], n_layer: int = 1) -> K.StateShape:
+    n_k, n_v, head_dim, conv_kernel = sizes
+    return K.StateShape(n_layer, n_k, n_v, head_dim, conv_kernel)
+
+
+@pytest.mark.parametrize("sizes", SHAPES + ODD_WIDTHS)
+def test_every_level_computes_the_formula(pool: K.Pool, sizes: tuple[int, int, int, int]) -> None:
+    shape = shape_of(sizes)
+    weights, rows = random_weights(shape, 1), random_rows(shape, 9, 2)
+    wanted, wanted_s, wanted_conv = formula(shape, weights, rows)
+    for level in LEVELS:
+        K.set_isa(level)
+        for cuts in ([], range(1, 9)):
+            entry = Entry(shape, weights)
+            for part in np.split(rows, list(cuts)):
+                step(pool, [entry], [part])
+            s, conv = entry.state()
+            assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(wanted)), level
+            assert np.array_equal(bits(s), bits(wanted_s)), level
+            assert np.array_equal(bits(conv), bits(wanted_conv)), level
+
+
+def test_the_formula_is_the_gated_delta_rule(pool: K.Pool) -> None:
+    """In binary64, by the textbook form: the state decays, then learns what v lacks."""
+    shape = shape_of((2, 4, 64, 4))
+    w, rows = random_weights(shape, 3), random_rows(shape, 40, 4)
+    got, _ = run(pool, shape, w, rows)
+    d, n_k, n_v = 64, 2, 4
+    x = np.concatenate([np.zeros((3, shape.channels)), rows[:, : shape.channels]])
+    c = sum(x[j : j + 40] * w.conv[:, j].astype(float) for j in range(4))
+    c = np.asarray(c / (1 + np.exp(-c))).reshape(40, -1, d)
+    q, k, v = np.split(c, [n_k, 2 * n_k], axis=1)
+    q, k = (y / np.sqrt((y**2).sum(-1, keepdims=True) + EPS) for y in (q, k))
+    z, beta, alpha = np.split(rows[:, shape.channels :].astype(float), [n_v * d, n_v * d + n_v], 1)
+    state = np.zeros((n_v, d, d))
+    for t in range(40):
+        for h in range(n_v):
+            key, query = k[t, h % n_k], q[t, h % n_k]
+            state[h] *= np.exp(w.a[h] * np.log1p(np.exp(alpha[t, h] + w.dt_bias[h])))
+            lacking = v[t, h] - state[h].T @ key
+            state[h] += np.outer(key, lacking / (1 + np.exp(-beta[t, h])))
+            o = state[h].T @ query / 8
+            o = o / np.sqrt((o**2).mean() + EPS) * w.norm
+            gate = z[t, h * d : (h + 1) * d]
+            wanted = o * gate / (1 + np.exp(-gate))
+            np.testing.assert_allclose(got[t, h * d : (h + 1) * d], wanted, rtol=2e-4, atol=2e-4)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.sampled_from(SHAPES + ODD_WIDTHS),
+    cuts=st.sets(st.integers(1, 69), max_size=6),
+    level=st.sampled_from([level for level in LEVELS if level != "scalar"] or LEVELS),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_no_division_of_a_prompt_changes_a_bit(
+    sizes: tuple[int, int, int, int], cuts: set[int], level: str, seed: int
+) -> None:
+    shape, two = shape_of(sizes), K.Pool(2)
+    K.set_isa(level)
+    weights, rows = random_weights(shape, seed), random_rows(shape, 70, seed + 1)
+    whole, image = run(two, shape, weights, rows)
+    parts, last = run(two, shape, weights, rows, sorted(cuts))
+    assert np.array_equal(bits(whole), bits(parts))
+    assert np.array_equal(image, last)
+    two.close()
+
+
+def test_a_prompt_token_by_token_is_the_prompt_in_one_step(pool: K.Pool) -> None:
+    shape = shape_of((2, 4, 128, 4))
+    weights, rows = random_weights(shape, 5), random_rows(shape, 60, 6)
+    whole, image = run(pool, shape, weights, rows)
+    single, last = run(pool, shape, weights, rows, range(1, 60))
+    assert np.array_equal(bits(whole), bits(single))
+    assert np.array_equal(image, last)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_entries_of_a_step_and_threads_change_no_bit(threads: int) -> None:
+    shape = shape_of((1, 3, 64, 4))
+    weights = random_weights(shape, 7)
+    prompts = [random_rows(shape, n, 20 + n) for n in (1, 5, 12, 2)]
+    alone, many = K.Pool(1), K.Pool(threads)
+    wanted = [run(alone, shape, weights, rows) for rows in prompts]
+    # The first step has the fronts of three entries, the second one the rest and a new entry.
+    entries = [Entry(shape, weights) for _ in prompts]
+    step(many, entries[1:], [rows[: len(rows) // 2] for rows in prompts[1:]])
+    rest = [rows[len(rows) // 2 :] for rows in prompts[1:]]
+    step(many, [*entries[1:], entries[0]], [*rest, prompts[0]])
+    for entry, (outputs, image) in zip(entries, wanted, strict=True):
+        assert entry.read is not None
+        assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(outputs))
+        assert np.array_equal(entry.read, image)
+    alone.close()
+    many.close()
+
+
+def test_two_entries_go_on_from_one_image(pool: K.Pool) -> None:
+    shape = shape_of((1, 2, 64, 4))
+    weights, rows = random_weights(shape, 8), random_rows(shape, 12, 9)
+    source = Entry(shape, weights)
+    step(pool, [source], [rows[:6]])
+    assert source.read is not None
+    before = source.read.copy()
+    forks = [Entry(shape, weights) for _ in range(2)]
+    for fork in forks:
+        fork.read = source.read
+    step(pool, forks, [rows[6:], rows[6:9]])
+    whole, _ = run(pool, shape, weights, rows)
+    assert np.array_equal(bits(forks[0].outputs[0]), bits(whole[6:]))
+    assert np.array_equal(bits(forks[1].outputs[0]), bits(whole[6:9]))
+    assert np.array_equal(source.read, before)
+
+
+def test_an_image_of_zeros_is_the_beginning(pool: K.Pool) -> None:
+    shape = shape_of((1, 2, 96, 3))
+    weights, rows = random_weights(shape, 10), random_rows(shape, 4, 11)
+    for level in LEVELS:
+        K.set_isa(level)
+        wanted, image = run(pool, shape, weights, rows)
+        entry = Entry(shape, weights)
+        entry.read = np.zeros(shape.image_bytes + 64, np.uint8)
+        entry.read = entry.read[-K.address_of(entry.read) % 64 :][: shape.image_bytes]
+        step(pool, [entry], [rows])
+        assert np.array_equal(bits(entry.outputs[0]), bits(wanted))
+        assert np.array_equal(entry.read, image)
+
+
+def test_a_layer_touches_its_part_of_an_image_only(pool: K.Pool) -> None:
+    shape, one = shape_of((1, 1, 32, 3), n_layer=3), shape_of((1, 1, 32, 3))
+    assert shape.layer_bytes % 64 == 0
+    assert shape.image_bytes == 3 * shape.layer_bytes
+    weights, rows = random_weights(shape, 12), random_rows(shape, 5, 13)
+    entry = Entry(shape, weights, layer=1)
+    step(pool, [entry], [rows])
+    assert entry.read is not None
+    parts = np.split(entry.read, 3)
+    assert (parts[0] == 0xFF).all()
+    assert (parts[2] == 0xFF).all()
+    _, image = run(pool, one, weights, rows)
+    used = 4 * (32 * 32 + 2 * one.channels)
+    assert np.array_equal(parts[1][:used], image[:used])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("part", ["q", "k", "v", "z", "beta", "alpha"])
+def test_what_is_not_finite_stays_so(pool: K.Pool, part: str, value: float, level: str) -> None:
+    """In the outputs at that token; from all but z, beyond it, by the state or its inputs."""
+    K.set_isa(level)
+    shape = shape_of((1, 2, 64, 4))
+    d, z = 64, shape.channels
+    weights, rows = random_weights(shape, 14), random_rows(shape, 8, 15)
+    column = {"q": 3, "k": d + 3, "v": 2 * d + 3, "z": z + 3}
+    column |= {"beta": z + 2 * d, "alpha": z + 2 * d + 2}
+    rows[4, column[part]] = value
+    for cuts in ([], [4], [4, 5]):
+        out, _ = run(pool, shape, weights, rows, cuts)
+        finite = np.isfinite(out[:, :d]).all(1)
+        assert finite[:4].all()
+        assert not finite[4]
+        if part in ("k", "v", "beta", "alpha"):
+            assert not finite[5:].any()
+        if part == "q":
+            assert not finite[5:7].any()
+
+
+def test_a_decay_may_be_one_or_zero(pool: K.Pool) -> None:
+    shape = shape_of((1, 1, 32, 2))
+    random = random_weights(shape, 16)
+    weights = Weights(random.conv, np.zeros(1, np.float32), np.float32([-5]), random.norm)
+    rows = random_rows(shape, 6, 17)
+    rows[:, -1] = [-90, -20, 0, 19.5, 60, 1e30]
+    wanted, wanted_s, _ = formula(shape, weights, rows)
+    for level in LEVELS:
+        K.set_isa(level)
+        entry = Entry(shape, weights)
+        step(pool, [entry], [rows])
+        assert np.array_equal(bits(entry.outputs[0]), bits(wanted))
+        assert np.array_equal(bits(entry.state()[0]), bits(wanted_s))
+
+
+def test_levels_agree_on_long_steps() -> None:
+    shape, two = shape_of((2, 4, 128, 4)), K.Pool(2)
+    weights, rows = random_weights(shape, 18), random_rows(shape, 24, 19)
+    found = []
+    for level in LEVELS:
+        K.set_isa(level)
+        found.append(run(two, shape, weights, rows, [17]))
+    for outputs, image in found:
+        assert np.array_equal(bits(outputs), bits(found[0][0]))
+        assert np.array_equal(image, found[0][1])
+    K.set_isa(BEST)
+    two.close()
