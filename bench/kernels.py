@@ -139,6 +139,37 @@ def attention_case(
     return Case(run, out.view(count), read_bytes, 2.0 * 2.0 * seen * dim * n_head * sequences)
 
 
+def delta_case(pool: Any, rng: np.random.Generator, tokens: int, layers: int) -> Case:
+    """`tokens` rows of one session through recurrent layers of Qwen3.5-9B: 16 and 32 heads of 128.
+
+    Each layer reads and writes its own state.
+    """
+    shape = kernels.StateShape(layers, 16, 32, 128, 4)
+    images = [aligned(shape.image_bytes) for _ in range(2)]
+    images[0].view(np.float32)[:] = 0.01
+    addresses = [np.array([kernels.address_of(image)], np.uint64) for image in images]
+    page = np.array([kernels.address_of(images[0])], np.uint64)  # no kernel of the case reads it
+    batch = kernels.Batch(tokens, 1, 1)
+    batch.set(np.zeros(tokens, np.int32), np.array([[tokens, 0, 1]], np.int32), page)
+    batch.set_states(addresses[0], addresses[1])
+    projected = kernels.Rows(tokens, shape.in_width)
+    projected.view(tokens)[:] = rng.standard_normal((tokens, shape.in_width), np.float32)
+    out = kernels.Rows(tokens, shape.value_width)
+    conv, dt_bias, a, norm = (
+        kernels.Vector(rng.standard_normal(size, np.float32))
+        for size in (shape.channels * shape.conv_kernel, shape.n_v_head, shape.n_v_head, 128)
+    )
+
+    def run(_keep: list[np.ndarray] = images) -> None:
+        for layer in range(layers):
+            kernels.delta_net(
+                pool, projected, batch, shape, layer, conv, dt_bias, a, norm, 1e-6, out
+            )
+
+    values = layers * shape.n_v_head * shape.head_dim**2
+    return Case(run, out.view(tokens), 2 * 4.0 * values, 7.0 * values * tokens)
+
+
 def norm_case(pool: Any, rng: np.random.Generator, tokens: int, width: int) -> Case:
     """RMSNorm and quantisation of `tokens` rows."""
     x = kernels.Rows(tokens, width)
@@ -204,6 +235,17 @@ class Bench:
         us, whole_us = (1e6 * seconds for seconds in best)
         self.result[name] = {"us": us, "whole_us": whole_us, "ratio": us / whole_us}
         print(f"  {name:<32}{us:9.1f} us, without a window {whole_us:.1f}")
+
+    def delta(self, tokens: int) -> None:
+        """Nanoseconds per token and layer; in decode GB/s of states, read and written."""
+        layers = 4 if tokens > 1 else 24  # decode: more bytes than a cache holds
+        case = delta_case(self.pool, self.rng, tokens, layers)
+        best, _ = best_seconds(case.run, self.budget_s)
+        ns, gbps = 1e9 * best / tokens / layers, case.read_bytes / best / 1e9
+        name, row = f"delta_net_{tokens}", {"ns": round(ns)}
+        self.result[name] = row | ({"gbps": round(gbps, 2)} if tokens == 1 else {})
+        rate = f", {gbps:.1f} GB/s of states" if tokens == 1 else ""
+        print(f"  {name:<28}{ns:9.0f} ns per token and layer{rate}   {fingerprint(case.out)}")
 
     def measure(self, name: str, case: Case, peak_gops: float, *, computes: bool) -> None:
         best, _ = best_seconds(case.run, self.budget_s)
@@ -274,6 +316,8 @@ def main(argv: list[str]) -> int:
     for context in (1024,) if args.quick else (4096, 32768):
         for queries in (1, 256):
             bench.window(context, queries)
+    for tokens in (1, 64):
+        bench.delta(tokens)
     bench.small_ops()
     details = models(bench, args.model)
     report.finish(
