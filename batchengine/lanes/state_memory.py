@@ -74,7 +74,8 @@ class StateMemory:
     def addresses(self, batch: StepInput) -> U64Array:
         """Per entry the addresses of the state that it reads, 0 at position 0, and of the one that
         it writes (n_entries, 2)."""
-        slots = np.array([(e.state_read, e.state_written) for e in batch.entries], np.int64)
+        pairs = [(entry.state_read, entry.state_written) for entry in batch.entries]
+        slots = np.array(pairs, np.int64).reshape(-1, 2)
         found = np.uint64(self._base) + slots.astype(np.uint64) * np.uint64(self._stride)
         found[slots < 0] = 0
         return found

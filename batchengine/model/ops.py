@@ -131,7 +131,7 @@ class Ops(Protocol):
 
     def delta_net(
         self,
-        inputs: kernels.Rows,
+        projected: kernels.Rows,
         batch: kernels.Batch,
         shape: kernels.StateShape,
         layer: int,

@@ -242,7 +242,7 @@ def _pack_matrix(
 ) -> None:
     source = gguf.data(matrix.tensor)
     if matrix.part is not None:
-        source = _rows_of(source, matrix.rows // matrix.part.count, matrix.part)
+        source = _rows_of(source, matrix.rows // matrix.part.n_rows, matrix.part)
     try:
         kernels.pack(pool, matrix.kind, matrix.rows, matrix.cols, source, packed)
     except ValueError as error:
@@ -253,8 +253,8 @@ def _pack_matrix(
 def _rows_of(source: memoryview, n_runs: int, part: EveryRows) -> memoryview:
     """The bytes of a part of a tensor, of as many runs of rows."""
     runs = np.frombuffer(source, np.uint8).reshape(n_runs, part.every, -1)
-    chosen = runs[:, part.first : part.first + part.count]
-    return memoryview(np.ascontiguousarray(chosen).reshape(-1))
+    chosen = runs[:, part.first : part.first + part.n_rows]
+    return memoryview(chosen.tobytes())
 
 
 def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:

@@ -20,8 +20,7 @@ from batchengine.weights import yarn
 from batchengine.weights.architectures import ARCHITECTURES, Activation
 
 HEAD_DIM_MAX = 256
-STATE_DIMS = (32, 64, 128)  # of recurrent heads
-CONV_KERNEL_MAX = 8
+CONV_KERNEL_MAX = 4
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
@@ -111,6 +110,12 @@ class DeltaNetSpec:
     def channels(self) -> int:
         """Width of the convolution: queries, keys and values."""
         return 2 * self.n_k_head * self.head_dim + self.value_width
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one layer, in whole cache lines (kernels.StateShape)."""
+        values = self.value_width * self.head_dim + (self.conv_kernel - 1) * self.channels
+        return -(-4 * values // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +223,12 @@ class ModelSpec:
         return self.n_layer - self.n_layer_kv
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of one session; 0 = the model has none."""
+        net = self.delta_net
+        return 0 if net is None else self.n_layer_recurrent * net.state_bytes
+
+    @property
     def experts(self) -> MoeSpec | None:
         """The experts of this model, of which all layers have the same; None = it has none."""
         ffn = self.layers[0].ffn
@@ -320,7 +331,8 @@ def delta_net_spec(gguf: GgufFile, arch: str) -> DeltaNetSpec:
     conv_kernel = _count(gguf, f"{arch}.ssm.conv_kernel")
     inner = _count(gguf, f"{arch}.ssm.inner_size")
     for name, value, fits, why in (
-        ("state_size", head_dim, head_dim in STATE_DIMS, f"{STATE_DIMS} are supported"),
+        ("state_size", head_dim, head_dim % 32 == 0 and head_dim <= HEAD_DIM_MAX,
+         f"a multiple of 32 up to {HEAD_DIM_MAX} is needed"),
         ("time_step_rank", n_v_head, n_v_head % n_k_head == 0, f"no multiple of {n_k_head} heads"),
         ("inner_size", inner, inner == n_v_head * head_dim, f"{n_v_head} heads of {head_dim}"),
         ("conv_kernel", conv_kernel, 2 <= conv_kernel <= CONV_KERNEL_MAX,

@@ -52,10 +52,10 @@ _IGNORED = re.compile(r"(blk\.\d+\.attn_rot_embd|rotary_emb\.inv_freq)(\.weight)
 
 
 class EveryRows(NamedTuple):
-    """Rows of a tensor: of each `every` ones, `count` from `first` on."""
+    """Rows of a tensor: of each `every` ones, `n_rows` from `first` on."""
 
     first: int
-    count: int
+    n_rows: int
     every: int
 
 

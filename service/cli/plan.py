@@ -110,7 +110,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         read_bytes -= sizes[embedding.name]
         products -= embedding.rows * embedding.cols
     attention = spec.attention
-    layout = PageLayout(spec.n_layer, attention.n_kv_head, attention.head_dim)
+    layout = PageLayout(spec.n_layer_kv, attention.n_kv_head, attention.head_dim)
     context = min(context_tokens or spec.context_trained, spec.context_trained)
     size = ModelSize(
         weight_bytes,
@@ -121,7 +121,8 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         PAGE_TOKENS,
         context,
         experts,
-        spec.n_layer_whole / spec.n_layer,
+        spec.n_layer_whole / spec.n_layer_kv,
+        spec.state_bytes,
     )
     facts: dict[str, Any] = {
         "name": spec.name or path.stem,
@@ -138,6 +139,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         "file_bytes": file_bytes,
         "packed_bytes": weight_bytes,
         "kv_bytes_per_token": layout.page_bytes // PAGE_TOKENS,
+        "state_bytes": spec.state_bytes,  # of recurrent layers, for each session
         "context_trained": spec.context_trained,
         "context_tokens": context,
     }
