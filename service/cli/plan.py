@@ -184,6 +184,13 @@ def _as_json(one: Any) -> dict[str, Any]:
     }
 
 
+def _state_lines(facts: dict[str, Any]) -> list[str]:
+    if not facts["state_bytes"]:
+        return []
+    mib = facts["state_bytes"] / 2**20
+    return [f"state    {mib:.1f} MiB of recurrent layers a session, read and written by each token"]
+
+
 def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> list[str]:
     """The plan as a terminal shows it."""
     lines = [
@@ -191,6 +198,7 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
         f"  {_gib(facts['packed_bytes'])} packed  KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a"
         f" token  context {facts['context_tokens']:,}",
         *_expert_lines(facts),
+        *_state_lines(facts),
         f"machine  {machine['threads']} cores, {machine['isa']}: reads {machine['read_gbps']} GB/s,"
         f" computes {machine['int8_gops']:,} GOPS of int8 (measured now)",
         f"memory   {_gib(machine['memory_bytes'])}, {_gib(machine['memory_free_bytes'])} free",

@@ -171,13 +171,12 @@ class LaneStates:
 
     def resumable(self, page_keys: Sequence[bytes]) -> int:
         """How many of these pages, of a timeline in order, end where a file has the state."""
-        saved = self._store.states
-        if not self.is_used:
-            return len(page_keys)
-        if saved is None:
-            return 0
-        found = (n for n in range(len(page_keys), 0, -1) if page_keys[n - 1] in saved)
+        found = (n for n in range(len(page_keys), 0, -1) if self.has_saved(page_keys[n - 1]))
         return next(found, 0)
+
+    def has_saved(self, key: bytes) -> bool:
+        """Whether a file has the state behind a page, by its content key."""
+        return self._store.states is not None and key in self._store.states
 
     # --------------------------------------------------------------------- before and after a step
 
