@@ -106,7 +106,7 @@ KEYS: tuple[tuple[str, Any, list[Any], str, str], ...] = (
     ("attention.recurrent_layers", [False] * 9, BOOL, "BE1323", "some layers must be recurrent"),
     ("ssm.state_size", 48, U32, "BE1323", "a multiple of 32"),
     ("ssm.state_size", 288, U32, "BE1323", "up to 256"),
-    ("ssm.time_step_rank", 3, U32, "BE1323", "256"),
+    ("ssm.inner_size", 384, U32, "BE1323", "2 heads of 128"),
     ("ssm.inner_size", 300, U32, "BE1323", "2 heads of 128"),
     ("ssm.conv_kernel", 5, U32, "BE1323", "2 to 4"),
     ("ssm.conv_kernel", 1, U32, "BE1323", "2 to 4"),
@@ -138,11 +138,11 @@ def test_keys_of_recurrent_layers(
 def test_steps_without_states_are_refused(path: Path, cache_dir: Path, tmp_path: Path) -> None:
     tokens, entry = np.zeros(1, np.int32), np.array([[1, 0, 1]], np.int32)
     page, states = np.array([64], np.uint64), np.array([[0, 64]], np.uint64)
-    with LocalRunner(path, cache_dir=cache_dir) as runner:
-        with pytest.raises(ValueError, match="states"):
-            runner.stepper.set(tokens, entry, page)
+    refused = pytest.raises(ValueError, match="states")
+    with LocalRunner(path, cache_dir=cache_dir) as runner, refused:
+        runner.stepper.set(tokens, entry, page)
     other = tmp_path / "other.gguf"
     write_synthetic(other, PRESETS["tiny"])
-    with LocalRunner(other, cache_dir=cache_dir) as runner:
-        with pytest.raises(ValueError, match="states"):
-            runner.stepper.set(tokens, entry, page, states=states)
+    refused = pytest.raises(ValueError, match="states")
+    with LocalRunner(other, cache_dir=cache_dir) as runner, refused:
+        runner.stepper.set(tokens, entry, page, states=states)
