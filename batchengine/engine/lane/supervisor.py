@@ -125,7 +125,8 @@ class WorkerSupervisor:
         """Create an arena, have the lane's worker map it, and give it to `kv`."""
         store, layout = self._store, self._store.pages.layout
         state_bytes = lane.facts.state_bytes if lane.facts is not None else 0
-        states = state_slots(config, state_bytes, self._budget_bytes)
+        at_rest = states_at_rest(config, state_bytes, self._budget_bytes)
+        states = config.entries_max * (1 + config.steps_in_flight) + at_rest
         slots = config.places or open_pages(
             config.entries_max, self._budget_bytes, layout.page_bytes
         )
@@ -161,14 +162,13 @@ class WorkerSupervisor:
             arena.close(delete=True)
             raise
         kv.slots.attach(arena)
-        kv.states.attach(states, state_bytes)
+        kv.states.attach(states, state_bytes, at_rest)
 
 
-def state_slots(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
-    """Recurrent states that a lane's worker keeps: of each seat the one at the frontier and one per
-    step in flight, and those of sessions that rest, in a part of the store's budget."""
-    at_rest = budget_bytes // REST_SHARE // max(1, state_bytes)
-    return config.entries_max * (1 + config.steps_in_flight) + min(config.entries_max, at_rest)
+def states_at_rest(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
+    """How many recurrent states of sessions at rest a lane's worker keeps, beside those of its
+    seats: one at the frontier of each, and one per step in flight."""
+    return min(config.entries_max, budget_bytes // REST_SHARE // max(1, state_bytes))
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

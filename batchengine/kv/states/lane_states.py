@@ -76,6 +76,7 @@ class LaneStates:
         self._slots = slots
         self._wake = wake
         self._pool: StatePool | None = None  # of the worker that is up
+        self._rest_max = 0
         self.state_bytes = 0
         self.interval = 0
         self._saves: dict[bytes, Save] = {}
@@ -93,9 +94,10 @@ class LaneStates:
 
     # ------------------------------------------------------------------------------ the worker
 
-    def attach(self, n_slots: int, state_bytes: int) -> None:
-        """Use the slots of a new worker, for states of so many bytes."""
-        self.state_bytes, self._pool = state_bytes, StatePool(n_slots)
+    def attach(self, n_slots: int, state_bytes: int, rest_max: int = 0) -> None:
+        """Use the slots of a new worker, for states of so many bytes. Sessions at rest whose state
+        is saved keep it with the worker only while `rest_max` slots at most are taken."""
+        self.state_bytes, self._pool, self._rest_max = state_bytes, StatePool(n_slots), rest_max
         row_bytes = self._store.pages.layout.row_bytes
         self.interval = save_interval(state_bytes, row_bytes) if state_bytes else 0
 
@@ -258,6 +260,17 @@ class LaneStates:
             self.key_at(session, session.frontier)[0] in self._saving
         )
 
+    def _rests(self, session: Session) -> None:
+        """Release the state of a session at rest, which is saved, if many are taken."""
+        kv, pool = session.kv, self._pool
+        if session.state is not State.IDLE or kv.state is None or pool is None:
+            return
+        is_saved = kv.state.position == session.frontier and self.is_saved(
+            session, session.frontier
+        )
+        if is_saved and self._slots.owns(session) and pool.n_taken > self._rest_max:
+            kv.set_state(None)
+
     def take(self, taker: Session | None = None) -> StateSlot | None:
         """A slot; that of another session which rests longest, if none is free."""
         if self._pool is None:
@@ -295,6 +308,7 @@ class LaneStates:
                 saved.saved(save.key, save.parent, self.state_bytes)
                 if save.session.state is State.CLOSED:  # it may have been erased meanwhile
                     saved.drop(save.key)
+                self._rests(save.session)
         for load, is_good in zip(chores.loads, done[len(chores.saves) :], strict=True):
             session, kv = load.session, load.session.kv
             is_awaited = self._loading.get(session) is load

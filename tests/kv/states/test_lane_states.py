@@ -6,6 +6,7 @@ that `Stage.answer` compares proves its states.
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -174,13 +175,35 @@ def test_more_sessions_than_slots_take_turns(monkeypatch: pytest.MonkeyPatch) ->
     """Three slots: of one session that computes, and of one that rests."""
     attach = LaneStates.attach
 
-    def few(self: LaneStates, n_slots: int, state_bytes: int) -> None:
-        attach(self, min(n_slots, 3), state_bytes)
+    def few(self: LaneStates, n_slots: int, state_bytes: int, rest_max: int) -> None:
+        attach(self, min(n_slots, 3), state_bytes, rest_max)
 
     async def scene(stage: Stage) -> None:
         readings = [stage.start(stage.ask(words(n, 300 + n), 60, f"s{n}")) for n in range(6)]
         for reading in readings:
             assert len((await reading).tokens) == 60
+
+    monkeypatch.setattr(LaneStates, "attach", few)
+    play(scene, recurrent=STATE_BYTES)
+
+
+@pytest.mark.parametrize("rest_max", [0, 8])
+def test_sessions_at_rest_keep_few_slots(monkeypatch: pytest.MonkeyPatch, rest_max: int) -> None:
+    """What is released is loaded by the next turn."""
+    attach = LaneStates.attach
+
+    def few(self: LaneStates, n_slots: int, state_bytes: int, _: int) -> None:
+        attach(self, n_slots, state_bytes, rest_max)
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 300)
+        first = await stage.answer(prompt, 20, "s")
+        await stage.until(lambda: len(files(stage)) == 1)
+        await asyncio.sleep(1.0)
+        session = stage.up.state.sessions["", "s"]
+        assert (session.kv.state is None) == (rest_max == 0)
+        again = await stage.answer([*prompt, *first.tokens, 5], 20, "s")
+        assert cached(again) == 300 + 19
 
     monkeypatch.setattr(LaneStates, "attach", few)
     play(scene, recurrent=STATE_BYTES)
