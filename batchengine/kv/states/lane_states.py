@@ -34,7 +34,7 @@ class EntryStates(NamedTuple):
     written: StateSlot
 
 
-class Save(NamedTuple):
+class StateSave(NamedTuple):
     """A state to be written to a file: key and parent name it."""
 
     session: Session
@@ -43,7 +43,7 @@ class Save(NamedTuple):
     slot: int
 
 
-class Load(NamedTuple):
+class StateLoad(NamedTuple):
     """A state to be read from a file into a slot, for a session at this position."""
 
     session: Session
@@ -57,8 +57,8 @@ class Load(NamedTuple):
 class StateChores(NamedTuple):
     """What a frame saves and loads."""
 
-    saves: tuple[Save, ...] = ()
-    loads: tuple[Load, ...] = ()
+    saves: tuple[StateSave, ...] = ()
+    loads: tuple[StateLoad, ...] = ()
 
     def messages(self) -> tuple[tuple[wire.StateFile, ...], tuple[wire.StateFile, ...]]:
         """As a Step has them."""
@@ -79,9 +79,9 @@ class LaneStates:
         self._rest_max = 0
         self.state_bytes = 0
         self.interval = 0
-        self._saves: dict[bytes, Save] = {}
-        self._loads: list[Load] = []
-        self._loading: dict[Session, Load] = {}  # those that sessions wait for
+        self._saves: dict[bytes, StateSave] = {}
+        self._loads: list[StateLoad] = []
+        self._loading: dict[Session, StateLoad] = {}  # those that sessions wait for
         self._saving: set[bytes] = set()  # also those in a frame that is not answered
 
     def __repr__(self) -> str:
@@ -216,7 +216,7 @@ class LaneStates:
         slot = self.take(session)
         if slot is not None:
             key, parent = self.key_at(session, position)
-            load = Load(session, session.epoch, position, key, parent, slot)
+            load = StateLoad(session, session.epoch, position, key, parent, slot)
             self._loads.append(load)
             self._loading[session] = load
             kv.awaits_state = True
@@ -249,7 +249,7 @@ class LaneStates:
         key, parent = self.key_at(session, position)
         if key in self._saving or key in self._store.states:
             return False
-        self._saves[key] = Save(session, key, parent, kv.state.slot.index)
+        self._saves[key] = StateSave(session, key, parent, kv.state.slot.index)
         self._saving.add(key)
         self._wake()
         return True
