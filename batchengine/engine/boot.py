@@ -516,6 +516,8 @@ def inspect_model(config: Config) -> ModelInfo:
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
             "n_layer_whole": spec.n_layer_whole,
+            "n_layer_kv": spec.n_layer_kv,
+            "state_bytes": spec.state_bytes,
             "n_expert": spec.experts.n_expert if spec.experts else 0,
             "n_expert_used": spec.experts.n_used if spec.experts else 0,
             "expert_params": sum(math.prod(tensor.shape) for tensor in banks),
@@ -528,9 +530,16 @@ def inspect_model(config: Config) -> ModelInfo:
 
 def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | None) -> StepCost:
     """What steps of a lane are assumed to cost; `facts` are its worker's, if it has loaded."""
-    n_layer = info.n_layer
-    n_head, n_kv_head, head_dim, n_layer_whole = (
-        int(info.details[name]) for name in ("n_head", "n_kv_head", "head_dim", "n_layer_whole")
+    n_head, n_kv_head, head_dim, n_layer_whole, n_layer, state_bytes = (
+        int(info.details[name])
+        for name in (
+            "n_head",
+            "n_kv_head",
+            "head_dim",
+            "n_layer_whole",
+            "n_layer_kv",
+            "state_bytes",
+        )
     )
     n_expert, n_used, expert_params, expert_bytes = (
         int(info.details[name])
@@ -547,6 +556,7 @@ def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | Non
         info.context_tokens,
         capacity.Experts(n_expert, n_used, expert_bytes) if n_expert else None,
         n_layer_whole / n_layer,
+        state_bytes,
     )
     gpu = None if facts is None else facts.gpu
     if gpu is None:

@@ -25,10 +25,9 @@ class PrefixMatcher:
     def stored_tokens(self, prompt: Sequence[int], salt: bytes) -> int:
         """Return how many leading tokens of a prompt have published pages, in memory or on disk,
         from whose end a session can go on; the last token is left to compute."""
-        refs = self._store.pages.match_prefix(prompt[:-1], salt)
-        if refs and self._states.is_used:
-            refs = refs[: self._states.resumable(self._store.pages.codes_and_keys(refs)[1])]
-        return page_start(len(refs))
+        tokens = prompt[:-1]
+        refs = self._store.pages.match_prefix(tokens, salt)
+        return page_start(self._resumable(refs, tokens, salt))
 
     def page_keys(self, prompt: Sequence[int], salt: bytes) -> list[bytes]:
         """Return the content keys of a prompt's full pages."""
@@ -55,7 +54,10 @@ class PrefixMatcher:
             session.tokens[page_start(first) : end], salt, pin=True, priority=priority,
             parent=parent,
         )  # fmt: skip
-        refs = self._resumable(refs)
+        n_resumable = self._resumable(refs, session.tokens[page_start(first) : end], salt)
+        for ref in refs[n_resumable:]:
+            self._store.pages.unpin(ref)
+        del refs[n_resumable:]
         if is_worth_reading is not None:
             refs = self._without_cold(refs, first, session.frontier, is_worth_reading)
         n_pages = first + len(refs)
@@ -76,14 +78,19 @@ class PrefixMatcher:
             return None
         return future
 
-    def _resumable(self, refs: list[PageRef]) -> list[PageRef]:
-        """Return the pages that end where a session can go on; the others are unpinned."""
+    def _resumable(self, refs: Sequence[PageRef], tokens: Sequence[int], salt: bytes) -> int:
+        """Return how many of the pages of a timeline, `tokens` from the first page on, a session
+        can go on from: up to a saved state, or up to a parked tail that has one."""
+        pages = self._store.pages
         if not refs or not self._states.is_used:
-            return refs
-        n_pages = self._states.resumable(self._store.pages.codes_and_keys(refs)[1])
-        for ref in refs[n_pages:]:
-            self._store.pages.unpin(ref)
-        return refs[:n_pages]
+            return len(refs)
+        page_keys = pages.codes_and_keys(refs)[1]
+        rest = list(tokens[page_start(len(refs)) :])
+        if (tail := pages.find_tail(page_keys[-1], rest, salt)) is not None:
+            key = pages.key_of(page_keys[-1], rest[: pages.page_tokens(tail)], salt)
+            if self._states.has_saved(key):
+                return len(refs)
+        return self._states.resumable(page_keys)
 
     def _without_cold(
         self,

@@ -76,15 +76,16 @@ class CpuDevice(HostDevice):
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         """Run one forward pass; one token for each entry that wants one and is finite."""
-        stepper = self._stepper
-        if stepper is None:
-            raise RuntimeError("compute before load")
+        stepper, memory = self._stepper, self.memory
+        if stepper is None or memory is None:
+            raise RuntimeError("compute before attach")
         ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
         wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
         routed = None
         if batch.is_routed and self._ring is not None:
             routed = self._ring.route(batch, addresses)
-        stepper.set(batch.tokens, batch.shape, addresses, routed.attend if routed else None)
+        attend, states = routed.attend if routed else None, memory.states.addresses(batch)
+        stepper.set(batch.tokens, batch.shape, addresses, attend, states)
         wanted = ends[wanting]
         nonfinite = stepper.run(wanted)
         unreachable = routed.end() if routed else []

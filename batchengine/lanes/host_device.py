@@ -151,16 +151,23 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
         "eps": spec.eps,
         "attention_scale": attention.scale,
     }
+    states = model.states
+    if states is not None:
+        identity["state_shape"] = (
+            f"{states.n_layer}x{states.n_k_head}/{states.n_v_head}x{states.head_dim}"
+            f" conv {states.conv_kernel}"
+        )
     return wire.ModelFacts(
         arith_id=kernels.arith_id(pool),
         isa=isa,
         threads=pool.threads,
-        n_layer=len(model.layers),
+        n_layer=model.shape.n_layer,
         n_kv_head=attention.n_kv_head,
         head_dim=attention.head_dim,
         payload_bytes=model.shape.payload_bytes,
         vocab_size=spec.n_vocab,
         identity=identity,
+        state_bytes=0 if states is None else states.image_bytes,
     )
 
 

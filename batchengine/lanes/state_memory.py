@@ -27,13 +27,14 @@ U64_MAX = (1 << 64) - 1
 REST_SHARE = 16  # of the memory that is counted on: for states of sessions at rest
 
 
-def slots_wanted(
-    entries_max: int, steps_in_flight: int, memory_bytes: int, state_bytes: int
-) -> int:
-    """States that a worker keeps: of each seat the one at the frontier and one per step in flight,
-    and those of sessions that rest, in a part of `memory_bytes`."""
-    at_rest = memory_bytes // REST_SHARE // max(1, state_bytes)
-    return entries_max * (1 + steps_in_flight) + min(entries_max, at_rest)
+def states_of_seats(entries_max: int, steps_in_flight: int) -> int:
+    """States that a worker keeps: of each seat the one at the frontier, and one per step."""
+    return entries_max * (1 + steps_in_flight)
+
+
+def states_at_rest(entries_max: int, memory_bytes: int, state_bytes: int) -> int:
+    """States of sessions at rest that a worker keeps beside those, in a part of `memory_bytes`."""
+    return min(entries_max, memory_bytes // REST_SHARE // max(1, state_bytes))
 
 
 def check_states(step: wire.Step, n_slots: int) -> None:
@@ -84,7 +85,8 @@ class StateMemory:
     def addresses(self, batch: StepInput) -> U64Array:
         """Per entry the addresses of the state that it reads, 0 at position 0, and of the one that
         it writes (n_entries, 2)."""
-        slots = np.array([(e.state_read, e.state_written) for e in batch.entries], np.int64)
+        pairs = [(entry.state_read, entry.state_written) for entry in batch.entries]
+        slots = np.array(pairs, np.int64).reshape(-1, 2)
         found = np.uint64(self._base) + slots.astype(np.uint64) * np.uint64(self._stride)
         found[slots < 0] = 0
         return found

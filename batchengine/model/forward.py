@@ -24,13 +24,24 @@ from batchengine.model.layers import (
     Attend,
     Attention,
     AttentionBuffers,
+    DeltaNet,
+    DeltaNetBuffers,
     DenseBuffers,
     DenseFfn,
     MoeBuffers,
     MoeFfn,
 )
 from batchengine.model.ops import I32, U64, Ops, is_float
-from batchengine.weights import DenseSpec, FfnSpec, FfnWeights, MoeRoles, Weights
+from batchengine.weights import (
+    AttentionSpec,
+    DeltaNetRoles,
+    DeltaNetSpec,
+    DenseSpec,
+    FfnSpec,
+    FfnWeights,
+    MoeRoles,
+    Weights,
+)
 from batchengine.weights.spec import RopeSpec
 
 F32 = npt.NDArray[np.float32]
@@ -39,7 +50,8 @@ F32 = npt.NDArray[np.float32]
 class Model:
     """Weights with what is derived from them once: the RoPE tables and the shape of a KV page.
 
-    `layers` are those of this lane; a page has rows of the attention layers among them.
+    `layers` are those of this lane; a page has rows of the attention layers among them, `states` is
+    the shape of the recurrent state of the others; None = there are none.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -47,8 +59,15 @@ class Model:
         self.spec = weights.spec
         self.layers = weights.layers
         attention = self.spec.attention
-        self.shape = kernels.PageShape(len(self.layers), attention.n_kv_head, attention.head_dim)
-        specs = dict.fromkeys(layer.mixer.rope for layer in self.spec.layers)
+        mixers = [self.spec.layers[index].mixer for index in self.layers]
+        n_kv = sum(isinstance(mixer, AttentionSpec) for mixer in mixers)
+        self.shape = kernels.PageShape(n_kv, attention.n_kv_head, attention.head_dim)
+        self.states: kernels.StateShape | None = None
+        if (net := self.spec.delta_net) is not None and n_kv < len(mixers):
+            self.states = kernels.StateShape(
+                len(mixers) - n_kv, net.n_k_head, net.n_v_head, net.head_dim, net.conv_kernel
+            )
+        specs = dict.fromkeys(mixer.rope for mixer in self.spec.attentions)
         self.ropes = {rope: self._table(rope, attention.head_dim) for rope in specs}
 
     def _table(self, rope: RopeSpec, head_dim: int) -> kernels.RopeTable:
@@ -81,41 +100,48 @@ def _factors(factors: Sequence[float]) -> kernels.Vector | None:
 class Layer:
     """One layer of a lane, ready to run."""
 
-    mixer: Attention
+    mixer: Attention | DeltaNet
     ffn: DenseFfn | MoeFfn
 
 
 def make_layers(
     ops: Ops, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
 ) -> dict[int, Layer]:
-    """The layers of a lane by index. Buffers are shared: those of attention by all layers, those of
-    feed-forward parts by layers of equal specs."""
+    """The layers of a lane by index. Buffers are shared: those of mixers by all layers of a kind,
+    those of feed-forward parts by layers of equal specs."""
     specs = {i: model.spec.layers[i] for i in model.layers}
     weights = model.weights.layer
-    mixers = [weights[i].mixer for i in specs]
-    n_embd = model.spec.n_embd
-    attention = AttentionBuffers(ops, model.spec.attention, mixers, tokens_max, wanted_max, n_embd)
+    mixers = _make_mixers(ops, model, rows, tokens_max, wanted_max)
     ffns: dict[int, DenseFfn | MoeFfn] = {}
     for spec in {layer.ffn for layer in specs.values()}:
         equal = {i: weights[i].ffn for i, layer in specs.items() if layer.ffn == spec}
         ffns |= _make_ffns(ops, model, spec, equal, tokens_max)
-    return {
-        index: Layer(
-            Attention(
-                ops,
-                layer.mixer,
-                weights[index].mixer,
-                model.spec.eps,
-                model.ropes[layer.mixer.rope],
-                model.shape,
-                rows,
-                kv_layer,
-                attention,
-            ),
-            ffns[index],
+    return {index: Layer(mixer, ffns[index]) for index, mixer in mixers.items()}
+
+
+def _make_mixers(
+    ops: Ops, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
+) -> dict[int, Attention | DeltaNet]:
+    """The parts that mix tokens, by layer; each kind counts its layers by itself."""
+    spec, eps = model.spec, model.spec.eps
+    weights = {index: model.weights.layer[index].mixer for index in model.layers}
+    attending = {i: w for i, w in weights.items() if not isinstance(w, DeltaNetRoles)}
+    recurrent = {i: w for i, w in weights.items() if isinstance(w, DeltaNetRoles)}
+    mixers: dict[int, Attention | DeltaNet] = {}
+    heads = AttentionBuffers(
+        ops, spec.attention, attending.values(), tokens_max, wanted_max, spec.n_embd
+    )
+    for kv_layer, (index, of) in enumerate(attending.items()):
+        if isinstance(mixer := spec.layers[index].mixer, AttentionSpec):
+            rope = model.ropes[mixer.rope]
+            mixers[index] = Attention(ops, mixer, of, eps, rope, model.shape, rows, kv_layer, heads)
+    if model.states is not None and isinstance(net := spec.delta_net, DeltaNetSpec):
+        buffers = DeltaNetBuffers(
+            ops, model.states, net, recurrent.values(), tokens_max, wanted_max
         )
-        for kv_layer, (index, layer) in enumerate(specs.items())
-    }
+        for layer, (index, of) in enumerate(recurrent.items()):
+            mixers[index] = DeltaNet(ops, of, eps, model.states, layer, buffers)
+    return {index: mixers[index] for index in model.layers}
 
 
 def _make_ffns(
@@ -182,14 +208,26 @@ class Stepper:
         return self.batch.n_tokens
 
     def set(
-        self, tokens: I32, entries: I32, page_addresses: U64, attend: Attend | None = None
+        self,
+        tokens: I32,
+        entries: I32,
+        page_addresses: U64,
+        attend: Attend | None = None,
+        states: U64 | None = None,
     ) -> None:
         """Set the step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
         and n_pages; page addresses of all entries in order. With `attend`, which computes the
-        attention of each layer then, they may be 0. ValueError if they do not fit.
+        attention of each layer then, they may be 0. states (n, 2), of a model with recurrent state:
+        where each entry's is read, 0 at position 0, and where the next one is written. ValueError
+        if they do not fit.
         """
+        if (states is None) == (self.model.states is not None):
+            raise ValueError("states are for models with recurrent state, and needed by these")
         absent = attend is not None
         self.batch.set(tokens, entries, page_addresses, absent_pages=absent)
+        if states is not None:
+            read, written = np.ascontiguousarray(states.T)
+            self.batch.set_states(read, written)
         self._attend = attend
         self._tokens = tokens
         self._ends = np.cumsum(entries[:, 0], dtype=np.int32)

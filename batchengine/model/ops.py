@@ -20,6 +20,7 @@ Bias = kernels.Vector | None
 # The operations that may be long.
 LONG = (
     "linear", "linear_add", "linear_gated", "pairs_gated", "pairs_add", "place_kv", "attend",
+    "delta_net",
 )  # fmt: skip
 
 
@@ -128,6 +129,23 @@ class Ops(Protocol):
     ) -> None:
         """Also quantises the rows of the step, if `quantised` is given."""
 
+    def delta_net(
+        self,
+        projected: kernels.Rows,
+        batch: kernels.Batch,
+        shape: kernels.StateShape,
+        layer: int,
+        conv: kernels.Vector,
+        dt_bias: kernels.Vector,
+        a: kernels.Vector,
+        norm: kernels.Vector,
+        eps: float,
+        out: kernels.Rows,
+    ) -> None: ...
+    def gate_rows(self, gate: kernels.Rows, tokens: int, out: kernels.Rows) -> None: ...
+    def gate_add(
+        self, x: kernels.Rows, gate: kernels.Rows, tokens: int, out: kernels.Rows
+    ) -> None: ...
     def step_digests(self, rows: kernels.KvRows, seeds: U64) -> U64: ...
     def take_rows(self, x: kernels.Rows, indices: I32, out: kernels.Rows) -> None: ...
     def nonfinite_rows(self, x: kernels.Rows, tokens: int) -> Sequence[int]: ...
@@ -160,6 +178,9 @@ class CpuOps:
         self.quantise_pairs = partial(kernels.quantise_pairs, pool)
         self.pairs_add = partial(kernels.pairs_add, pool)
         self.place_kv = partial(kernels.place_kv, pool)
+        self.delta_net = partial(kernels.delta_net, pool)
+        self.gate_rows = partial(kernels.gate_rows, pool)
+        self.gate_add = partial(kernels.gate_add, pool)
         self.step_digests = partial(kernels.step_digests, pool)
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
         self.sample = partial(kernels.sample, pool)

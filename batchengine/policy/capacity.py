@@ -48,7 +48,8 @@ class ModelSize(NamedTuple):
     """Work and bytes of a model. `step_weight_bytes` are read by each step: all but experts and the
     embedding, of which a token reads one row. `attention_values`: query values of all heads in the
     layers that attend to the whole context. `attention_share` of all layers do; what the others
-    read and compute, whose queries see a window, does not grow with the context."""
+    read and compute, whose queries see a window, does not grow with the context. `state_bytes`: of
+    the recurrent state of a session, which each of its tokens reads and writes anew."""
 
     weight_bytes: int
     step_weight_bytes: int
@@ -59,6 +60,7 @@ class ModelSize(NamedTuple):
     context_tokens: int
     experts: Experts | None = None
     attention_share: float = 1.0
+    state_bytes: int = 0
 
     @property
     def token_read_bytes(self) -> float:
@@ -215,6 +217,7 @@ def prior_cost(model: ModelSize, processor: Processor) -> StepCost:
     )
     entry_ms = (batch_ms - one_ms) / (BATCH - 1)
     fixed_ms = one_ms - entry_ms
+    entry_ms += _read_ms(processor, 2 * model.state_bytes)
     return StepCost(
         processor.step_ms + fixed_ms,
         token_ms + (chunk_ms - fixed_ms) / CHUNK_TOKENS,
@@ -244,7 +247,8 @@ def decode_ms(model: ModelSize, processor: Processor, sessions: int, context_tok
     """One decode step of `sessions` with `context_tokens` of KV each."""
     kv_bytes = sessions * context_tokens * model.token_read_bytes
     pairs = sessions * context_tokens * model.attention_values
-    reads = _read_ms(processor, step_bytes(model, sessions))
+    state_bytes = 2 * sessions * model.state_bytes
+    reads = _read_ms(processor, step_bytes(model, sessions) + state_bytes)
     products = _compute_ms(processor.linear_gops, sessions * model.products)
     # K and V are read while they are computed with; the slower of the two bounds attention.
     attention = max(_read_ms(processor, kv_bytes), _compute_ms(processor.attention_gops, 2 * pairs))
@@ -272,8 +276,8 @@ def _compute_ms(gops: float, products: float) -> float:
 def _context(
     model: ModelSize, processor: Processor, kv_bytes: int, disk_bytes: int, tokens: int
 ) -> ContextPlan:
-    session_bytes = -(-tokens // model.page_tokens) * model.page_bytes
-    sessions = kv_bytes // session_bytes
+    session_bytes = -(-tokens // model.page_tokens) * model.page_bytes + model.state_bytes
+    sessions = kv_bytes // (session_bytes + model.state_bytes)  # the next one is written beside it
     batch = max(1, min(BATCH, sessions))
     tpot_ms = decode_ms(model, processor, batch, tokens)
     return ContextPlan(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from batchengine.weights.packed import (
     AttentionWeights,
+    DeltaNetWeights,
     DenseWeights,
     FfnWeights,
     MoeWeights,
@@ -17,17 +18,21 @@ from batchengine.weights.packed import (
 )
 from batchengine.weights.spec import (
     AttentionSpec,
+    DeltaNetSpec,
     DenseSpec,
     FfnSpec,
     ModelSpec,
     MoeSpec,
     read_spec,
 )
-from batchengine.weights.tensors import MoeRoles, plan_tensors
+from batchengine.weights.tensors import DeltaNetRoles, MoeRoles, plan_tensors
 
 __all__ = [
     "AttentionSpec",
     "AttentionWeights",
+    "DeltaNetRoles",
+    "DeltaNetSpec",
+    "DeltaNetWeights",
     "DenseSpec",
     "DenseWeights",
     "FfnSpec",

@@ -5,7 +5,7 @@ Everything else is in the keys of the file. Later stages read `ModelSpec` and ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "oai"]
@@ -28,7 +28,11 @@ class ModelArchitecture:
     RoPE's base in layers with a window, unless a key says so (rope.freq_base_swa), without scaling
     of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
     model of so many layers products of Q and K are scaled by the width of the embedding for each
-    head, not by that of a head.
+    head, not by that of a head. full_every: of so many layers all but the last are recurrent,
+    unless a key says so (full_attention_interval); 0 = none is. has_gate: what attention gives is
+    multiplied by a sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
+    has_shared_expert: beside the experts that are chosen there is one for every token. has_mtp: the
+    last blocks of a file may predict further tokens (nextn_predict_layers); they are not used.
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -46,10 +50,23 @@ class ModelArchitecture:
     scales_embedding: bool = False
     window_base: float = 0.0
     embd_scale_layers: int = 0
+    full_every: int = 0
+    has_gate: bool = False
+    rotates_part: bool = False
+    has_shared_expert: bool = False
+    has_mtp: bool = False
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
 _QWEN3_MOE = ModelArchitecture(has_qk_norm=True, experts="all")
+_QWEN35 = ModelArchitecture(
+    has_qk_norm=True,
+    ffn_norm="post_attention_norm.weight",
+    full_every=4,
+    has_gate=True,
+    rotates_part=True,
+    has_mtp=True,
+)
 
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
@@ -62,6 +79,8 @@ ARCHITECTURES = {
     "qwen3moe": _QWEN3_MOE,
     "qwen3vl": _QWEN3,
     "qwen3vlmoe": _QWEN3_MOE,
+    "qwen35": _QWEN35,
+    "qwen35moe": replace(_QWEN35, experts="all", has_shared_expert=True),
     "gpt-oss": ModelArchitecture(
         experts="all",
         ffn_norm="post_attention_norm.weight",

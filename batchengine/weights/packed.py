@@ -29,7 +29,9 @@ from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
     ROPE_FACTORS,
     AttentionRoles,
+    DeltaNetRoles,
     DenseRoles,
+    EveryRows,
     LayerRoles,
     MatrixPlan,
     MoeRoles,
@@ -50,6 +52,7 @@ Progress = Callable[[float], None]
 
 # The tensors of a layer, ready for the kernels.
 AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
+DeltaNetWeights = DeltaNetRoles[kernels.Matrix, kernels.Vector]
 DenseWeights = DenseRoles[kernels.Matrix, kernels.Vector]
 MoeWeights = MoeRoles[kernels.Matrix, kernels.Vector]
 FfnWeights = DenseWeights | MoeWeights
@@ -237,12 +240,21 @@ def _matrix_bytes(matrix: MatrixPlan) -> int:
 def _pack_matrix(
     gguf: GgufFile, pool: kernels.Pool, matrix: MatrixPlan, packed: memoryview
 ) -> None:
-    source = gguf.data(matrix.name)
+    source = gguf.data(matrix.tensor)
+    if matrix.part is not None:
+        source = _rows_of(source, matrix.rows // matrix.part.n_rows, matrix.part)
     try:
         kernels.pack(pool, matrix.kind, matrix.rows, matrix.cols, source, packed)
     except ValueError as error:
         file = gguf.path.name
-        raise errors.TENSOR_NUMBERS(tensor=matrix.name, file=file, why=error) from error
+        raise errors.TENSOR_NUMBERS(tensor=matrix.tensor, file=file, why=error) from error
+
+
+def _rows_of(source: memoryview, n_runs: int, part: EveryRows) -> memoryview:
+    """The bytes of a part of a tensor, of as many runs of rows."""
+    runs = np.frombuffer(source, np.uint8).reshape(n_runs, part.every, -1)
+    chosen = runs[:, part.first : part.first + part.n_rows]
+    return memoryview(chosen.tobytes())
 
 
 def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:

@@ -20,6 +20,7 @@ from batchengine.weights import yarn
 from batchengine.weights.architectures import ARCHITECTURES, Activation
 
 HEAD_DIM_MAX = 256
+CONV_KERNEL_MAX = 4
 COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
@@ -59,7 +60,8 @@ class AttentionSpec:
 
     has_rope: heads are rotated. window: how many positions a query sees, its own included; 0 = all
     before it. has_sinks: each query head has a sink, which takes a share of the weight of its
-    tokens. has_post_norm: the output is normed before it is added.
+    tokens. has_post_norm: the output is normed before it is added. has_gate: the output is
+    multiplied by a sigmoid of another product of the input.
     """
 
     n_head: int
@@ -72,6 +74,7 @@ class AttentionSpec:
     window: int = 0
     has_sinks: bool = False
     has_post_norm: bool = False
+    has_gate: bool = False
 
     @property
     def q_rows(self) -> int:
@@ -82,6 +85,37 @@ class AttentionSpec:
     def kv_rows(self) -> int:
         """Width of all K (or V) heads."""
         return self.n_kv_head * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNetSpec:
+    """A mixer with recurrent state: a gated delta network, with a causal convolution before it.
+
+    Each of n_v_head heads has a state of head_dim keys by head_dim values; head h uses the keys and
+    queries of head h mod n_k_head. conv_kernel: inputs that the convolution sees, the present one
+    included.
+    """
+
+    n_k_head: int
+    n_v_head: int
+    head_dim: int
+    conv_kernel: int
+
+    @property
+    def value_width(self) -> int:
+        """Width of all values."""
+        return self.n_v_head * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution: queries, keys and values."""
+        return 2 * self.n_k_head * self.head_dim + self.value_width
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of one layer, in whole cache lines (kernels.StateShape)."""
+        values = self.value_width * self.head_dim + (self.conv_kernel - 1) * self.channels
+        return -(-4 * values // 64) * 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +137,8 @@ class MoeSpec:
     A selector chooses n_used of them for each token. Their outputs are summed with weights: the
     softmax over the chosen, times scale. activation: what becomes of the gate and up products, by
     the name that kernels have for it. has_bias: the products of the selector and of each expert
-    have biases.
+    have biases. n_ff_shared: width of one more expert, which every token uses with a weight of its
+    own; 0 = there is none.
     """
 
     n_expert: int
@@ -112,8 +147,10 @@ class MoeSpec:
     scale: float
     activation: Activation = "silu"
     has_bias: bool = False
+    n_ff_shared: int = 0
 
 
+MixerSpec = AttentionSpec | DeltaNetSpec
 FfnSpec = DenseSpec | MoeSpec
 
 
@@ -122,10 +159,10 @@ class LayerSpec:
     """One layer: the part that mixes tokens, then the part that works on each token alone.
 
     Both are added to the residual stream. Options of a kind are fields of its class; further kinds
-    (recurrent mixers) are further classes for these fields.
+    are further classes for these fields.
     """
 
-    mixer: AttentionSpec
+    mixer: MixerSpec
     ffn: FfnSpec
 
 
@@ -155,13 +192,41 @@ class ModelSpec:
     @property
     def n_layer_whole(self) -> int:
         """How many layers attend to the whole context, not to a window of it."""
-        return sum(layer.mixer.window == 0 for layer in self.layers)
+        return sum(mixer.window == 0 for mixer in self.attentions)
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The layers with attention, of which a KV page has rows."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple([mixer for mixer in mixers if isinstance(mixer, AttentionSpec)])
 
     @property
     def attention(self) -> AttentionSpec:
         """The attention of this model: a KV page has rows of one shape, so all layers agree in
         widths, norms and sinks. RoPE and window are those of a layer."""
-        return self.layers[0].mixer
+        return self.attentions[0]
+
+    @property
+    def n_layer_kv(self) -> int:
+        """How many layers have rows in a KV page."""
+        return len(self.attentions)
+
+    @property
+    def delta_net(self) -> DeltaNetSpec | None:
+        """The recurrent layers of this model, all of one shape; None = it has none."""
+        mixers = [layer.mixer for layer in self.layers]
+        return next((mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)), None)
+
+    @property
+    def n_layer_recurrent(self) -> int:
+        """How many layers have recurrent state."""
+        return self.n_layer - self.n_layer_kv
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent state of one session; 0 = the model has none."""
+        net = self.delta_net
+        return 0 if net is None else self.n_layer_recurrent * net.state_bytes
 
     @property
     def experts(self) -> MoeSpec | None:
@@ -200,10 +265,8 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
     ffn = _ffn(gguf, arch, n_embd, n_layer)
     _check_widths(gguf, arch, n_embd, n_head, n_kv_head, head_dim)
-    n_rot = _count(gguf, f"{arch}.rope.dimension_count", head_dim)
-    if n_rot != head_dim:  # these architectures rotate whole heads
-        raise unsupported(gguf, f"{arch}.rope.dimension_count", n_rot, f"head_dim is {head_dim}")
     row = ARCHITECTURES[arch]
+    n_rot = _rotated(gguf, arch, head_dim)
     base = _between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
     attention = AttentionSpec(
@@ -215,7 +278,10 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         rope=_rope(gguf, arch, n_rot, base),
         has_sinks=row.has_sinks,
         has_post_norm=row.has_post_norms,
+        has_gate=row.has_gate,
     )
+    recurrent = delta_net_spec(gguf, arch) if row.full_every else None
+    is_recurrent = recurrent_layers(gguf, arch, n_layer)
     with_window = replace(
         attention,
         window=_window(gguf, arch, n_layer, head_dim),
@@ -232,7 +298,9 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         tied="output.weight" not in gguf.tensors,
         layers=tuple(
             LayerSpec(
-                replace(
+                recurrent
+                if recurrent is not None and is_recurrent[index]
+                else replace(
                     attention if _is_last_of(row.window_every, index) else with_window,
                     has_rope=not _is_last_of(row.rope_every, index),
                 ),
@@ -242,6 +310,59 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         ),
         embed_scale=float(np.float32(math.sqrt(n_embd))) if row.scales_embedding else 1.0,
     )
+
+
+def _rotated(gguf: GgufFile, arch: str, head_dim: int) -> int:
+    """Leading dimensions of a head that RoPE rotates."""
+    key = f"{arch}.rope.dimension_count"
+    n_rot = _count(gguf, key, head_dim)
+    if n_rot == head_dim or (
+        ARCHITECTURES[arch].rotates_part and n_rot < head_dim and not n_rot % 2
+    ):
+        return n_rot
+    raise unsupported(gguf, key, n_rot, f"head_dim is {head_dim}")
+
+
+def delta_net_spec(gguf: GgufFile, arch: str) -> DeltaNetSpec:
+    """The recurrent layers of an architecture that has some."""
+    head_dim = _count(gguf, f"{arch}.ssm.state_size")
+    n_k_head = _count(gguf, f"{arch}.ssm.group_count")
+    n_v_head = _count(gguf, f"{arch}.ssm.time_step_rank")
+    conv_kernel = _count(gguf, f"{arch}.ssm.conv_kernel")
+    inner = _count(gguf, f"{arch}.ssm.inner_size")
+    for name, value, fits, why in (
+        ("state_size", head_dim, head_dim % 32 == 0 and head_dim <= HEAD_DIM_MAX,
+         f"a multiple of 32 up to {HEAD_DIM_MAX} is needed"),
+        ("time_step_rank", n_v_head, n_v_head % n_k_head == 0, f"no multiple of {n_k_head} heads"),
+        ("inner_size", inner, inner == n_v_head * head_dim, f"{n_v_head} heads of {head_dim}"),
+        ("conv_kernel", conv_kernel, 2 <= conv_kernel <= CONV_KERNEL_MAX,
+         f"2 to {CONV_KERNEL_MAX} are supported"),
+    ):  # fmt: skip
+        if not fits:
+            raise unsupported(gguf, f"{arch}.ssm.{name}", value, why)
+    return DeltaNetSpec(n_k_head, n_v_head, head_dim, conv_kernel)
+
+
+def recurrent_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
+    """Whether each layer is recurrent: by a flag per layer, or all but the last of a run."""
+    every = ARCHITECTURES[arch].full_every
+    if not every:
+        return [False] * n_layer
+    key = f"{arch}.attention.recurrent_layers"
+    flags = gguf.values.get(key)
+    if isinstance(flags, np.ndarray):
+        found = [bool(flag) for flag in flags.tolist()][:n_layer]
+        if len(found) < n_layer:
+            why = f"it has {len(found)} flags for {n_layer} layers"
+            raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    else:
+        key = f"{arch}.full_attention_interval"
+        every = _count(gguf, key, every)
+        found = [not _is_last_of(every, index) for index in range(n_layer)]
+    if all(found) or not any(found):
+        why = "some layers must be recurrent, and some must have attention"
+        raise unsupported(gguf, key, every, why)
+    return found
 
 
 def _is_last_of(every: int, layer: int) -> bool:
@@ -305,13 +426,17 @@ def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     scale_key = f"{arch}.expert_weights_scale"
     is_given = gguf.number(scale_key, 0.0) != 0.0  # 0 is the format's "not given"
     scale = _between(gguf, scale_key, None, 1e-3, 1e3) if is_given else 1.0
-    return MoeSpec(n_expert, n_used, n_ff, scale, row.activation, row.has_expert_bias)
+    n_ff_shared = 0
+    if row.has_shared_expert:
+        n_ff_shared = _ffn_width(gguf, f"{arch}.expert_shared_feed_forward_length", n_layer)
+    return MoeSpec(n_expert, n_used, n_ff, scale, row.activation, row.has_expert_bias, n_ff_shared)
 
 
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
+_SHARED = "experts that every token uses are not supported"
 _OTHER_MIXTURES = (
-    ("expert_shared_count", 0, "experts that every token uses are not supported"),
-    ("expert_shared_feed_forward_length", 0, "experts that every token uses are not supported"),
+    ("expert_shared_count", 0, _SHARED),
+    ("expert_shared_feed_forward_length", 0, _SHARED),
     ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
     ("leading_dense_block_count", 0, "every layer must have experts"),
     ("interleave_moe_layer_step", 1, "every layer must have experts"),
@@ -321,6 +446,8 @@ _OTHER_MIXTURES = (
 def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
     """Raises for experts that are chosen, weighted or placed in another way than `MoeSpec` says."""
     for name, most, why in _OTHER_MIXTURES:
+        if why == _SHARED and ARCHITECTURES[arch].has_shared_expert:
+            continue
         value = gguf.integer(f"{arch}.{name}", 0)
         if not 0 <= value <= most:
             raise unsupported(gguf, f"{arch}.{name}", value, why)
@@ -438,7 +565,8 @@ def _refuse_other_files(gguf: GgufFile) -> None:
 
 
 def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
-    if gguf.integer(f"{arch}.nextn_predict_layers", 0) > 0:  # the last layers are no part of it
+    n_mtp = gguf.integer(f"{arch}.nextn_predict_layers", 0)
+    if n_mtp > 0 and not ARCHITECTURES[arch].has_mtp:  # the last layers are no part of it
         key, count = f"{arch}.nextn_predict_layers", gguf.integer(f"{arch}.nextn_predict_layers")
         raise unsupported(gguf, key, count, "layers that predict further tokens are not supported")
     if gguf.values.get(f"{arch}.attention.causal", True) is not True:
@@ -460,13 +588,18 @@ def _count(gguf: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _block_count(gguf: GgufFile, arch: str, n_embd: int) -> int:
-    """The number of layers; a spec is made for each, so an absurd number is refused here."""
+    """The number of layers, without those that predict further tokens; a spec is made for each, so
+    an absurd number is refused here."""
     count = _count(gguf, f"{arch}.block_count")
     if count > len(gguf.tensors):  # every layer has tensors, so one of the first has none
         names = (f"blk.{i}.attn_norm.weight" for i in range(count))
         missing = next(name for name in names if name not in gguf.tensors)
         raise errors.TENSOR_MISSING(file=gguf.path.name, tensor=missing, shape=[n_embd])
-    return count
+    n_mtp = gguf.integer(f"{arch}.nextn_predict_layers", 0)
+    if not 0 <= n_mtp < count:
+        key, why = f"{arch}.nextn_predict_layers", f"the file has {count} blocks"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=n_mtp, why=why)
+    return count - n_mtp
 
 
 def _between(gguf: GgufFile, key: str, default: float | None, least: float, most: float) -> float:
@@ -491,10 +624,13 @@ def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None, n_layer:
     value = gguf.values.get(key)
     if not isinstance(value, np.ndarray):
         return _count(gguf, key, default)
-    if len(value) != n_layer:
+    n_block = gguf.integer(f"{key.split('.')[0]}.block_count", n_layer)
+    if len(value) not in (n_layer, n_block):
         why = f"it has {len(value)} numbers for {n_layer} layers"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
-    distinct = sorted({int(v) for v in value.tolist()}) if value.dtype.kind in "iu" else []
+    distinct = (
+        sorted({int(v) for v in value[:n_layer].tolist()}) if value.dtype.kind in "iu" else []
+    )
     if len(distinct) != 1:
         raise unsupported(gguf, key, distinct[:8], "every layer must have the same value")
     if not 1 <= distinct[0] <= COUNT_MAX:

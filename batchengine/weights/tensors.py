@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import kernels
 from batchengine import errors
@@ -20,8 +20,10 @@ from batchengine.gguf import GgufFile, TensorInfo
 from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.spec import (
     AttentionSpec,
+    DeltaNetSpec,
     DenseSpec,
     FfnSpec,
+    MixerSpec,
     ModelSpec,
     MoeSpec,
     unsupported,
@@ -45,17 +47,34 @@ _OTHER_EXPERTS = (
 )  # fmt: skip
 
 # Tables that old converters wrote and every reader computes itself.
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _IGNORED = re.compile(r"(blk\.\d+\.attn_rot_embd|rotary_emb\.inv_freq)(\.weight)?$")
+
+
+class EveryRows(NamedTuple):
+    """Rows of a tensor: of each `every` ones, `n_rows` from `first` on."""
+
+    first: int
+    n_rows: int
+    every: int
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """A matrix to pack: the kind of kernels.Matrix, and its (rows, cols)."""
+    """A matrix to pack: the kind of kernels.Matrix, and its (rows, cols). It is the tensor `name`,
+    or the rows `part` of the tensor `source`."""
 
     name: str
     kind: str
     rows: int
     cols: int
+    source: str = ""
+    part: EveryRows | None = None
+
+    @property
+    def tensor(self) -> str:
+        """The tensor of the file."""
+        return self.source or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +115,31 @@ class AttentionRoles(Generic[M, V, S]):
     output_bias: V | None
     sinks: S | None = None
     post_norm: V | None = None
+    gate: M | None = None
 
     @property
     def readers(self) -> list[M]:
         """The matrices that read the normed row."""
-        return self.qkv
+        return self.qkv if self.gate is None else [*self.qkv, self.gate]
+
+
+@dataclass(frozen=True)
+class DeltaNetRoles(Generic[M, V]):
+    """The tensors of a DeltaNetSpec by role. inputs: the matrices of q, k and v as one, then those
+    of the output's gate, of beta and of alpha."""
+
+    norm: V
+    inputs: list[M]
+    conv: V
+    dt_bias: V
+    a: V
+    value_norm: V
+    output: M
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return self.inputs
 
 
 @dataclass(frozen=True)
@@ -128,6 +167,16 @@ class DenseRoles(Generic[M, V]):
 
 
 @dataclass(frozen=True)
+class SharedRoles(Generic[M]):
+    """The expert that every token uses; selector, of one row, gives its weight."""
+
+    selector: M
+    gate: M
+    up: M
+    down: M
+
+
+@dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
     """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
     value for each row of each expert."""
@@ -141,11 +190,13 @@ class MoeRoles(Generic[M, V]):
     gate_bias: V | None = None
     up_bias: V | None = None
     down_bias: V | None = None
+    shared: SharedRoles[M] | None = None
 
     @property
     def readers(self) -> list[M]:
         """The matrices that read the normed row: experts read a copy of those that chose them."""
-        return [self.selector]
+        shared = self.shared
+        return [self.selector, *([shared.selector, shared.gate, shared.up] if shared else [])]
 
     @property
     def banks(self) -> list[M]:
@@ -157,11 +208,12 @@ class MoeRoles(Generic[M, V]):
 class LayerRoles(Generic[M, V, S]):
     """The tensors of one layer."""
 
-    mixer: AttentionRoles[M, V, S]
+    mixer: AttentionRoles[M, V, S] | DeltaNetRoles[M, V]
     ffn: DenseRoles[M, V] | MoeRoles[M, V]
 
 
 AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan, SinksPlan]
+DeltaNetPlan = DeltaNetRoles[MatrixPlan, VectorPlan]
 DensePlan = DenseRoles[MatrixPlan, VectorPlan]
 MoePlan = MoeRoles[MatrixPlan, VectorPlan]
 LayerPlan = LayerRoles[MatrixPlan, VectorPlan, SinksPlan]
@@ -199,7 +251,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         rope_factors=find.vector(ROPE_FACTORS, rope.n_rot // 2) if rope.has_factors else None,
         layers=tuple(
             LayerPlan(
-                _plan_attention(find, layer.mixer, spec.n_embd, f"blk.{i}."),
+                _plan_mixer(find, layer.mixer, spec.n_embd, f"blk.{i}."),
                 _plan_ffn(find, layer.ffn, spec.n_embd, f"blk.{i}.", norm),
             )
             for i, layer in enumerate(spec.layers)
@@ -207,13 +259,48 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         matrices=tuple(find.matrices),
         vectors=tuple(find.vectors),
     )
-    find.refuse_unused()
+    find.refuse_unused(spec.n_layer if ARCHITECTURES[spec.arch].has_mtp else None)
     return plan
+
+
+def _plan_mixer(
+    find: _Finder, spec: MixerSpec, n_embd: int, prefix: str
+) -> AttentionPlan | DeltaNetPlan:
+    if isinstance(spec, DeltaNetSpec):
+        return _plan_delta_net(find, spec, n_embd, prefix)
+    return _plan_attention(find, spec, n_embd, prefix)
+
+
+def _plan_delta_net(find: _Finder, spec: DeltaNetSpec, n_embd: int, prefix: str) -> DeltaNetPlan:
+    width, heads = spec.value_width, spec.n_v_head
+    dt = prefix + ("ssm_dt.bias" if prefix + "ssm_dt.bias" in find.gguf.tensors else "ssm_dt")
+    conv = prefix + "ssm_conv1d.weight"
+    n_conv = spec.channels * spec.conv_kernel
+    return DeltaNetPlan(
+        norm=find.vector(prefix + "attn_norm.weight", n_embd),
+        inputs=[
+            find.matrix(prefix + "attn_qkv.weight", spec.channels, n_embd),
+            find.matrix(prefix + "attn_gate.weight", width, n_embd),
+            find.matrix(prefix + "ssm_beta.weight", heads, n_embd),
+            find.matrix(prefix + "ssm_alpha.weight", heads, n_embd),
+        ],
+        conv=find.add(
+            VectorPlan(conv, ((find.use_vector(conv, spec.conv_kernel, spec.channels), n_conv),))
+        ),
+        dt_bias=find.vector(dt, heads),
+        a=find.vector(prefix + "ssm_a", heads),
+        value_norm=find.vector(prefix + "ssm_norm.weight", spec.head_dim),
+        output=find.matrix(prefix + "ssm_out.weight", n_embd, width),
+    )
 
 
 def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str) -> AttentionPlan:
     qk_norm = spec.has_qk_norm
-    qkv, qkv_bias = _plan_qkv(find, spec, n_embd, prefix)
+    gate: MatrixPlan | None = None
+    if spec.has_gate:
+        qkv, qkv_bias, gate = _plan_gated_qkv(find, spec, n_embd, prefix)
+    else:
+        qkv, qkv_bias = _plan_qkv(find, spec, n_embd, prefix)
     return AttentionPlan(
         norm=find.vector(prefix + "attn_norm.weight", n_embd),
         qkv=qkv,
@@ -224,6 +311,7 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
         sinks=find.sinks(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
         post_norm=_post_norm(find, spec, prefix + "post_attention_norm.weight", n_embd),
+        gate=gate,
     )
 
 
@@ -265,6 +353,16 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
         gate_bias=bias("gate", spec.n_ff),
         up_bias=bias("up", spec.n_ff),
         down_bias=bias("down", n_embd),
+        shared=_plan_shared(find, spec.n_ff_shared, n_embd, prefix) if spec.n_ff_shared else None,
+    )
+
+
+def _plan_shared(find: _Finder, n_ff: int, n_embd: int, prefix: str) -> SharedRoles[MatrixPlan]:
+    return SharedRoles(
+        selector=find.float_row(prefix + "ffn_gate_inp_shexp.weight", n_embd),
+        gate=find.matrix(prefix + "ffn_gate_shexp.weight", n_ff, n_embd),
+        up=find.matrix(prefix + "ffn_up_shexp.weight", n_ff, n_embd),
+        down=find.matrix(prefix + "ffn_down_shexp.weight", n_embd, n_ff),
     )
 
 
@@ -309,6 +407,17 @@ def _plan_qkv(
     return [matrix], [bias]
 
 
+def _plan_gated_qkv(
+    find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
+) -> tuple[list[MatrixPlan], list[VectorPlan | None], MatrixPlan]:
+    """q, k and v as three matrices, and that of the gate: the file has the rows of both q and gate
+    head by head in one tensor."""
+    q, gate = find.halves(prefix + "attn_q.weight", spec.n_head, spec.head_dim, n_embd)
+    k, v = [find.matrix(f"{prefix}attn_{letter}.weight", spec.kv_rows, n_embd) for letter in "kv"]
+    biases = [find.optional(f"{prefix}attn_{letter}.bias", spec.kv_rows) for letter in "kv"]
+    return [q, k, v], [None, *biases], gate
+
+
 class _Finder:
     """Looks tensors up by name, checks them, and remembers which ones had a role."""
 
@@ -323,6 +432,29 @@ class _Finder:
 
     def float_matrix(self, name: str, rows: int, cols: int) -> MatrixPlan:
         return self._matrix(self._info(name, (cols, rows)), rows, cols, FLOAT_TYPES)
+
+    def float_row(self, name: str, cols: int) -> MatrixPlan:
+        """A matrix of one row, which the file has as a vector."""
+        return self._matrix(self._info(name, (cols,)), 1, cols, FLOAT_TYPES)
+
+    def halves(self, name: str, n_head: int, head_dim: int, cols: int) -> list[MatrixPlan]:
+        """The two matrices of a tensor of 2 * head_dim rows per head, a half of each."""
+        info = self._info(name, (cols, 2 * n_head * head_dim))
+        if info.type.name not in MATRIX_KINDS:
+            raise self._wrong_type(info, tuple(MATRIX_KINDS))
+        plans = [
+            MatrixPlan(
+                f"{name}.{half}",
+                MATRIX_KINDS[info.type.name],
+                n_head * head_dim,
+                cols,
+                name,
+                EveryRows(half * head_dim, head_dim, 2 * head_dim),
+            )
+            for half in (0, 1)
+        ]
+        self.matrices += plans
+        return plans
 
     def bank(self, name: str, n_expert: int, rows: int, cols: int) -> MatrixPlan:
         """The matrices of (rows, cols) of all experts, one below the other."""
@@ -355,9 +487,12 @@ class _Finder:
             raise self._wrong_type(info, FLOAT_TYPES)
         return name
 
-    def refuse_unused(self) -> None:
+    def refuse_unused(self, n_layer: int | None = None) -> None:
+        """Raises for a tensor without a role; those of blocks from `n_layer` on need none."""
         for name in self.gguf.tensors:
-            if name not in self._used and not _IGNORED.match(name):
+            block = _BLOCK.match(name) if n_layer is not None else None
+            is_after = block is not None and n_layer is not None and int(block[1]) >= n_layer
+            if name not in self._used and not is_after and not _IGNORED.match(name):
                 raise errors.TENSOR_UNUSED(tensor=name, file=self.gguf.path.name)
 
     def _matrix(

@@ -21,6 +21,7 @@ from batchengine.core import PAGE_TOKENS, Sampling
 from batchengine.gguf import GgufFile
 from batchengine.model import CpuOps, Model, Stepper, sample_spec
 from batchengine.model.forward import F32
+from batchengine.model.ops import U64
 from batchengine.weights import open_weights
 
 Mask = NDArray[np.uint32]
@@ -34,10 +35,16 @@ def no_mask(_index: int, _tokens: list[int]) -> Mask | None:
 
 @dataclass(eq=False, slots=True)
 class LocalSequence:
-    """A token timeline: tokens whose KV is in `pages` (indexes into the runner's memory)."""
+    """A token timeline: tokens whose KV is in `pages` (indexes into the runner's memory).
+
+    state: the recurrent state behind them, of a model that has one; next_state: of the step that is
+    set.
+    """
 
     tokens: list[int] = field(default_factory=list[int])
     pages: list[int] = field(default_factory=list[int])
+    state: mmap.mmap | None = None
+    next_state: mmap.mmap | None = None
 
     @property
     def frontier(self) -> int:
@@ -115,10 +122,16 @@ class LocalRunner:
         self._free.extend(reversed(sequence.pages))
         sequence.pages.clear()
         sequence.tokens.clear()
+        sequence.state = None
 
     def fork(self, sequence: LocalSequence, n_tokens: int | None = None) -> LocalSequence:
-        """A timeline with the first `n_tokens` tokens (default: all) and pages of its own."""
+        """A timeline with the first `n_tokens` tokens (default: all) and pages of its own. Raises
+        RunnerError for fewer tokens of a model with recurrent state."""
         copy = LocalSequence(sequence.tokens[:n_tokens])
+        if self.model.states is not None:
+            if copy.frontier not in (0, sequence.frontier):
+                raise RunnerError("there is no state inside a timeline")
+            copy.state = sequence.state if copy.frontier else None  # no step changes it
         self.reserve(copy, copy.frontier)
         for source, target in zip(sequence.pages, copy.pages, strict=False):
             a, b = source * self.page_bytes, target * self.page_bytes
@@ -150,8 +163,20 @@ class LocalRunner:
             np.array(tokens, np.int32),
             np.array(table, np.int32).reshape(-1, 3),
             np.array(addresses, np.uint64),
+            states=self._states([sequence for sequence, _ in entries]),
         )
         return last_rows
+
+    def _states(self, sequences: Sequence[LocalSequence]) -> U64 | None:
+        """Where the states of a step's timelines are read and written, if the model has some."""
+        if (shape := self.model.states) is None:
+            return None
+        addresses: list[tuple[int, int]] = []
+        for sequence in sequences:
+            sequence.next_state = mmap.mmap(-1, shape.image_bytes)
+            before = 0 if sequence.state is None else kernels.address_of(sequence.state)
+            addresses.append((before, kernels.address_of(sequence.next_state)))
+        return np.array(addresses, np.uint64)
 
     def step(
         self,
@@ -169,6 +194,7 @@ class LocalRunner:
             raise RunnerError(f"entries {nonfinite} are nonfinite: a row has a NaN or an infinity")
         for sequence, new in entries:
             sequence.tokens.extend(new)
+            sequence.state, sequence.next_state = sequence.next_state, None
         return self.stepper.logits(len(wanted)).view(len(wanted))
 
     # -- whole prompts

@@ -55,6 +55,9 @@ class Shape:
     experts a small weight, so that rounding which chooses another one there changes little.
     window: attention.sliding_window, of architectures that have one; with sinks and biases of the
     attention's output and of experts, where there are such, `bias` is their deviation, too.
+    n_rot: dimensions of a head that RoPE rotates, 0 = all. n_k_head, n_v_head, state_dim: heads of
+    recurrent layers, of architectures that have some; n_mtp: blocks behind the model's own that
+    predict further tokens. n_ff_shared: width of the expert that every token uses.
     """
 
     arch: str = "qwen3"
@@ -84,6 +87,13 @@ class Shape:
     window: int = 0
     fused: bool = False
     seed: int = 1
+    n_rot: int = 0
+    n_k_head: int = 0
+    n_v_head: int = 0
+    state_dim: int = 128
+    conv_kernel: int = 4
+    n_mtp: int = 0
+    n_ff_shared: int = 0
     head_gain: float = 4.0
     selector_gain: float = 3.0
 
@@ -132,6 +142,24 @@ PRESETS = {
     "gemma3-tiny": Shape(
         arch="gemma3", n_layer=7, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
         rope_base=1e6, linear_factor=8.0, window=40, head_gain=0.5,
+    ),
+    "qwen35-27b": Shape(
+        arch="qwen35", n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_kv_head=4, head_dim=256,
+        n_rot=64, n_k_head=16, n_v_head=48, n_vocab=248320, rope_base=1e7, context=262144,
+        tied=False,
+    ),
+    "qwen35-35b-a3b": Shape(
+        arch="qwen35moe", n_layer=40, n_embd=2048, n_ff=512, n_expert=256, n_used=8,
+        n_ff_shared=512, n_head=16, n_kv_head=2, head_dim=256, n_rot=64, n_k_head=16, n_v_head=32,
+        n_vocab=248320, rope_base=1e7, context=262144, tied=False,
+    ),
+    "qwen35-tiny": Shape(
+        arch="qwen35", n_layer=8, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=64,
+        n_rot=32, n_k_head=1, n_v_head=2, tied=False, n_mtp=1,
+    ),
+    "qwen35moe-tiny": Shape(
+        arch="qwen35moe", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
+        n_head=4, n_kv_head=2, head_dim=32, n_rot=16, n_k_head=1, n_v_head=2, tied=False,
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),
@@ -275,19 +303,25 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     if shape.rope_factors:
         factors = _llama3_factors(shape)
         yield RandomTensor("rope_freqs.weight", "f32", factors.shape, lambda _: factors)
-    for i in range(shape.n_layer):
+    has_gate = ARCHITECTURES[shape.arch].has_gate
+    for i in range(shape.n_layer + shape.n_mtp):
         p = f"blk.{i}."
         yield vector(p + "attn_norm.weight", n)
-        if shape.fused:
+        is_recurrent = _is_recurrent(shape, i)
+        if is_recurrent:
+            yield from _delta_net(shape, p, matrix, vector)
+        elif shape.fused:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         else:
-            for letter, rows in (("q", q), ("k", kv), ("v", kv)):
+            for letter, rows in (("q", q * (1 + has_gate)), ("k", kv), ("v", kv)):
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
-        yield from _biases(shape, p)
-        if ARCHITECTURES[shape.arch].has_qk_norm:
+        if not is_recurrent:
+            yield from _biases(shape, p)
+        if ARCHITECTURES[shape.arch].has_qk_norm and not is_recurrent:
             yield vector(p + "attn_q_norm.weight", shape.head_dim)
             yield vector(p + "attn_k_norm.weight", shape.head_dim)
-        yield matrix(p + "attn_output", "attn_output", n, q)
+        if not is_recurrent:
+            yield matrix(p + "attn_output", "attn_output", n, q)
         if ARCHITECTURES[shape.arch].has_sinks:
             yield bias(p + "attn_output", n)
             yield bias(p + "attn_sinks", shape.n_head, mean=1.0, ending="weight")
@@ -308,8 +342,60 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield matrix(name, role, rows, cols, n_expert=shape.n_expert)
             if has_expert_bias:
                 yield bias(name, shape.n_expert, rows)
+        if shape.n_ff_shared:
+            yield RandomTensor(
+                p + "ffn_gate_inp_shexp.weight",
+                "f32",
+                (n,),
+                lambda rng: (rng.standard_normal(n) / np.sqrt(n)).astype(np.float32),
+            )
+            yield matrix(p + "ffn_gate_shexp", "ffn_gate", shape.n_ff_shared, n)
+            yield matrix(p + "ffn_up_shexp", "ffn_up", shape.n_ff_shared, n)
+            yield matrix(p + "ffn_down_shexp", "ffn_down", n, shape.n_ff_shared)
         if has_post_norms:
             yield vector(p + "post_ffw_norm.weight", n)
+        if i >= shape.n_layer:
+            yield matrix(p + "nextn.eh_proj", "eh_proj", n, 2 * n)
+            for name in ("enorm", "hnorm", "shared_head_norm"):
+                yield vector(f"{p}nextn.{name}.weight", n)
+
+
+def _is_recurrent(shape: Shape, layer: int) -> bool:
+    """Whether a layer is; those behind the model's own have attention."""
+    every = ARCHITECTURES[shape.arch].full_every
+    return every > 0 and layer < shape.n_layer and (layer + 1) % every != 0
+
+
+def _delta_net(
+    shape: Shape,
+    prefix: str,
+    matrix: Callable[..., RandomTensor],
+    vector: Callable[[str, int], RandomTensor],
+) -> Iterator[RandomTensor]:
+    """Those of a recurrent layer. States fade within some ten to a thousand tokens."""
+    n, heads, width = shape.n_embd, shape.n_v_head, shape.n_v_head * shape.state_dim
+    channels = 2 * shape.n_k_head * shape.state_dim + width
+    dims = channels, shape.conv_kernel
+
+    def drawn(name: str, low: float, high: float) -> RandomTensor:
+        return RandomTensor(
+            prefix + name, "f32", (heads,), lambda rng: rng.uniform(low, high, heads).astype("f4")
+        )
+
+    yield matrix(prefix + "attn_qkv", "attn_qkv", channels, n)
+    yield matrix(prefix + "attn_gate", "attn_gate", width, n)
+    yield RandomTensor(
+        prefix + "ssm_conv1d.weight",
+        "f32",
+        dims,
+        lambda rng: rng.normal(0.0, 0.5, dims).astype(np.float32),
+    )
+    yield matrix(prefix + "ssm_beta", "ssm_beta", heads, n)
+    yield matrix(prefix + "ssm_alpha", "ssm_alpha", heads, n)
+    yield drawn("ssm_dt.bias", -4.0, -1.0)
+    yield drawn("ssm_a", -2.0, -0.2)
+    yield vector(prefix + "ssm_norm.weight", shape.state_dim)
+    yield matrix(prefix + "ssm_out", "ssm_out", n, width)
 
 
 def _biases(shape: Shape, prefix: str) -> Iterator[RandomTensor]:
@@ -427,7 +513,7 @@ def _sub_scales(rng: np.random.Generator, n_blocks: int) -> U8:
 
 def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_name(f"synthetic-{shape.arch}-{shape.n_layer}x{shape.n_embd}")
-    writer.add_block_count(shape.n_layer)
+    writer.add_block_count(shape.n_layer + shape.n_mtp)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
     if ARCHITECTURES[shape.arch].experts == "all":
@@ -441,7 +527,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.rope_base)
-    writer.add_rope_dimension_count(shape.head_dim)
+    writer.add_rope_dimension_count(shape.n_rot or shape.head_dim)
     writer.add_file_type(_FILE_TYPES[shape.base])
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
@@ -449,6 +535,18 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if shape.n_v_head:
+        pairs = shape.n_rot // 2
+        writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+        writer.add_ssm_conv_kernel(shape.conv_kernel)
+        writer.add_ssm_state_size(shape.state_dim)
+        writer.add_ssm_group_count(shape.n_k_head)
+        writer.add_ssm_time_step_rank(shape.n_v_head)
+        writer.add_ssm_inner_size(shape.n_v_head * shape.state_dim)
+    if shape.n_mtp:
+        writer.add_uint32(f"{shape.arch}.nextn_predict_layers", shape.n_mtp)
+    if shape.n_ff_shared:
+        writer.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     if shape.window:
         writer.add_sliding_window(shape.window)
     if shape.temperature:

@@ -110,7 +110,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         read_bytes -= sizes[embedding.name]
         products -= embedding.rows * embedding.cols
     attention = spec.attention
-    layout = PageLayout(spec.n_layer, attention.n_kv_head, attention.head_dim)
+    layout = PageLayout(spec.n_layer_kv, attention.n_kv_head, attention.head_dim)
     context = min(context_tokens or spec.context_trained, spec.context_trained)
     size = ModelSize(
         weight_bytes,
@@ -121,7 +121,8 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         PAGE_TOKENS,
         context,
         experts,
-        spec.n_layer_whole / spec.n_layer,
+        spec.n_layer_whole / spec.n_layer_kv,
+        spec.state_bytes,
     )
     facts: dict[str, Any] = {
         "name": spec.name or path.stem,
@@ -138,6 +139,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         "file_bytes": file_bytes,
         "packed_bytes": weight_bytes,
         "kv_bytes_per_token": layout.page_bytes // PAGE_TOKENS,
+        "state_bytes": spec.state_bytes,  # of recurrent layers, for each session
         "context_trained": spec.context_trained,
         "context_tokens": context,
     }
@@ -182,6 +184,13 @@ def _as_json(one: Any) -> dict[str, Any]:
     }
 
 
+def _state_lines(facts: dict[str, Any]) -> list[str]:
+    if not facts["state_bytes"]:
+        return []
+    mib = facts["state_bytes"] / 2**20
+    return [f"state    {mib:.1f} MiB of recurrent layers a session, read and written by each token"]
+
+
 def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> list[str]:
     """The plan as a terminal shows it."""
     lines = [
@@ -189,6 +198,7 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
         f"  {_gib(facts['packed_bytes'])} packed  KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a"
         f" token  context {facts['context_tokens']:,}",
         *_expert_lines(facts),
+        *_state_lines(facts),
         f"machine  {machine['threads']} cores, {machine['isa']}: reads {machine['read_gbps']} GB/s,"
         f" computes {machine['int8_gops']:,} GOPS of int8 (measured now)",
         f"memory   {_gib(machine['memory_bytes'])}, {_gib(machine['memory_free_bytes'])} free",

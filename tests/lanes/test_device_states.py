@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from batchengine.lanes.gpu.states import DeviceStates
-from batchengine.lanes.state_memory import StateMemory, slots_wanted
+from batchengine.lanes.state_memory import StateMemory, states_at_rest, states_of_seats
 from batchengine.lanes.step_input import BadStep, StepInput
 from batchengine.wire import lane as wire
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
@@ -170,6 +170,5 @@ def test_memory_that_lacks(gpu: Gpu, tmp_path: Path) -> None:
 
 
 def test_states_of_sessions_at_rest_are_a_part_of_the_memory() -> None:
-    assert slots_wanted(4, 3, 0, 100) == 16
-    assert slots_wanted(4, 3, 16 * 250, 100) == 18
-    assert slots_wanted(4, 3, 1 << 40, 100) == 20
+    assert [states_at_rest(4, memory, 100) for memory in (0, 16 * 250, 1 << 40)] == [0, 2, 4]
+    assert states_of_seats(4, 3) == 16

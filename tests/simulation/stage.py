@@ -48,6 +48,7 @@ class Stage(World):
     script: Script
     settings: dict[str, Any]
     slots = 16
+    recurrent = 0  # bytes of the model's recurrent state
 
     def __init__(self, seed: int, folder: str) -> None:
         self.plans: list[Callable[[SimLane, wire.Step], Plan | None]] = []
@@ -56,6 +57,9 @@ class Stage(World):
 
     def _choose_faults(self) -> dict[str, float]:
         return {}
+
+    def _choose_state_bytes(self) -> int:
+        return self.recurrent
 
     def _choose_config(self) -> Config:
         lanes = tuple(
@@ -187,12 +191,13 @@ class Stage(World):
         await self.until(lambda: generation.completion_tokens >= tokens)
 
 
-def play(script: Script, seed: int = 0, slots: int = 16, **settings: Any) -> Outcome:
+def play(
+    script: Script, seed: int = 0, slots: int = 16, recurrent: int = 0, **settings: Any
+) -> Outcome:
     """Play a scene; AssertionError if anything failed in it. Settings: a__b for "a.b"."""
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
-    scene = type(
-        "Scene", (Stage,), {"script": staticmethod(script), "settings": dotted, "slots": slots}
-    )
+    own = {"settings": dotted, "slots": slots, "recurrent": recurrent}
+    scene = type("Scene", (Stage,), {"script": staticmethod(script), **own})
     outcome = simulate(seed, world=scene)
     if outcome.error:
         raise AssertionError(outcome.error)

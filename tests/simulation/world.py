@@ -137,7 +137,6 @@ class World:
 
     lines_kept = 60  # of the trace, printed after a failure
     model = ""  # the model of HashLM; another name is another model
-    state_bytes = int(__import__("os").environ.get("SB", "0"))
     name = ""  # among peers
 
     def __init__(self, seed: int, folder: str, ground: Ground | None = None) -> None:
@@ -160,9 +159,14 @@ class World:
         self._pids = 1000
         self._people: list[Person] = []
         self._is_cold, self._chances = faults.choose(self.tape)
+        self.state_bytes = self._choose_state_bytes()
         self.config = self._choose_config()
 
     # ------------------------------------------------------------------------------- choices
+
+    def _choose_state_bytes(self) -> int:
+        """Size of the model's recurrent state; half of the seeds have one."""
+        return self.tape("state").choice([0, 4096])
 
     def _choose_config(self) -> Config:
         rng = self.tape("config")
@@ -498,6 +502,8 @@ class World:
         )  # fmt: skip
         self.trace("step", lane.name, lane.incarnation, entries, chores)
         self.count("steps")
+        self.counts["states saved"] += len(step.save_states)
+        self.counts["states loaded"] += len(step.load_states)
         if any(entry.takes_sample for entry in step.entries):
             self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
             self.counts["chunks ahead"] += sum([not e.takes_sample for e in step.entries])

@@ -217,15 +217,16 @@ def prepare_ahead(
 
 def _states_ahead(kv: LaneKv, parts: Sequence[StepEntry]) -> list[EntryStates | None] | None:
     """The states of entries that follow these; None if slots are lacking."""
+    found: list[EntryStates | None] = [None] * len(parts)
     if not kv.states.is_used:
-        return [None] * len(parts)
+        return found
     found = [kv.states.begin(part.turn.session, part.state) for part in parts]
-    if None in found:
-        for states in found:
-            if states is not None:
-                states.written.release()
-        return None
-    return [*found]
+    if None not in found:
+        return found
+    for states in found:
+        if states is not None:
+            states.written.release()
+    return None
 
 
 def _is_plain(part: StepEntry, reach: Reach, n_tokens: int) -> bool:

@@ -18,7 +18,7 @@ from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine.lane.seats import Seats
 from batchengine.kv import LaneKv
-from batchengine.lanes.state_memory import slots_wanted
+from batchengine.lanes.state_memory import states_at_rest, states_of_seats
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.identity import Identity, files_of, identity_of
 from batchengine.policy.capacity import open_pages
@@ -126,7 +126,8 @@ class WorkerSupervisor:
         """Create an arena, have the lane's worker map it, and give it to `kv`."""
         store, layout = self._store, self._store.pages.layout
         state_bytes = lane.facts.state_bytes if lane.facts is not None else 0
-        states = state_slots(config, state_bytes, self._budget_bytes)
+        at_rest = _at_rest(config, state_bytes, self._budget_bytes)
+        states = states_of_seats(config.entries_max, config.steps_in_flight) + at_rest
         slots = config.places or open_pages(
             config.entries_max, self._budget_bytes, layout.page_bytes
         )
@@ -162,14 +163,14 @@ class WorkerSupervisor:
             arena.close(delete=True)
             raise
         kv.slots.attach(arena)
-        kv.states.attach(states, state_bytes)
+        kv.states.attach(states, state_bytes, at_rest)
 
 
-def state_slots(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
-    """Recurrent states that a lane's worker keeps, those of sessions that rest in a part of the
-    store's budget, or of what the lane may take of a GPU."""
+def _at_rest(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
+    """How many states of sessions at rest a lane's worker keeps: in a part of the store's budget,
+    or of what the lane may take of a GPU."""
     memory_bytes = config.vram_bytes if config.kind == "cuda" else budget_bytes
-    return slots_wanted(config.entries_max, config.steps_in_flight, memory_bytes, state_bytes)
+    return states_at_rest(config.entries_max, memory_bytes, state_bytes)
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

@@ -157,6 +157,8 @@ class ServedStages:
         ids = np.frombuffer(tokens, np.uint32)  # one below 0 is above every vocabulary
         if len(ids) and int(ids.max()) >= facts.vocab_size:
             return "a token is outside the vocabulary"
+        if facts.state_bytes:
+            return "a model with recurrent state is computed as a whole"
         if message.end > facts.n_layer or message.first >= message.end:
             return f"it has {facts.n_layer} layers"
         n_pages = message.n_tokens // PAGE_TOKENS

@@ -34,7 +34,7 @@ class EntryStates(NamedTuple):
     written: StateSlot
 
 
-class Save(NamedTuple):
+class StateSave(NamedTuple):
     """A state to be written to a file: key and parent name it."""
 
     session: Session
@@ -43,7 +43,7 @@ class Save(NamedTuple):
     slot: int
 
 
-class Load(NamedTuple):
+class StateLoad(NamedTuple):
     """A state to be read from a file into a slot, for a session at this position."""
 
     session: Session
@@ -57,8 +57,8 @@ class Load(NamedTuple):
 class StateChores(NamedTuple):
     """What a frame saves and loads."""
 
-    saves: tuple[Save, ...] = ()
-    loads: tuple[Load, ...] = ()
+    saves: tuple[StateSave, ...] = ()
+    loads: tuple[StateLoad, ...] = ()
 
     def messages(self) -> tuple[tuple[wire.StateFile, ...], tuple[wire.StateFile, ...]]:
         """As a Step has them."""
@@ -76,11 +76,12 @@ class LaneStates:
         self._slots = slots
         self._wake = wake
         self._pool: StatePool | None = None  # of the worker that is up
+        self._rest_max = 0
         self.state_bytes = 0
         self.interval = 0
-        self._saves: dict[bytes, Save] = {}
-        self._loads: list[Load] = []
-        self._loading: dict[Session, Load] = {}  # those that sessions wait for
+        self._saves: dict[bytes, StateSave] = {}
+        self._loads: list[StateLoad] = []
+        self._loading: dict[Session, StateLoad] = {}  # those that sessions wait for
         self._saving: set[bytes] = set()  # also those in a frame that is not answered
 
     def __repr__(self) -> str:
@@ -93,9 +94,10 @@ class LaneStates:
 
     # ------------------------------------------------------------------------------ the worker
 
-    def attach(self, n_slots: int, state_bytes: int) -> None:
-        """Use the slots of a new worker, for states of so many bytes."""
-        self.state_bytes, self._pool = state_bytes, StatePool(n_slots)
+    def attach(self, n_slots: int, state_bytes: int, rest_max: int = 0) -> None:
+        """Use the slots of a new worker, for states of so many bytes. Sessions at rest whose state
+        is saved keep it with the worker only while `rest_max` slots at most are taken."""
+        self.state_bytes, self._pool, self._rest_max = state_bytes, StatePool(n_slots), rest_max
         row_bytes = self._store.pages.layout.row_bytes
         self.interval = save_interval(state_bytes, row_bytes) if state_bytes else 0
 
@@ -171,13 +173,12 @@ class LaneStates:
 
     def resumable(self, page_keys: Sequence[bytes]) -> int:
         """How many of these pages, of a timeline in order, end where a file has the state."""
-        saved = self._store.states
-        if not self.is_used:
-            return len(page_keys)
-        if saved is None:
-            return 0
-        found = (n for n in range(len(page_keys), 0, -1) if page_keys[n - 1] in saved)
+        found = (n for n in range(len(page_keys), 0, -1) if self.has_saved(page_keys[n - 1]))
         return next(found, 0)
+
+    def has_saved(self, key: bytes) -> bool:
+        """Whether a file has the state behind a page, by its content key."""
+        return self._store.states is not None and key in self._store.states
 
     # --------------------------------------------------------------------- before and after a step
 
@@ -215,7 +216,7 @@ class LaneStates:
         slot = self.take(session)
         if slot is not None:
             key, parent = self.key_at(session, position)
-            load = Load(session, session.epoch, position, key, parent, slot)
+            load = StateLoad(session, session.epoch, position, key, parent, slot)
             self._loads.append(load)
             self._loading[session] = load
             kv.awaits_state = True
@@ -248,7 +249,7 @@ class LaneStates:
         key, parent = self.key_at(session, position)
         if key in self._saving or key in self._store.states:
             return False
-        self._saves[key] = Save(session, key, parent, kv.state.slot.index)
+        self._saves[key] = StateSave(session, key, parent, kv.state.slot.index)
         self._saving.add(key)
         self._wake()
         return True
@@ -258,6 +259,17 @@ class LaneStates:
         return bool(self._saving and session.frontier) and (
             self.key_at(session, session.frontier)[0] in self._saving
         )
+
+    def _rests(self, session: Session) -> None:
+        """Release the state of a session at rest, which is saved, if many are taken."""
+        kv, pool = session.kv, self._pool
+        if session.state is not State.IDLE or kv.state is None or pool is None:
+            return
+        is_saved = kv.state.position == session.frontier and self.is_saved(
+            session, session.frontier
+        )
+        if is_saved and self._slots.owns(session) and pool.n_taken > self._rest_max:
+            kv.set_state(None)
 
     def take(self, taker: Session | None = None) -> StateSlot | None:
         """A slot; that of another session which rests longest, if none is free."""
@@ -296,6 +308,7 @@ class LaneStates:
                 saved.saved(save.key, save.parent, self.state_bytes)
                 if save.session.state is State.CLOSED:  # it may have been erased meanwhile
                     saved.drop(save.key)
+                self._rests(save.session)
         for load, is_good in zip(chores.loads, done[len(chores.saves) :], strict=True):
             session, kv = load.session, load.session.kv
             is_awaited = self._loading.get(session) is load

@@ -24,6 +24,11 @@ class StatePool:
         """Slots that no state has."""
         return len(self._free)
 
+    @property
+    def n_taken(self) -> int:
+        """Slots that a state has, or will have."""
+        return self.n_slots - self.n_free
+
     def take(self) -> StateSlot | None:
         """A slot, which its taker must release; None: all are taken."""
         return StateSlot(self._free.pop(), self._free.append) if self._free else None

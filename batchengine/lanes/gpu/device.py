@@ -23,7 +23,7 @@ from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.lanes.host_device import facts_of, load_model, logits_max
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.state_memory import NoStates, StateSlots, slots_wanted
+from batchengine.lanes.state_memory import NoStates, StateSlots, states_at_rest, states_of_seats
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
@@ -126,9 +126,8 @@ class CudaDevice:
         left, states_bytes, states = room, 0, ""
         if (shape := _states_of(model)) is not None:
             state_bytes = gpu.taken_by(shape.image_bytes)
-            n_states = slots_wanted(
-                load.entries_max, load.steps_in_flight, resources.vram_bytes, state_bytes
-            )
+            n_states = states_of_seats(load.entries_max, load.steps_in_flight)
+            n_states += states_at_rest(load.entries_max, resources.vram_bytes, shape.image_bytes)
             states_bytes = n_states * state_bytes
             states = f", and entries_max takes {n_states} states of {state_bytes >> 10} KiB"
         room -= states_bytes

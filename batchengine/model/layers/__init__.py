@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
+from batchengine.model.layers.delta_net import DeltaNet, DeltaNetBuffers
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 
@@ -10,6 +11,8 @@ __all__ = [
     "Attend",
     "Attention",
     "AttentionBuffers",
+    "DeltaNet",
+    "DeltaNetBuffers",
     "DenseBuffers",
     "DenseFfn",
     "MoeBuffers",

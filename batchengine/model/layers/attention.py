@@ -34,6 +34,7 @@ class AttentionBuffers:
         self.qkv = ops.make_rows(tokens_max, spec.q_rows + 2 * spec.kv_rows)
         self.queries = ops.make_queries(tokens_max, spec.n_head, spec.head_dim)
         self.mixed = ops.make_rows(tokens_max, spec.q_rows)
+        self.gate = ops.make_rows(tokens_max if spec.has_gate else 0, spec.q_rows)
         self.wanted = ops.make_rows(wanted_max, spec.q_rows)
         # Before the norm of the output, if it has one.
         self.output = ops.make_rows(tokens_max if spec.has_post_norm else 0, n_embd)
@@ -88,10 +89,15 @@ class Attention:
         )
         quantised = buffers.mixed_q8 if is_quantised else None
         if attend is None:
-            at = buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed, quantised
-            ops.attend(*at, spec.window, w.sinks)
-            return
-        attend(buffers.queries, self.kv_layer, buffers.mixed, spec.window, w.sinks)
+            at = buffers.queries, batch, self.shape, self.kv_layer, buffers.mixed
+            ops.attend(*at, quantised if w.gate is None else None, spec.window, w.sinks)
+            if w.gate is None:
+                return
+        else:
+            attend(buffers.queries, self.kv_layer, buffers.mixed, spec.window, w.sinks)
+        if w.gate is not None:
+            ops.linear(normed, [w.gate], [None], n, buffers.gate)
+            ops.gate_rows(buffers.gate, n, buffers.mixed)
         if quantised is not None:
             ops.quantise(buffers.mixed, n, quantised)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import kernels
 from batchengine.model.ops import Ops, is_float
 from batchengine.weights import MoeSpec, MoeWeights
+from batchengine.weights.tensors import SharedRoles
 
 
 class MoeBuffers:
@@ -35,6 +37,25 @@ class MoeBuffers:
         self.gathered = ops.make_activations(rows, n_embd, keep_float)
         self.gated = ops.make_rows(rows, spec.n_ff)
         self.gated_q8 = ops.make_activations(rows, spec.n_ff, any(is_float(w.down) for w in banks))
+        shared = [w.shared for w in banks if w.shared is not None]
+        self.shared: SharedBuffers | None = None
+        if shared:
+            keep_float = any(is_float(of.down) for of in shared)
+            self.shared = SharedBuffers(
+                ops.make_rows(tokens_max, 1),
+                ops.make_rows(tokens_max, spec.n_ff_shared),
+                ops.make_activations(tokens_max, spec.n_ff_shared, keep_float),
+                ops.make_rows(tokens_max, n_embd),
+            )
+
+
+class SharedBuffers(NamedTuple):
+    """Rows of the expert that every token uses: its weight, and what it makes of the token."""
+
+    weight: kernels.Rows
+    gated: kernels.Rows
+    gated_q8: kernels.Activations
+    output: kernels.Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +70,8 @@ class MoeFfn:
 
     def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
         """hidden += the weighted sum of what the chosen experts make of the normed rows, for the
-        first `n` rows. `normed` keeps floats, which the selector reads."""
+        first `n` rows; then, if there is one, += what the shared expert makes of them, times the
+        sigmoid of its selector. `normed` keeps floats, which selectors read."""
         ops, w, buffers, spec = self.ops, self.weights, self.buffers, self.spec
         pairs, gated = buffers.pairs, buffers.gated
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
@@ -60,3 +82,21 @@ class MoeFfn:
         ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, spec.activation)
         ops.quantise_pairs(gated, pairs, buffers.gated_q8)
         ops.pairs_add(buffers.gated_q8, w.down, pairs, hidden, w.down_bias)
+        if w.shared is not None and buffers.shared is not None:
+            self._add_shared(w.shared, buffers.shared, hidden, n, normed)
+
+    def _add_shared(
+        self,
+        w: SharedRoles[kernels.Matrix],
+        buffers: SharedBuffers,
+        hidden: kernels.Rows,
+        n: int,
+        normed: kernels.Activations,
+    ) -> None:
+        ops = self.ops
+        ops.linear(normed, [w.selector], [None], n, buffers.weight)
+        at = None, None, n, buffers.gated
+        ops.linear_gated(normed, w.gate, w.up, *at, self.spec.activation)
+        ops.quantise(buffers.gated, n, buffers.gated_q8)
+        ops.linear(buffers.gated_q8, [w.down], [None], n, buffers.output)
+        ops.gate_add(buffers.output, buffers.weight, n, hidden)

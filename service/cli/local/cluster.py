@@ -434,7 +434,7 @@ def page_bytes(model: Path) -> int:
 
     with GgufFile(str(model)) as gguf:
         spec = read_spec(gguf)
-    return PageLayout(spec.n_layer, spec.attention.n_kv_head, spec.attention.head_dim).page_bytes
+    return PageLayout(spec.n_layer_kv, spec.attention.n_kv_head, spec.attention.head_dim).page_bytes
 
 
 def _check_memory(model: Path, nodes: int, kv_bytes: int) -> None:

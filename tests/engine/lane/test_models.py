@@ -20,10 +20,11 @@ from tests.support.engines import Reference, Site, read, request, running_engine
 SHAPE = dataclasses.replace(PRESETS["moe-tiny"], n_vocab=2000, tied=True)
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
 OTHER = {"left": "right", "right": "left"}
+MODELS = ["moe-tiny", "gpt-oss-tiny", "gemma3-tiny", "qwen35-tiny", "qwen35moe-tiny"]
 SAMPLING = Sampling(temperature=0.7, seed=5)
 
 
-@pytest.fixture(scope="module", params=["moe-tiny", "gpt-oss-tiny", "gemma3-tiny"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     write_synthetic(path, dataclasses.replace(PRESETS[request.param], n_vocab=2000))
