@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
+from kernels.cuda.delta_net import RecurrentOps
 from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
@@ -45,7 +46,6 @@ from kernels.cuda.products import (
     Products,
     gate_of,
 )
-from kernels.cuda.recurrent import RecurrentOps
 
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 NORM_THREADS_MAX = 512

@@ -27,6 +27,7 @@ from batchengine.lanes.state_memory import NoStates, StateSlots, states_at_rest,
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
+from batchengine.weights.tensors import AttentionRoles
 from batchengine.wire import lane as wire
 from kernels.cuda.compile import CompileError, cubins
 from kernels.cuda.driver import CudaGpu
@@ -124,7 +125,7 @@ class CudaDevice:
         payload_bytes = gpu.taken_by(model.shape.payload_bytes)
         room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - gpu.used
         left, states_bytes, states = room, 0, ""
-        if (shape := _states_of(model)) is not None:
+        if (shape := model.states) is not None:
             state_bytes = gpu.taken_by(shape.image_bytes)
             n_states = states_of_seats(load.entries_max, load.steps_in_flight)
             n_states += states_at_rest(load.entries_max, resources.vram_bytes, shape.image_bytes)
@@ -182,10 +183,6 @@ class CudaDevice:
             self._pool.close()
 
 
-def _states_of(model: Model) -> kernels.StateShape | None:
-    return getattr(model, "states", None)
-
-
 def _stepper(ops: Any, model: Model, tokens: int, entries: int, pages: int) -> Stepper:
     return Stepper(
         cast(Ops, ops),
@@ -202,8 +199,9 @@ def upload_weights(
 ) -> None:
     """Copy the weights of a model to the GPU; `progress` is 0 to 1. Raises MemoryError."""
     for layer in weights.layer.values():
-        ops.upload(*layer.mixer.qkv)
-        ops.upload(*[bias for bias in layer.mixer.qkv_bias if bias is not None])
+        ops.upload(*layer.mixer.readers)
+        if isinstance(layer.mixer, AttentionRoles):
+            ops.upload(*[bias for bias in layer.mixer.qkv_bias if bias is not None])
     tensors = weights.tensors()
     for index, tensor in enumerate(tensors):
         ops.upload(tensor)
@@ -250,8 +248,7 @@ def _self_test(
     gpu, model = on_gpu.gpu, on_gpu.stepper.model
     page = gpu.allocate(model.shape.payload_bytes)
     gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
-    shape = _states_of(model)
-    states = None if shape is None else SelfTestStates(gpu, shape.image_bytes)
+    states = None if model.states is None else SelfTestStates(gpu, model.states.image_bytes)
     on_host = mmap.mmap(-1, model.shape.payload_bytes)
     on_cpu = _stepper(CpuOps(pool), model, most, 1, 1)
     rng = np.random.default_rng(1)
@@ -264,7 +261,7 @@ def _self_test(
         of_gpu, of_cpu = (None, None) if states is None else states.next()
         on_gpu.begin(tokens, entry, np.array([page], np.uint64), last, states=of_gpu)
         at = np.array([kernels.address_of(on_host)], np.uint64)
-        on_cpu.set(tokens, entry, at, **({} if of_cpu is None else {"states": of_cpu}))
+        on_cpu.set(tokens, entry, at, states=of_cpu)
         on_cpu.run(last)
         got = ops.read_rows(cast(Rows, on_gpu.stepper.logits_rows), 1)
         same = got.tobytes() == on_cpu.logits(1).view(1).tobytes()

@@ -53,7 +53,7 @@ class GpuSteps:
                 stepper.logits(len(wanted))
             return cast(list[BadRows], bad_rows)
 
-        stepper.set(tokens, entries, pages, **({} if states is None else {"states": states}))
+        stepper.set(tokens, entries, pages, states=states)
         self._ops.stage(self._batch, tokens, wanted, taken)
         if len(tokens) > len(entries):
             bad_rows = launch()

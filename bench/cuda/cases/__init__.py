@@ -22,9 +22,9 @@ from bench.cuda.cases.attention import (
     attention_window_spans_case,
     random_page,
 )
+from bench.cuda.cases.delta_net import delta_net_case, gates_case
 from bench.cuda.cases.experts import experts_case, select_case
 from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
-from bench.cuda.cases.recurrent import delta_net_case, gates_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
 from kernels.cuda.gpu import Gpu

@@ -10,7 +10,7 @@ import pytest
 import kernels
 from bench.cuda.cases import Differs, cases, compare, experts_case, linear_case
 from bench.simt.emulator import KERNELS, Emulator
-from kernels.cuda import experts, products, recurrent
+from kernels.cuda import delta_net, experts, products
 
 CASES = cases()
 
@@ -50,9 +50,9 @@ def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
     assert found["THREADS_MAX"] == experts.EXPERTS_MAX
     assert found["PAIRS_MAX"] == experts.CHUNK_PAIRS_MAX
     found = constants("delta_net.cu")
-    assert found["THREADS"] == recurrent.HEAD_THREADS
-    assert found["FACTORS"] == recurrent.HEAD_FACTORS
-    assert recurrent.COLUMNS == products.WARP
+    assert found["THREADS"] == delta_net.HEAD_THREADS
+    assert found["FACTORS"] == delta_net.HEAD_FACTORS
+    assert delta_net.COLUMNS == products.WARP
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x7F])

@@ -156,7 +156,7 @@ def test_what_cannot_be_saved_or_loaded_is_said(gpu: Gpu, tmp_path: Path) -> Non
 
 
 def test_memory_that_lacks(gpu: Gpu, tmp_path: Path) -> None:
-    """A step is told; for a load, pages give way once they may."""
+    """A step gets a MemoryError; for a load, pages give way once they may."""
     slots = Slots(gpu, tmp_path, room=1)
     slots.copy(slots.put(1), slots.at(-1, 3)[1])
     assert slots.states.move(saved(3, KEYS[1])) == (True,)

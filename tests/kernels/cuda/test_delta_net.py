@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kernels
+from bench.cuda.cases.delta_net import DeltaNet, Image
 from bench.cuda.cases.experts import Owned
-from bench.cuda.cases.recurrent import DeltaNet, Image
 from bench.cuda.cases.values import compare
 from bench.simt.emulator import Emulator
 from kernels.cuda.memory import Batch
