@@ -193,7 +193,7 @@ def test_a_state_goes_to_the_gpu_and_back_in_files(
         n_bytes = runner.model.states.image_bytes if runner.model.states is not None else 0
         on_cpu = StateMemory(2, n_bytes, str(tmp_path))
         on_gpu = DeviceStates(device.gpu, 2, n_bytes, str(tmp_path), lambda: False)
-        prompt, middle, end = (rng.integers(0, shape.n_vocab, n).tolist() for n in (40, 5, 3))
+        prompt, middle = (rng.integers(0, shape.n_vocab, n).tolist() for n in (40, 5))
         runner.step([(lane, prompt)])
         on_cpu.slot(0)[:] = (lane.state or b"")[:]
         assert on_cpu.move(wire.Step((), save_states=(there,))) == (True,)

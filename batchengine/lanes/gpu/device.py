@@ -130,7 +130,8 @@ class CudaDevice:
             n_states = states_of_seats(load.entries_max, load.steps_in_flight)
             n_states += states_at_rest(load.entries_max, resources.vram_bytes, shape.image_bytes)
             states_bytes = n_states * state_bytes
-            states = f", and entries_max takes {n_states} states of {state_bytes >> 10} KiB"
+            states = f"; with entries_max {load.entries_max} there are {n_states} states"
+            states += f" of {state_bytes >> 10} KiB, with a smaller one fewer"
         room -= states_bytes
         if room < context_pages * payload_bytes:
             why = f"{max(0, left) >> 20} MiB are left for KV, and one context has {context_pages}"
