@@ -31,6 +31,7 @@ from kernels.cuda.gpu import Gpu
 
 __all__ = [
     "Attention",
+    "Case",
     "Differs",
     "cases",
     "compare",
