@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from batchengine import errors
+from batchengine.core import BatchEngineError
+from batchengine.lanes.gpu.device import CudaDevice
 from batchengine.lanes.gpu.states import DeviceStates
 from batchengine.lanes.state_memory import StateMemory, states_at_rest, states_of_seats
 from batchengine.lanes.step_input import BadStep, StepInput
 from batchengine.wire import lane as wire
+from bench.models.synthetic import PRESETS, write_synthetic
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda import driver
 from kernels.cuda.driver import CudaGpu
-from kernels.cuda.gpu import Gpu
+from kernels.cuda.gpu import Gpu, KernelLaunch
 from kv_store.states import state_name, state_seed
 from tests.kernels.cuda.fake_driver import FakeDriver
+from tests.lanes.emulated_worker import LimitedGpu
 
 BYTES = 640
 WORDS = BYTES // 4
@@ -172,3 +178,53 @@ def test_memory_that_lacks(gpu: Gpu, tmp_path: Path) -> None:
 def test_states_of_sessions_at_rest_are_a_part_of_the_memory() -> None:
     assert [states_at_rest(4, memory, 100) for memory in (0, 16 * 250, 1 << 40)] == [0, 2, 4]
     assert states_of_seats(4, 3) == 16
+
+
+class WrongGpu(LimitedGpu):
+    """An emulated GPU that takes the bias of a decay for its factor, in steps of one token."""
+
+    def _launch(self, launch: KernelLaunch) -> None:
+        given = launch.arguments
+        if launch.kernel == "convolve_heads" and launch.blocks[0] == 1:
+            launch = launch._replace(arguments=[*given[:11], given[10], *given[12:]])
+        super()._launch(launch)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_synthetic(path, replace(PRESETS["qwen35-tiny"], n_vocab=500))
+    return path
+
+
+def load(model: Path, cache_dir: Path, gpu: Gpu, seats: int) -> CudaDevice:
+    """A device with 64 MiB of a GPU."""
+    device = CudaDevice(lambda *_: gpu)
+    resources = wire.CudaResources(0, 64 << 20, 0, 1, (), 0)
+    message = wire.Load(str(model), str(cache_dir), resources, 64, seats, 1024, steps_in_flight=3)
+    try:
+        device.load(message, lambda *_: None)
+    finally:
+        device.close()
+    return device
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_pages_have_the_room_beside_all_states(model: Path, cache_dir: Path) -> None:
+    gpu = LimitedGpu(1 << 30)
+    device = load(model, cache_dir, gpu, seats=4)
+    assert device.gpu is not None
+    few = device.gpu.cache.pages_max
+    more = load(model, cache_dir, LimitedGpu(1 << 30), seats=2).gpu
+    assert more is not None
+    assert few < more.cache.pages_max
+    with pytest.raises(BatchEngineError, match="GPU 0 cannot be used") as refusal:
+        load(model, cache_dir, LimitedGpu(1 << 30), seats=64)
+    assert "with entries_max 64 there are 261 states of" in refusal.value.why
+
+
+@pytest.mark.skipif(COMPILER is None, reason="no g++")
+def test_a_gpu_whose_states_are_others_is_refused(model: Path, cache_dir: Path) -> None:
+    with pytest.raises(BatchEngineError) as refusal:
+        load(model, cache_dir, WrongGpu(1 << 30), seats=2)
+    assert refusal.value.code == errors.GPU_DISAGREES.code
