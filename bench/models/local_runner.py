@@ -38,13 +38,14 @@ class LocalSequence:
     """A token timeline: tokens whose KV is in `pages` (indexes into the runner's memory).
 
     state: the recurrent state behind them, of a model that has one; next_state: of the step that is
-    set.
+    set; is_shared: the state is another timeline's too.
     """
 
     tokens: list[int] = field(default_factory=list[int])
     pages: list[int] = field(default_factory=list[int])
     state: mmap.mmap | None = None
     next_state: mmap.mmap | None = None
+    is_shared: bool = False
 
     @property
     def frontier(self) -> int:
@@ -122,7 +123,7 @@ class LocalRunner:
         self._free.extend(reversed(sequence.pages))
         sequence.pages.clear()
         sequence.tokens.clear()
-        sequence.state = None
+        sequence.state, sequence.is_shared = None, False
 
     def fork(self, sequence: LocalSequence, n_tokens: int | None = None) -> LocalSequence:
         """A timeline with the first `n_tokens` tokens (default: all) and pages of its own. Raises
@@ -132,6 +133,7 @@ class LocalRunner:
             if copy.frontier not in (0, sequence.frontier):
                 raise RunnerError("there is no state inside a timeline")
             copy.state = sequence.state if copy.frontier else None  # no step changes it
+            copy.is_shared = sequence.is_shared = True
         self.reserve(copy, copy.frontier)
         for source, target in zip(sequence.pages, copy.pages, strict=False):
             a, b = source * self.page_bytes, target * self.page_bytes
@@ -173,7 +175,8 @@ class LocalRunner:
             return None
         addresses: list[tuple[int, int]] = []
         for sequence in sequences:
-            sequence.next_state = mmap.mmap(-1, shape.image_bytes)
+            if sequence.next_state is None:
+                sequence.next_state = mmap.mmap(-1, shape.image_bytes)
             before = 0 if sequence.state is None else kernels.address_of(sequence.state)
             addresses.append((before, kernels.address_of(sequence.next_state)))
         return np.array(addresses, np.uint64)
@@ -194,7 +197,9 @@ class LocalRunner:
             raise RunnerError(f"entries {nonfinite} are nonfinite: a row has a NaN or an infinity")
         for sequence, new in entries:
             sequence.tokens.extend(new)
-            sequence.state, sequence.next_state = sequence.next_state, None
+            before = None if sequence.is_shared else sequence.state
+            sequence.state, sequence.next_state = sequence.next_state, before
+            sequence.is_shared = False
         return self.stepper.logits(len(wanted)).view(len(wanted))
 
     # -- whole prompts
