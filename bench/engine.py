@@ -8,8 +8,8 @@ repeats; the choice is printed.
 Decode rows use sequences with KV of their own: no sequence shares memory with another one, on
 either side. Only the making of that KV is shared, and it is not timed: each side prefills at most
 1024 tokens once (llama.cpp once per flash and KV type), and longer or further sequences are byte
-copies of it; llama.cpp prefills each sequence of a model with recurrent layers, and
-its steps go on where ours begin anew. Which values KV holds changes no loop of either engine.
+copies of it; llama.cpp prefills each sequence of a model with recurrent layers. Which values KV
+and states hold changes no loop of either engine.
 
 Long prompts have fewer repeats, and llama.cpp's setting for them is chosen on their first 2048
 tokens. `prefill_8k` and `prefill_32k` take many minutes: `--long` or `--rows` asks for them.
@@ -191,7 +191,6 @@ class Duel:
     def own_decode(self, batch: int, length: int, steps: int) -> Callable[[], float]:
         """Decode `steps` tokens of each of `batch` sequences with `length` tokens of KV."""
         sequences = [self.own_sequence(length) for _ in range(batch)]
-        states = [sequence.state for sequence in sequences]
         feed = self.tokens(steps * batch)
 
         def run() -> float:
@@ -200,9 +199,8 @@ class Duel:
                 mine = feed[step * batch : (step + 1) * batch]
                 self.runner.step([(s, [t]) for s, t in zip(sequences, mine, strict=True)])
             elapsed = time.perf_counter() - start
-            for sequence, state in zip(sequences, states, strict=True):
+            for sequence in sequences:
                 del sequence.tokens[length:]
-                sequence.state, sequence.is_shared = state, True
             return batch * steps / elapsed
 
         run()
