@@ -89,7 +89,10 @@ class ProofPage:
 class HostMemory:
     """A `LaneMemory` in host memory: the slots and extents that one run of a worker maps."""
 
-    def __init__(self, attach: wire.Attach, layout: PageLayout) -> None:
+    def __init__(
+        self, attach: wire.Attach, layout: PageLayout, states: StateSlots | None = None
+    ) -> None:
+        """states: None: in host memory, as `attach` says."""
         if layout.page_bytes != attach.page_bytes:
             raise BadStep(f"pages of {attach.page_bytes} bytes, this model has {layout.page_bytes}")
         self._arena = ArenaMapping(attach.arena_path, layout)
@@ -108,7 +111,7 @@ class HostMemory:
         self.arena_name = os.path.basename(attach.arena_path)
         self._base = kernels.address_of(self._arena.page(0))
         self.extents = MappedExtents(attach.extents_dir)
-        self.states: StateSlots = make_states(attach)
+        self.states: StateSlots = make_states(attach) if states is None else states
         records = self._record_table()
         self._digests: NDArray[np.uint64] = records["digest"]
         self._tokens: NDArray[np.uint32] = records["token"]

@@ -24,6 +24,17 @@ log = logging.getLogger("batchengine.worker")
 
 MAP_NORESERVE = 0x4000  # of Linux; the module has no name for it before Python 3.13
 U64_MAX = (1 << 64) - 1
+REST_SHARE = 16  # of the memory that is counted on: for states of sessions at rest
+
+
+def states_of_seats(entries_max: int, steps_in_flight: int) -> int:
+    """States that a worker keeps: of each seat the one at the frontier, and one per step."""
+    return entries_max * (1 + steps_in_flight)
+
+
+def states_at_rest(entries_max: int, memory_bytes: int, state_bytes: int) -> int:
+    """States of sessions at rest that a worker keeps beside those, in a part of `memory_bytes`."""
+    return min(entries_max, memory_bytes // REST_SHARE // max(1, state_bytes))
 
 
 def check_states(step: wire.Step, n_slots: int) -> None:

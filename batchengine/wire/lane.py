@@ -69,7 +69,7 @@ class LinkIdentity(msgspec.Struct, array_like=True, forbid_unknown_fields=True, 
 class Load(Message, tag=1, frozen=True):
     """Engine -> worker, first frame: which model to map and how much a step may hold.
 
-    Only a worker with `links` takes part in data links.
+    Only a worker with `links` takes part in data links. `steps_in_flight` may be under way at once.
     """
 
     model_path: str
@@ -79,6 +79,7 @@ class Load(Message, tag=1, frozen=True):
     entries_max: int
     context_tokens: int
     links: LinkIdentity | None = None
+    steps_in_flight: int = 1
 
 
 MAP_WEIGHTS = "map weights"  # the first stage of a load, on lanes of every kind

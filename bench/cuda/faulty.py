@@ -1,25 +1,30 @@
-"""Kernels of experts with one fault each, and whether the emulator or the comparison finds it."""
+"""Kernels of experts and of gated delta networks with one fault each, and whether the emulator or
+the comparison finds it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 import kernels
-from bench.cuda.cases import Differs, experts_case
+from bench.cuda.cases import Case, Differs, experts_case
+from bench.cuda.cases.delta_net import delta_net_case
 from bench.simt.emulator import KERNELS, Emulator, EmulatorFault, compile_kernels
 from kernels.cuda.gpu import Gpu
 
 KIND = "q4_0"
 ONE_A_KIND, KEPT = "QUANTISED(", f"QUANTISED({KIND})"  # lines of linear.cu
-SOURCES = "experts.cu", "linear.cu", "rows.cu"  # that a feed-forward part needs
+RECURRENT = "delta_net.cu"
+SOURCES = "experts.cu", "linear.cu", "rows.cu", RECURRENT  # that the cases need
 # Tokens, experts, experts of a token: of one chunk, and of several.
 COUNTS = (3, 5, 2), (40, 6, 3), (70, 4, 2)
 SEEDS = 3
+RECURRENT_SEEDS = 6
 LAST = "    for (int i = gpu::thread(); i < n; i += gpu::threads())\n        to.order["
 
 
@@ -64,6 +69,27 @@ FAULTS = {
     "a portion with a pair of the next one": Fault(
         "experts.cu", "start, columns, static", "start, columns + 1, static"
     ),
+    "chains added crosswise": Fault(
+        RECURRENT, "ca::add_rn(sum[2 * c], sum[2 * c + 1])", "ca::add_rn(sum[c], sum[c + n])"
+    ),
+    "the key of a neighbour": Fault(RECURRENT, "head % n_k_head;", "head / (n_v_head / n_k_head);"),
+    "inputs of the entry before": Fault(
+        RECURRENT, "if (t + j >= before)", "if (token + j >= before)"
+    ),
+    "the oldest input kept": Fault(
+        RECURRENT, "left[(j - 1) * stride] = x[j]", "left[(j - 1) * stride] = x[j - 1]"
+    ),
+    "a token that is not there yet": Fault(
+        RECURRENT, "copies_wait<RING - 3>", "copies_wait<RING - 2>"
+    ),
+    "no barrier between tokens": Fault(
+        RECURRENT,
+        "        gpu::barrier();  // token t + 1 is there",
+        "        // token t + 1 is there",
+    ),
+    "the state before the last token": Fault(
+        RECURRENT, "answered[other * CHAINS_MAX", "answered[half * CHAINS_MAX"
+    ),
 }
 
 
@@ -98,17 +124,24 @@ def is_found(gpu: Emulator, pool: kernels.Pool, name: str | None) -> bool:
     """Whether a fault of FAULTS is found in one of a few cases; None: a fault, where there is none.
     gpu: of `compiled`."""
     faulty = cast(Gpu, Replaced(gpu, "" if name is None else _prefix(name)))
-    for seed, counts in _cases():
+    for seed, case in _cases(None if name is None else FAULTS[name].source):
         gpu.seed = seed
         try:
-            experts_case(faulty, pool, np.random.default_rng(seed), KIND, counts)
+            case(faulty, pool, np.random.default_rng(seed))
         except (Differs, EmulatorFault):
             return True
     return False
 
 
-def _cases() -> Sequence[tuple[int, tuple[int, int, int]]]:
-    return [(seed, counts) for seed in range(SEEDS) for counts in COUNTS]
+def _cases(source: str | None) -> Iterator[tuple[int, Case]]:
+    """Those that use a source, or all."""
+    if source != RECURRENT:
+        for seed in range(SEEDS):
+            for counts in COUNTS:
+                yield seed, partial(experts_case, kind=KIND, counts=counts)
+    if source in (RECURRENT, None):
+        for seed in range(RECURRENT_SEEDS):
+            yield seed, delta_net_case
 
 
 def _prefix(name: str) -> str:

@@ -20,6 +20,15 @@ QUERY_TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twi
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
 FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page of a super-page
 
+STATE_ALIGNMENT = 64  # of state images
+STATE_ENTRY = np.dtype(  # StateEntry of delta_net.cu
+    {
+        "names": ["read", "written", "first_token", "n_tokens"],
+        "formats": [np.uint64, np.uint64, np.int32, np.int32],
+        "itemsize": 32,
+    }
+)
+
 I32 = NDArray[np.int32]
 U64 = NDArray[np.uint64]
 
@@ -223,19 +232,23 @@ class Tiles:
 
 
 class Batch:
-    """The tokens of one step and the pages they read and write, by addresses of the GPU."""
+    """The tokens of one step, and the pages and states they read and write, by addresses of the
+    GPU."""
 
     def __init__(self, gpu: Gpu, tokens_max: int, entries_max: int, pages_max: int) -> None:
         self._limits = tokens_max, entries_max, pages_max
         self._parcel = Parcel(gpu)
-        self._unsent: list[NDArray[np.generic]] = []  # positions, written, tables of tiles, pages
-        self._sent = 0, 0, 0  # addresses of positions, written, pages
+        # Positions, written, of states the entry of each token and the entries, tables of tiles,
+        # pages. Their number varies, and it moves what lies behind them, so they are the last.
+        self._unsent: list[NDArray[np.generic]] = []
+        self._sent = [0] * 5  # the addresses, but of tables
+        self._has_states = False
         self._entries: list[tuple[int, int, int]] = []
         self._tiles: dict[TileHeads, Tiles] = {}  # of all steps so far
         self._memory = defaultdict[TileHeads, tuple[Scratch, ...]](
             lambda: tuple([Scratch(gpu) for _ in range(4)])
         )
-        self.n_tokens = 0
+        self.n_tokens = self.n_entries = 0
 
     def set(
         self, tokens: I32, entries: I32, page_addresses: U64, *, absent_pages: bool = False
@@ -256,8 +269,31 @@ class Batch:
         for heads in self._tiles:
             table, self._tiles[heads] = self._make_tiles(heads)
             tables.append(table)
-        self._unsent = [positions.astype(np.int32), written, *tables, page_addresses]
-        self.n_tokens = len(tokens)
+        none = [np.zeros(0, np.int32), np.zeros(0, STATE_ENTRY)]
+        self._unsent = [positions.astype(np.int32), written, *none, *tables, page_addresses]
+        self._has_states = False
+        self.n_tokens, self.n_entries = len(tokens), len(entries)
+
+    def set_states(self, reads: U64, writes: U64) -> None:
+        """As `kernels.Batch.set_states`; before anything of the step is sent. ValueError if they do
+        not fit."""
+        self._has_states = False
+        if not len(reads) == len(writes) == self.n_entries:
+            raise ValueError(f"{len(reads)} and {len(writes)} states of {self.n_entries} entries")
+        if not writes.all() or len(np.unique(writes)) != len(writes):
+            raise ValueError("an entry without a state of its own to write")
+        if (np.concatenate([reads, writes]) % STATE_ALIGNMENT).any() or np.isin(
+            reads, writes
+        ).any():
+            raise ValueError("a state at an odd address, or one that is read and written")
+        if not self._unsent:
+            raise ValueError("the step was sent without states")
+        counts = np.array([n for n, _, _ in self._entries], np.int32)
+        table = np.zeros(len(counts), STATE_ENTRY)
+        table["read"], table["written"], table["n_tokens"] = reads, writes, counts
+        table["first_token"] = np.cumsum(counts) - counts
+        self._unsent[2:4] = [np.repeat(np.arange(len(counts), dtype=np.int32), counts), table]
+        self._has_states = True
 
     def send(
         self, before: Sequence[NDArray[np.generic]] = (), after: Sequence[NDArray[np.generic]] = ()
@@ -266,13 +302,14 @@ class Batch:
         returned, in one copy. What is not sent is, once it is asked for. Raises MemoryError."""
         addresses = self._parcel.send([*before, *self._unsent, *after])
         end = len(before) + len(self._unsent)
-        positions, written, *tables, pages = addresses[len(before) : end]
-        self._sent, self._unsent = (positions, written, pages), []
+        *first, pages = addresses[len(before) : end]
+        tables, self._unsent = first[4:], []
+        self._sent = [*first[:4], pages]
         for heads, table in zip(self._tiles, tables, strict=True):
             self._tiles[heads] = replace(self._tiles[heads], table=table)
         return addresses[: len(before)] + addresses[end:]
 
-    def _addresses(self) -> tuple[int, int, int]:
+    def _addresses(self) -> list[int]:
         if self._unsent:
             self.send()
         return self._sent
@@ -295,7 +332,16 @@ class Batch:
     @property
     def pages(self) -> int:
         """The pages of all entries, by address."""
-        return self._addresses()[2]
+        return self._addresses()[4]
+
+    @property
+    def states(self) -> tuple[int, int]:
+        """The entry of each token, int32, and STATE_ENTRY of each entry. ValueError if the step has
+        no states."""
+        if not self._has_states:
+            raise ValueError("the batch has no states")
+        _, _, entry_of, entries, _ = self._addresses()
+        return entry_of, entries
 
     def tiles(self, n_head: int, n_kv_head: int, head_dim: int, window: int) -> Tiles:
         """The query rows of the step in tiles for `attend`, the same for every layer with this

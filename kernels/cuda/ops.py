@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
+from kernels.cuda.delta_net import RecurrentOps
 from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
@@ -117,6 +118,9 @@ class CudaOps:
         experts = ExpertOps(gpu, self._products, self._address)
         self.select_experts, self.gather_pairs = experts.select_experts, experts.gather_pairs
         self.pairs_gated, self.pairs_add = experts.pairs_gated, experts.pairs_add
+        recurrent = RecurrentOps(gpu, self._address)
+        self.delta_net = recurrent.delta_net
+        self.gate_rows, self.gate_add = recurrent.gate_rows, recurrent.gate_add
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)

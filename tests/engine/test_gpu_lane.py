@@ -153,7 +153,15 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
 
 @pytest.mark.parametrize(
     ("preset", "device"),
-    [("moe-tiny", GOOD), ("moe-tiny", QUEUED), ("gpt-oss-tiny", QUEUED), ("gemma3-tiny", GOOD)],
+    [
+        ("moe-tiny", GOOD),
+        ("moe-tiny", QUEUED),
+        ("gpt-oss-tiny", QUEUED),
+        ("gemma3-tiny", GOOD),
+        ("qwen35-tiny", GOOD),
+        ("qwen35-tiny", QUEUED),
+        ("qwen35moe-tiny", GOOD),
+    ],
 )
 async def test_sessions_of_other_models_go_to_the_gpu_and_back(
     tmp_path: Path, cache_dir: Path, preset: str, device: int
@@ -164,7 +172,7 @@ async def test_sessions_of_other_models_go_to_the_gpu_and_back(
     write_synthetic(path, replace(PRESETS[preset], n_vocab=2000))
     reference = Reference(path, cache_dir)
     try:
-        async with gpu_engine(Site(path, tmp_path, cache_dir), device) as engine:
+        async with gpu_engine(Site(path, tmp_path, cache_dir), device, 512 * MIB) as engine:
             prompts = await prepared(engine, [words(i, n) for i, n in ((1, 250), (2, 40))])
             asked = [
                 request(prompts[0], 600, session="s0"),

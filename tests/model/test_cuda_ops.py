@@ -14,10 +14,14 @@ import pytest
 
 import kernels
 from batchengine.lanes.gpu.device import upload_weights
+from batchengine.lanes.gpu.states import DeviceStates
 from batchengine.lanes.gpu.step import GpuSteps
+from batchengine.lanes.state_memory import StateMemory
+from batchengine.lanes.step_input import StepInput
 from batchengine.model import CpuOps, Ops, Stepper
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.weights import MoeSpec, MoeWeights
+from batchengine.wire import lane as wire
 from bench.cuda.cases import packed_with_bytes, random_page, rows_of
 from bench.cuda.cases.experts import cpu_part
 from bench.cuda.weights import random_model
@@ -31,6 +35,7 @@ from kernels.cuda.gpu import Gpu, GpuFault, Graph
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Scratch
 from kernels.cuda.ops import CudaOps
+from kv_store.states import state_name, state_seed
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import EXPERTS, LLAMA_EXPERTS, MIXED
 
@@ -42,6 +47,8 @@ SHAPES = {
     "llama experts": LLAMA_EXPERTS,
     "gpt-oss": PRESETS["gpt-oss-tiny"],
     "gemma3": PRESETS["gemma3-tiny"],
+    "qwen35": PRESETS["qwen35-tiny"],
+    "qwen35moe": PRESETS["qwen35moe-tiny"],
 }
 
 
@@ -66,6 +73,12 @@ class OnDevice:
         stepper = Stepper(ops, self.model, tokens_max=80, entries_max=4, pages_max=64)
         self.steps = GpuSteps(gpu, self.ops, stepper)
         self.host_batch = kernels.Batch(80, 4, 64)
+
+    def states(self, lanes: int) -> list[list[int]]:
+        """Two states of the GPU for each of so many sequences: none of a model without."""
+        shape = self.model.states
+        both = [] if shape is None else [shape.image_bytes] * 2
+        return [[self.gpu.allocate(n_bytes) for n_bytes in both] for _ in range(lanes)]
 
     def page(self, value: int) -> tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]:
         """A page of the GPU, and one of the host."""
@@ -98,6 +111,9 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
         ("gpt-oss", True),
         ("gemma3", False),
         ("gemma3", True),
+        ("qwen35", False),
+        ("qwen35", True),
+        ("qwen35moe", True),
     ],
 )
 def test_a_step_gives_the_bits_of_the_cpu(
@@ -120,6 +136,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
         device = OnDevice(own, runner)
         lanes = [LocalSequence(), LocalSequence()]
         pages = [[device.page(255), device.page(255)] for _ in lanes]
+        states = device.states(len(lanes))
         for counts in ((60, 3), (19, 1), *[(1, 1)] * 4, (3, 1), (1, 1)):
             new = [rng.integers(0, shape.n_vocab, n).tolist() for n in counts]
             starts = [lane.frontier for lane in lanes]
@@ -130,7 +147,13 @@ def test_a_step_gives_the_bits_of_the_cpu(
             tokens = np.concatenate(new).astype(np.int32)
             on_gpu = np.array([address for mine in pages for address, _ in mine], np.uint64)
             ends = np.cumsum(table[:, 0], dtype=np.int32) - np.int32(1)
-            bad_rows, rows_on_host = device.steps.begin(tokens, table, on_gpu, ends)
+            used = [
+                (of[0] if start else 0, of[1])
+                for of, start in zip(states, starts, strict=True)
+                if of
+            ]
+            of_step = np.array(used, np.uint64) if used else None
+            bad_rows, rows_on_host = device.steps.begin(tokens, table, on_gpu, ends, states=of_step)
             own.synchronize()
             stepper = device.steps.stepper
             assert stepper.nonfinite(ends, bad_rows) == []
@@ -138,6 +161,12 @@ def test_a_step_gives_the_bits_of_the_cpu(
             got = np.empty((2, shape.n_vocab), np.float32)
             own.copy_out(rows.address, got)
             assert got.tobytes() == want.tobytes()
+            for lane, of_lane in zip(lanes, states, strict=True):
+                if of_lane:
+                    state = np.empty(len(lane.state or b""), np.uint8)
+                    own.copy_out(of_lane[1], state)
+                    assert state.tobytes() == (lane.state or b"")[:]
+                    of_lane.reverse()
             seeds = np.arange(len(tokens), dtype=np.uint64)
             assert np.array_equal(stepper.row_digests(seeds), runner.stepper.row_digests(seeds))
             host = [kernels.address_of(page) for mine in pages for _, page in mine]
@@ -146,6 +175,41 @@ def test_a_step_gives_the_bits_of_the_cpu(
         assert len(device.steps.graphs) == 1  # of the steps of one token each
         for lane, mine in zip(lanes, pages, strict=True):
             assert mine[0][1].tobytes() == runner.page(lane, 0)
+
+
+def test_a_state_goes_to_the_gpu_and_back_in_files(
+    gpu: Emulator, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session of which the GPU computes a part in the middle has the logits and the state of one
+    on the CPU."""
+    path, shape, rng = tmp_path / "model.gguf", SHAPES["qwen35"], np.random.default_rng(6)
+    write_synthetic(path, shape)
+    there, back = (
+        wire.StateFile(slot, state_name(bytes([slot]) * 32, bytes(32)), state_seed(bytes([slot])))
+        for slot in range(2)
+    )
+    with LocalRunner(path, cache_dir=cache_dir, tokens_max=80, entries_max=4) as runner:
+        device, lane = OnDevice(through_the_driver(gpu, monkeypatch), runner), LocalSequence()
+        n_bytes = runner.model.states.image_bytes if runner.model.states is not None else 0
+        on_cpu = StateMemory(2, n_bytes, str(tmp_path))
+        on_gpu = DeviceStates(device.gpu, 2, n_bytes, str(tmp_path), lambda: False)
+        prompt, middle = (rng.integers(0, shape.n_vocab, n).tolist() for n in (40, 5))
+        runner.step([(lane, prompt)])
+        on_cpu.slot(0)[:] = (lane.state or b"")[:]
+        assert on_cpu.move(wire.Step((), save_states=(there,))) == (True,)
+        assert on_gpu.move(wire.Step((), load_states=(there,))) == (True,)
+        page, _ = device.page(0)
+        device.gpu.copy_in(page, np.frombuffer(runner.page(lane, 0), np.uint8))
+        entry = wire.Entry(1, 1, 40, 5, 1, None, state_read=0, state_written=1)
+        table, tokens = np.array([[5, 40, 1]], np.int32), np.array(middle, np.int32)
+        batch = StepInput((entry,), table, tokens, np.zeros(1, np.uint64), [None], [])
+        at, last = np.array([page], np.uint64), np.array([4], np.int32)
+        device.steps.begin(tokens, table, at, last, states=on_gpu.addresses(batch))
+        assert on_gpu.move(wire.Step((), save_states=(back,))) == (True,)
+        want, rows = runner.step([(lane, middle)]), cast(Any, device.steps.stepper.logits_rows)
+        assert device.ops.read_rows(rows, 1).tobytes() == want.tobytes()
+        assert on_cpu.move(wire.Step((), load_states=(back,))) == (True,)
+        assert bytes(on_cpu.slot(1)) == (lane.state or b"")[:]
 
 
 def test_bad_rows_that_were_fetched_are_those_of_their_step(gpu: Emulator) -> None:

@@ -18,6 +18,7 @@ from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine.lane.seats import Seats
 from batchengine.kv import LaneKv
+from batchengine.lanes.state_memory import states_at_rest, states_of_seats
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.peers.identity import Identity, files_of, identity_of
 from batchengine.policy.capacity import open_pages
@@ -29,7 +30,6 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.lane")
 
-REST_SHARE = 16  # of the store's budget: for recurrent states of sessions at rest
 SPIN_US = 60  # longer than between two kernel calls, short enough to leave cores to others
 FAILED_STARTS_MAX = 3  # failed starts, after which turns fail
 DOWN_MAX_S = 30.0  # earliest such failure if the worker died
@@ -87,6 +87,7 @@ class ModelLoader:
             entries_max=config.entries_max,
             context_tokens=self._context_tokens,
             links=links,
+            steps_in_flight=config.steps_in_flight,
         )
 
 
@@ -125,8 +126,8 @@ class WorkerSupervisor:
         """Create an arena, have the lane's worker map it, and give it to `kv`."""
         store, layout = self._store, self._store.pages.layout
         state_bytes = lane.facts.state_bytes if lane.facts is not None else 0
-        at_rest = states_at_rest(config, state_bytes, self._budget_bytes)
-        states = config.entries_max * (1 + config.steps_in_flight) + at_rest
+        at_rest = _at_rest(config, state_bytes, self._budget_bytes)
+        states = states_of_seats(config.entries_max, config.steps_in_flight) + at_rest
         slots = config.places or open_pages(
             config.entries_max, self._budget_bytes, layout.page_bytes
         )
@@ -165,10 +166,11 @@ class WorkerSupervisor:
         kv.states.attach(states, state_bytes, at_rest)
 
 
-def states_at_rest(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
-    """How many recurrent states of sessions at rest a lane's worker keeps, beside those of its
-    seats: one at the frontier of each, and one per step in flight."""
-    return min(config.entries_max, budget_bytes // REST_SHARE // max(1, state_bytes))
+def _at_rest(config: LaneConfig, state_bytes: int, budget_bytes: int) -> int:
+    """How many states of sessions at rest a lane's worker keeps: in a part of the store's budget,
+    or of what the lane may take of a GPU."""
+    memory_bytes = config.vram_bytes if config.kind == "cuda" else budget_bytes
+    return states_at_rest(config.entries_max, memory_bytes, state_bytes)
 
 
 def store_error(row: errors.Problem, error: StoreError) -> BatchEngineError:

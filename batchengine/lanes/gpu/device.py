@@ -18,13 +18,16 @@ from batchengine.lanes.device import LaneMemory, Report, StartedStep
 from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
 from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.gpu.page_cache import PageCache
+from batchengine.lanes.gpu.states import DeviceStates
 from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.lanes.host_device import facts_of, load_model, logits_max
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import StepInput
+from batchengine.lanes.state_memory import NoStates, StateSlots, states_at_rest, states_of_seats
+from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
+from batchengine.weights.tensors import AttentionRoles
 from batchengine.wire import lane as wire
 from kernels.cuda.compile import CompileError, cubins
 from kernels.cuda.driver import CudaGpu
@@ -121,9 +124,18 @@ class CudaDevice:
             raise errors.GPU_UNUSABLE(index=resources.index, why=why) from None
         payload_bytes = gpu.taken_by(model.shape.payload_bytes)
         room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - gpu.used
+        left, states_bytes, states = room, 0, ""
+        if (shape := model.states) is not None:
+            state_bytes = gpu.taken_by(shape.image_bytes)
+            n_states = states_of_seats(load.entries_max, load.steps_in_flight)
+            n_states += states_at_rest(load.entries_max, resources.vram_bytes, shape.image_bytes)
+            states_bytes = n_states * state_bytes
+            states = f"; with entries_max {load.entries_max} there are {n_states} states"
+            states += f" of {state_bytes >> 10} KiB, with a smaller one fewer"
+        room -= states_bytes
         if room < context_pages * payload_bytes:
-            why = f"{max(0, room) >> 20} MiB are left for KV, and one context has {context_pages}"
-            why += f" pages of {payload_bytes >> 10} KiB"
+            why = f"{max(0, left) >> 20} MiB are left for KV, and one context has {context_pages}"
+            why += f" pages of {payload_bytes >> 10} KiB{states}"
             raise errors.GPU_UNUSABLE(index=resources.index, why=why)
         cache = PageCache(gpu, model.shape.payload_bytes, room // payload_bytes)
         self.gpu = LoadedGpu(pool, steps, cache, kernels.Batch(*limits))
@@ -137,7 +149,16 @@ class CudaDevice:
         """Map the arena of this worker."""
         if self.gpu is None:
             raise RuntimeError("attach before load")
-        self.memory = DeviceMemory(attach, layout, self.gpu.cache, self.gpu.pool)
+        states: StateSlots = NoStates()
+        if attach.state_bytes:
+            states = DeviceStates(
+                self.gpu.steps.gpu,
+                attach.state_slots,
+                attach.state_bytes,
+                attach.states_dir,
+                self.gpu.cache.shrink,
+            )
+        self.memory = DeviceMemory(attach, layout, self.gpu.cache, self.gpu.pool, states)
         self.lane = GpuLane(self.gpu, self.memory)
         return self.memory
 
@@ -179,12 +200,44 @@ def upload_weights(
 ) -> None:
     """Copy the weights of a model to the GPU; `progress` is 0 to 1. Raises MemoryError."""
     for layer in weights.layer.values():
-        ops.upload(*layer.mixer.qkv)
-        ops.upload(*[bias for bias in layer.mixer.qkv_bias if bias is not None])
+        ops.upload(*layer.mixer.readers)
+        if isinstance(layer.mixer, AttentionRoles):
+            ops.upload(*[bias for bias in layer.mixer.qkv_bias if bias is not None])
     tensors = weights.tensors()
     for index, tensor in enumerate(tensors):
         ops.upload(tensor)
         progress(index / len(tensors))
+
+
+class SelfTestStates:
+    """The recurrent state of the self-test, on the GPU and on the CPU."""
+
+    def __init__(self, gpu: Gpu, n_bytes: int) -> None:
+        """Raises MemoryError."""
+        self._gpu = gpu
+        self._on_gpu = [gpu.allocate(n_bytes) for _ in range(2)]
+        self._on_cpu = [mmap.mmap(-1, n_bytes) for _ in range(2)]
+        self._n_bytes, self._steps = n_bytes, 0
+
+    def next(self) -> tuple[U64Array, U64Array]:
+        """What the next step reads and writes there and here: 0 and an address, then two."""
+        self._steps += 1
+        both: list[U64Array] = []
+        for images in (self._on_gpu, [kernels.address_of(image) for image in self._on_cpu]):
+            pair = [images[(self._steps - i) % 2] if self._steps > i else 0 for i in (1, 0)]
+            both.append(np.array([pair], np.uint64))
+        return both[0], both[1]
+
+    def are_equal(self) -> bool:
+        """Whether both processors have written the same state."""
+        got = np.empty(self._n_bytes, np.uint8)
+        self._gpu.copy_out(self._on_gpu[self._steps % 2], got)
+        return got.tobytes() == self._on_cpu[self._steps % 2][:]
+
+    def free(self) -> None:
+        """End the allocations of the GPU."""
+        for address in self._on_gpu:
+            self._gpu.free(address)
 
 
 def _self_test(
@@ -196,6 +249,7 @@ def _self_test(
     gpu, model = on_gpu.gpu, on_gpu.stepper.model
     page = gpu.allocate(model.shape.payload_bytes)
     gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
+    states = None if model.states is None else SelfTestStates(gpu, model.states.image_bytes)
     on_host = mmap.mmap(-1, model.shape.payload_bytes)
     on_cpu = _stepper(CpuOps(pool), model, most, 1, 1)
     rng = np.random.default_rng(1)
@@ -205,14 +259,19 @@ def _self_test(
         tokens = rng.integers(0, model.spec.n_vocab, n).astype(np.int32)
         seeds, entry = np.arange(n, dtype=np.uint64), np.array([[n, start, 1]], np.int32)
         last = np.array([n - 1], np.int32)
-        on_gpu.begin(tokens, entry, np.array([page], np.uint64), last)
-        on_cpu.set(tokens, entry, np.array([kernels.address_of(on_host)], np.uint64))
+        of_gpu, of_cpu = (None, None) if states is None else states.next()
+        on_gpu.begin(tokens, entry, np.array([page], np.uint64), last, states=of_gpu)
+        at = np.array([kernels.address_of(on_host)], np.uint64)
+        on_cpu.set(tokens, entry, at, states=of_cpu)
         on_cpu.run(last)
         got = ops.read_rows(cast(Rows, on_gpu.stepper.logits_rows), 1)
         same = got.tobytes() == on_cpu.logits(1).view(1).tobytes()
         digests = on_gpu.stepper.row_digests(seeds)
-        if not (same and np.array_equal(digests, on_cpu.row_digests(seeds))):
+        same = same and np.array_equal(digests, on_cpu.row_digests(seeds))
+        if not same or (states is not None and not states.are_equal()):
             raise errors.GPU_DISAGREES(tokens=n)
         start += n
     on_gpu.graphs.clear()
     gpu.free(page)
+    if states is not None:
+        states.free()

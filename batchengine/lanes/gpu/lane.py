@@ -156,9 +156,11 @@ class GpuLane:
             slots = np.array(written_slots(batch), np.uint64)
             lacking = self._cache.lacking(slots | np.uint64(ARENA_BIT))
             self._memory.late.flush([code & SLOT_MASK for code in lacking])
+        states = self._memory.states.addresses(batch)
         pages = self._cache.addresses(batch.codes, addresses, unwritten(batch.shape))
         tokens = {int(ends[entry]) - 1: row for entry, row in taken.items()}
-        bad_rows, rows = self._steps.begin(batch.tokens, batch.shape, pages, wanted, tokens)
+        inputs = batch.tokens, batch.shape, pages, wanted
+        bad_rows, rows = self._steps.begin(*inputs, tokens, states)
         self._cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
         histories = {row: taken[entry] for row, entry in enumerate(wanting) if entry in taken}
         return Launched(wanting, wanted, ends, bad_rows, rows, histories)

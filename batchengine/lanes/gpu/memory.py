@@ -11,6 +11,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.gpu.late_rows import LateRows
 from batchengine.lanes.gpu.page_cache import PageCache
 from batchengine.lanes.host_memory import HostMemory
+from batchengine.lanes.state_memory import StateSlots
 from batchengine.lanes.step_input import SLOT_MASK, I32Array
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
@@ -23,9 +24,15 @@ class DeviceMemory(HostMemory):
     """Host memory whose changes make copies of its pages invalid. `late`: rows on their way."""
 
     def __init__(
-        self, attach: wire.Attach, layout: PageLayout, cache: PageCache, pool: kernels.Pool
+        self,
+        attach: wire.Attach,
+        layout: PageLayout,
+        cache: PageCache,
+        pool: kernels.Pool,
+        states: StateSlots | None = None,
     ) -> None:
-        super().__init__(attach, layout)
+        """states: None of a model without."""
+        super().__init__(attach, layout, states)
         self._cache = cache
         shape = kernels.PageShape(layout.n_layer, layout.n_kv_head, layout.head_dim)
         self.late = LateRows(pool, shape, self._address, self.record_places)

@@ -22,6 +22,7 @@ from bench.cuda.cases.attention import (
     attention_window_spans_case,
     random_page,
 )
+from bench.cuda.cases.delta_net import delta_net_case, gates_case
 from bench.cuda.cases.experts import experts_case, select_case
 from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
@@ -30,6 +31,7 @@ from kernels.cuda.gpu import Gpu
 
 __all__ = [
     "Attention",
+    "Case",
     "Differs",
     "cases",
     "compare",
@@ -54,6 +56,8 @@ def cases() -> dict[str, Case]:
         "attention, long": attention_long_case,
         "attention, window": attention_window_case,
         "attention, window, spans": attention_window_spans_case,
+        "delta net": delta_net_case,
+        "gates": gates_case,
         "sample": sample_case,
         "take samples": take_samples_case,
         "select experts": select_case,

@@ -6,8 +6,8 @@
 // block, for steps that have few blocks. `fold_attention` folds pages, super-pages and the sink in order, and
 // quantises; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
 // A window of n > 0 hides from a row all tokens but its own and the n - 1 before it.
-#include "activations.h"
-#include "kv8.h"
+#include "formats/activations.h"
+#include "formats/kv8.h"
 
 namespace gpu {
 

@@ -40,9 +40,8 @@ using Out = T*;
 // Global memory at an address that a kernel has read from memory.
 template <class T>
 GPU_FN T* out_at(uint64_t address) {
-    T* const at = reinterpret_cast<T*>(address);
-    __builtin_assume(__isGlobal(at));  // else reads are generic ones, which take longer
-    return at;
+    // Else reads are generic ones, which take longer.
+    return static_cast<T*>(__cvta_global_to_generic(address));
 }
 template <class T>
 GPU_FN const T* in_at(uint64_t address) {

@@ -1,5 +1,5 @@
 // Rows of q, k and v become queries of the step and rows of KV pages (rules 3, 4, 6 and 7).
-#include "kv8.h"
+#include "formats/kv8.h"
 
 namespace {
 

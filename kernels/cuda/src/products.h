@@ -1,8 +1,8 @@
 // What kernels of matrix products share: the columns that a block computes, and what follows a product.
 #pragma once
 
-#include "activations.h"
-#include "blocks.h"
+#include "formats/activations.h"
+#include "formats/blocks.h"
 
 namespace gpu {
 

@@ -1,8 +1,8 @@
-// Kernels over rows: embedding, RMS norm, quantisation, rows taken, rows that are not finite.
+// Kernels over rows: embedding, RMS norm, quantisation, gates, rows taken, rows that are not finite.
 //
 // fp32 rows are row-major with a stride in floats.
-#include "activations.h"
-#include "blocks.h"
+#include "formats/activations.h"
+#include "formats/blocks.h"
 
 namespace {
 
@@ -122,6 +122,27 @@ KERNEL(quantise, NORM_THREADS, gpu::In<float> x, int stride, int width, gpu::Out
     const int span = gpu::block_y() * gpu::warps() + gpu::warp();
     if (span < gpu::spans_of(width))
         quantise_span([&](int k) { return float(row[k]); }, width, token, span, {q, scale, sums});
+}
+
+// out = out * sigmoid(gate), value by value. Grid: tokens, blocks that share a row.
+KERNEL(gate_rows, 256, gpu::In<float> gate, int stride, int width, gpu::Out<float> out, int out_stride) {
+    gpu::begin();
+    const int64_t token = gpu::block();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k >= width) return;
+    const int64_t at = token * out_stride + k;
+    out[at] = ca::gate_value(out[at], gate[token * stride + k]);
+}
+
+// out row += sigmoid of the token's gate times the row of x. Grid: tokens, blocks that share a row.
+KERNEL(gate_add, 256, gpu::In<float> x, int stride, gpu::In<float> gate, int gate_stride, int width,
+       gpu::Out<float> out, int out_stride) {
+    gpu::begin();
+    const int64_t token = gpu::block();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k >= width) return;
+    const int64_t at = token * out_stride + k;
+    out[at] = ca::add_share(out[at], ca::sigmoid(gate[token * gate_stride]), x[token * stride + k]);
 }
 
 // out row i = x row indices[i]. Grid: rows.

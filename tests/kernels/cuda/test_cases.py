@@ -10,7 +10,7 @@ import pytest
 import kernels
 from bench.cuda.cases import Differs, cases, compare, experts_case, linear_case
 from bench.simt.emulator import KERNELS, Emulator
-from kernels.cuda import experts, products
+from kernels.cuda import delta_net, experts, products
 
 CASES = cases()
 
@@ -49,6 +49,10 @@ def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
     found = constants("experts.cu")
     assert found["THREADS_MAX"] == experts.EXPERTS_MAX
     assert found["PAIRS_MAX"] == experts.CHUNK_PAIRS_MAX
+    found = constants("delta_net.cu")
+    assert found["THREADS"] == delta_net.HEAD_THREADS
+    assert found["FACTORS"] == delta_net.HEAD_FACTORS
+    assert delta_net.COLUMNS == products.WARP
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x7F])

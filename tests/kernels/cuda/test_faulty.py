@@ -1,4 +1,4 @@
-"""A fault in a kernel of experts is found by the emulator, or by the comparison with the CPU."""
+"""A fault in a kernel is found by the emulator, or by the comparison with the CPU."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from bench.cuda.arrays import Arrays
 from bench.cuda.cases import Attention, Differs, cases, linear_case
 from bench.simt.emulator import Emulator, EmulatorFault
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.memory import STATE_ENTRY
 from kernels.cuda.products import FLOATS
 
 FAR = 1 << 24  # tokens or blocks
@@ -24,6 +25,7 @@ ROWS_FAR = 60_000  # blocks of rows of a matrix: a grid has up to 65,535
 LAYERS_FAR, POSITIONS_FAR, RESULTS_FAR = 100_000, 1 << 26, 1 << 28
 QUERY_DWORDS = 1 << 31  # a step has fewer: 524,288 tokens of 64 heads of 256
 INTS = 1 << 28
+VALUES_FAR = 1 << 31  # of an image, before a layer
 # Of a kernel of products: tiles and tokens of a block.
 GROUPS = {"few": (1, 8), "few2": (1, 16), "some": (4, 32), "many": (4, 64)}
 GROUPS_OF_FLOATS = {"": (1, 8), "many": (1, 32)}
@@ -89,6 +91,22 @@ class Move:
         self._gpu.copy_out(arguments[at], values)
         values += np.array(change).astype(kind)
         arguments[at] = self._arrays.put(values).address - moved
+
+    def states(self, arguments: Arguments, at: int, count: int, moved: int) -> None:
+        """Move `count` entries by FAR tokens and their images by layers, and their table back by
+        `moved` rows."""
+        values = np.empty(count, STATE_ENTRY)
+        self._gpu.copy_out(arguments[at], values)
+        values["first_token"] += FAR
+        values["written"] -= np.uint64(4 * VALUES_FAR)
+        values["read"] -= np.where(values["read"] > 0, np.uint64(4 * VALUES_FAR), np.uint64(0))
+        arguments[at] = self._arrays.put(values).address - moved * values.itemsize
+
+    def largest(self, address: int) -> int:
+        """The largest of an array of int32, one a block."""
+        values = np.empty(self.blocks[0], np.int32)
+        self._gpu.copy_out(address, values)
+        return int(values.max())
 
     def pages(self, arguments: Arguments, at: int, n_bytes: int) -> None:
         """Move all addresses of a table back."""
@@ -249,6 +267,35 @@ def sample(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def convolve_heads(move: Move, a: Arguments) -> tuple[int, int, int]:
+    move.states(a, 3, move.largest(a[2]) + 1, 0)
+    back(a, {0: 4 * FAR * a[1], 2: 4 * FAR, 13: 4 * FAR * a[14]})
+    a[4] += VALUES_FAR
+    return FAR, 0, 0
+
+
+def recur_heads(move: Move, a: Arguments) -> tuple[int, int, int]:
+    move.states(a, 2, move.blocks[0], FAR)
+    back(a, {0: 4 * FAR * a[1], 7: 4 * FAR * a[8]})
+    a[3] += VALUES_FAR
+    return FAR, 0, 0
+
+
+def gate_heads(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 6: 4 * FAR * a[7]})
+    return FAR, 0, 0
+
+
+def gate_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 3: 4 * FAR * a[4]})
+    return FAR, 0, 0
+
+
+def gate_add(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 2: 4 * FAR * a[3], 5: 4 * FAR * a[6]})
+    return FAR, 0, 0
+
+
 MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     {
         one.__name__: one
@@ -256,10 +303,11 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     }
     | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
+    | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
 )
 QUICK = (
     *("quantise", "norm add", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
-    *("experts q4_0", "experts q6_k", "experts f16"),
+    *("experts q4_0", "experts q6_k", "experts f16", "delta net", "gates"),
 )
 NEAR = {"take samples", "select experts"}  # their numbers are those of the tokens of a step
 SEEDS = 3, 4, 5, 6

@@ -31,7 +31,10 @@ PLANTED = {
     "double": ("x[0] = float(double(x[1]) * x[2] + x[3]);", {}, "DMUL"),
 }
 # Of `linear`, one kind in the default suite: all of them take a minute for a target.
-QUICK = {"kv": "", "rows": "", "experts": "", "floats": "", "linear": r"QUANTISED\(q4_0\)"}
+QUICK = {
+    **dict.fromkeys(("kv", "rows", "experts", "floats", "delta_net"), ""),
+    "linear": r"QUANTISED\(q4_0\)",
+}
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -99,6 +102,12 @@ def test_accumulators_of_a_fold_are_loaded_at_once() -> None:
     (unit,) = (unit for unit in units() if unit.stem == "attention")
     made = listings(compile_unit(unit, "sm_90").cubin)
     assert loads_at_once(made["fold_attention"]) >= 24  # of eight: m, l and a value of o
+
+
+def test_a_state_is_loaded_at_once() -> None:
+    (unit,) = (unit for unit in units() if unit.stem == "delta_net")
+    made = listings(compile_unit(unit, "sm_90").cubin)
+    assert loads_at_once(made["recur_heads"]) >= 32  # the rows of a chain
 
 
 def test_a_branch_ends_what_is_loaded_at_once() -> None:

@@ -182,7 +182,13 @@ class HashSteps:
         self._wanted, self._sampled = list[bytes](), list[int]()
 
     def begin(
-        self, tokens: Any, entries: Any, pages: Any, wanted: Any, taken: Taken = NOTHING_TAKEN
+        self,
+        tokens: Any,
+        entries: Any,
+        pages: Any,
+        wanted: Any,
+        taken: Taken = NOTHING_TAKEN,
+        states: None = None,
     ) -> tuple[list[Any], kernels.KvRows]:
         batch, ids = self.batch, tokens.tolist()
         self.gpu.begin(lambda: self._compute(batch, ids, entries, pages, wanted, taken))

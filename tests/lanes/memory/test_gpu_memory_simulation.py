@@ -196,6 +196,7 @@ class Scene:
         self.codes, self.freed, self.named = list(range(SEALED)), list[int](), list[int]()
         store: Any = SimpleNamespace(pages=SimpleNamespace(unpin=self.freed.append))
         self.slots = Slots(store)
+        self.states = SimpleNamespace(is_used=False, until=lambda _session, _at, end: end)
         self.slots.attach(self.arena)
         pages_max, fit, refusals = rng.choice(MEMORIES)
         self.steps = HashSteps(LazyGpu(rng, fit), refusals)
