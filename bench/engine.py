@@ -8,7 +8,8 @@ repeats; the choice is printed.
 Decode rows use sequences with KV of their own: no sequence shares memory with another one, on
 either side. Only the making of that KV is shared, and it is not timed: each side prefills at most
 1024 tokens once (llama.cpp once per flash and KV type), and longer or further sequences are byte
-copies of it. Which values KV holds changes no loop of either engine.
+copies of it; llama.cpp prefills each sequence of a model with recurrent layers. Which values KV
+and states hold changes no loop of either engine.
 
 Long prompts have fewer repeats, and llama.cpp's setting for them is chosen on their first 2048
 tokens. `prefill_8k` and `prefill_32k` take many minutes: `--long` or `--rows` asks for them.
@@ -95,6 +96,7 @@ class Duel:
             cache_dir=DISK if DISK.is_dir() else Path(tempfile.gettempdir()),
         )
         self.vocab = self.runner.spec.n_vocab
+        self.is_recurrent = self.runner.model.states is not None
         self.llama = LlamaModel(self.path)
         if has_amx():
             print("llama.cpp keeps the layout of the file, which is slower: it fails with AMX")
@@ -178,7 +180,7 @@ class Duel:
         if base not in self._prefix:
             self._prefix[base] = LocalSequence()
             self.runner.prefill(self._prefix[base], self.tokens(base))
-        sequence = self.runner.fork(self._prefix[base])
+        sequence = self.runner.fork(self._prefix[base])  # a recurrent state is that of the prefix
         while sequence.frontier < length:
             more = self.runner.fork(self._prefix[base])
             sequence.pages += more.pages
@@ -209,6 +211,11 @@ class Duel:
     ) -> LlamaContext:
         """`batch` sequences of `length` tokens of KV, and room for `steps` more of each."""
         base = min(length, PREFIX_MAX)
+        if self.is_recurrent:  # its sequences cannot be copied as bytes, or cut
+            context = self.context((length + 9 * steps + 256) * batch, batch, setting)
+            for sequence in range(batch):
+                context.prefill(self.tokens(length), sequence=sequence)
+            return context
         kind = (base, setting["flash"], setting["kv_type"])
         if kind not in self._prefix_llama:
             with self.context(base + 64, 1, setting) as context:
@@ -226,24 +233,32 @@ class Duel:
         ours = self.own_decode(batch, length, steps)
         feed = self.tokens(steps * batch)
 
+        ends: dict[int, int] = {}  # of a context's sequences, where they cannot be cut
+
         def timed(context: LlamaContext, count: int = steps) -> float:
+            first = ends.get(id(context), length)
             start = time.perf_counter()
             for step in range(count):
                 mine = feed[step * batch : (step + 1) * batch]
-                context.step(mine, [length + step] * batch)
+                context.step(mine, [first + step] * batch)
             elapsed = time.perf_counter() - start
-            for sequence in range(batch):
-                context.cut(sequence, length)
+            if self.is_recurrent:
+                ends[id(context)] = first + count
+            else:
+                for sequence in range(batch):
+                    context.cut(sequence, length)
             return batch * count / elapsed
 
         def recompute(setting: dict[str, Any]) -> float:
             with self.llama_decode(batch, length, steps, setting) as context:
+                ends.clear()
                 timed(context, 1)
                 return timed(context, 4)
 
         name = f"decode_{length // 1024}k_b{batch}" if length >= 1024 else f"decode_b{batch}"
         context = self.llama_decode(batch, length, steps, self.choose(name, recompute))
         self._contexts.append(context)
+        ends.clear()
         timed(context)
         return {"ours": ours, "llama.cpp": lambda: timed(context)}
 

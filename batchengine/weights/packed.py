@@ -27,6 +27,7 @@ from batchengine.gguf import GgufFile, Identity, model_identity
 from batchengine.weights import cache
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
+    DECAYS,
     ROPE_FACTORS,
     AttentionRoles,
     DeltaNetRoles,
@@ -240,14 +241,15 @@ def _matrix_bytes(matrix: MatrixPlan) -> int:
 def _pack_matrix(
     gguf: GgufFile, pool: kernels.Pool, matrix: MatrixPlan, packed: memoryview
 ) -> None:
-    source = gguf.data(matrix.tensor)
-    if matrix.part is not None:
-        source = _rows_of(source, matrix.rows // matrix.part.n_rows, matrix.part)
+    source, part, at = gguf.data(matrix.tensor), matrix.part, ""
+    if part is not None:
+        source = _rows_of(source, matrix.rows // part.n_rows, part)
+        at = f"of rows {part.first} to {part.first + part.n_rows - 1} in each {part.every}: "
     try:
         kernels.pack(pool, matrix.kind, matrix.rows, matrix.cols, source, packed)
     except ValueError as error:
-        file = gguf.path.name
-        raise errors.TENSOR_NUMBERS(tensor=matrix.tensor, file=file, why=error) from error
+        file, why = gguf.path.name, f"{at}{error}"
+        raise errors.TENSOR_NUMBERS(tensor=matrix.tensor, file=file, why=why) from error
 
 
 def _rows_of(source: memoryview, n_runs: int, part: EveryRows) -> memoryview:
@@ -270,6 +272,9 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
     if vector.name == ROPE_FACTORS and not (joined > 0.0).all():
         why = "a frequency is divided by each of them, so all must be positive"
+        raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
+    if DECAYS.match(vector.name) and (joined > 0.0).any():
+        why = "recurrent state would grow with each token, so none may be positive"
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
     if isinstance(vector, SinksPlan):
         try:

@@ -237,8 +237,9 @@ class ModelSpec:
     def __repr__(self) -> str:
         attention, experts = self.attention, self.experts
         mixture = f" experts={experts.n_used}/{experts.n_expert}" if experts else ""
+        recurrent = f" recurrent={self.n_layer_recurrent}" if self.n_layer_recurrent else ""
         return (
-            f"<ModelSpec {self.arch} layers={self.n_layer} embd={self.n_embd} "
+            f"<ModelSpec {self.arch} layers={self.n_layer}{recurrent} embd={self.n_embd} "
             f"ff={self.layers[0].ffn.n_ff}{mixture} heads={attention.n_head}/{attention.n_kv_head}"
             f"x{attention.head_dim} vocab={self.n_vocab} "
             f"{self.quantisation}{' tied' if self.tied else ''}>"
@@ -267,6 +268,8 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     _check_widths(gguf, arch, n_embd, n_head, n_kv_head, head_dim)
     row = ARCHITECTURES[arch]
     n_rot = _rotated(gguf, arch, head_dim)
+    if row.full_every:  # their RoPE has sections; of others with the key it is computed as text
+        _refuse_other_sections(gguf, arch, n_rot)
     base = _between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
     attention = AttentionSpec(
@@ -280,8 +283,8 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         has_post_norm=row.has_post_norms,
         has_gate=row.has_gate,
     )
-    recurrent = delta_net_spec(gguf, arch) if row.full_every else None
-    is_recurrent = recurrent_layers(gguf, arch, n_layer)
+    recurrent = _delta_net(gguf, arch) if row.full_every else None
+    is_recurrent = _recurrent_layers(gguf, arch, n_layer)
     with_window = replace(
         attention,
         window=_window(gguf, arch, n_layer, head_dim),
@@ -323,7 +326,7 @@ def _rotated(gguf: GgufFile, arch: str, head_dim: int) -> int:
     raise unsupported(gguf, key, n_rot, f"head_dim is {head_dim}")
 
 
-def delta_net_spec(gguf: GgufFile, arch: str) -> DeltaNetSpec:
+def _delta_net(gguf: GgufFile, arch: str) -> DeltaNetSpec:
     """The recurrent layers of an architecture that has some."""
     head_dim = _count(gguf, f"{arch}.ssm.state_size")
     n_k_head = _count(gguf, f"{arch}.ssm.group_count")
@@ -343,26 +346,54 @@ def delta_net_spec(gguf: GgufFile, arch: str) -> DeltaNetSpec:
     return DeltaNetSpec(n_k_head, n_v_head, head_dim, conv_kernel)
 
 
-def recurrent_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
+def _recurrent_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
     """Whether each layer is recurrent: by a flag per layer, or all but the last of a run."""
     every = ARCHITECTURES[arch].full_every
     if not every:
         return [False] * n_layer
     key = f"{arch}.attention.recurrent_layers"
-    flags = gguf.values.get(key)
-    if isinstance(flags, np.ndarray):
-        found = [bool(flag) for flag in flags.tolist()][:n_layer]
-        if len(found) < n_layer:
-            why = f"it has {len(found)} flags for {n_layer} layers"
-            raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    if key in gguf.values:
+        found, value = _flags(gguf, key, n_layer), "an array"
     else:
         key = f"{arch}.full_attention_interval"
-        every = _count(gguf, key, every)
+        value = every = _count(gguf, key, every)
         found = [not _is_last_of(every, index) for index in range(n_layer)]
     if all(found) or not any(found):
         why = "some layers must be recurrent, and some must have attention"
-        raise unsupported(gguf, key, every, why)
+        raise unsupported(gguf, key, value, why)
     return found
+
+
+def _flags(gguf: GgufFile, key: str, n_layer: int) -> list[bool]:
+    """One flag per layer; those of further blocks are left out."""
+    flags = gguf.values[key]
+    if not isinstance(flags, np.ndarray) or flags.dtype.kind not in "biu":
+        why = "it must be an array of flags"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=type(flags).__name__, why=why)
+    if len(flags) < n_layer:
+        why = f"it has {len(flags)} flags for {n_layer} layers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    return [bool(flag) for flag in flags[:n_layer].tolist()]
+
+
+def _refuse_other_sections(gguf: GgufFile, arch: str, n_rot: int) -> None:
+    """Raises unless every rotated pair turns with one of a token's first three positions, which are
+    one number in text: pair i with the axis i mod 3, as long as that has pairs left."""
+    key = f"{arch}.rope.dimension_sections"
+    value = gguf.values.get(key)
+    if value is None:
+        return
+    sections: list[int] = []
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        sections = [int(pairs) for pairs in value.tolist()]
+    if not 3 <= len(sections) <= 4 or min(sections) < 0 or not sum(sections):
+        why = "three or four numbers of pairs are needed"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=sections[:8], why=why)
+    for pair in range(n_rot // 2):
+        place = pair % sum(sections)
+        if place >= 3 * sections[place % 3]:
+            why = f"pair {pair} turns with an axis that text has no position on"
+            raise unsupported(gguf, key, sections, why)
 
 
 def _is_last_of(every: int, layer: int) -> bool:
@@ -432,11 +463,13 @@ def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     return MoeSpec(n_expert, n_used, n_ff, scale, row.activation, row.has_expert_bias, n_ff_shared)
 
 
+_SHARED = (
+    ("expert_shared_count", 0, "experts that every token uses are not supported"),
+    ("expert_shared_feed_forward_length", 0, "experts that every token uses are not supported"),
+)
+_ONE_SHARED = (("expert_shared_count", 1, "one expert that every token uses is supported"),)
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
-_SHARED = "experts that every token uses are not supported"
 _OTHER_MIXTURES = (
-    ("expert_shared_count", 0, _SHARED),
-    ("expert_shared_feed_forward_length", 0, _SHARED),
     ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
     ("leading_dense_block_count", 0, "every layer must have experts"),
     ("interleave_moe_layer_step", 1, "every layer must have experts"),
@@ -445,9 +478,8 @@ _OTHER_MIXTURES = (
 
 def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
     """Raises for experts that are chosen, weighted or placed in another way than `MoeSpec` says."""
-    for name, most, why in _OTHER_MIXTURES:
-        if why == _SHARED and ARCHITECTURES[arch].has_shared_expert:
-            continue
+    shared = _ONE_SHARED if ARCHITECTURES[arch].has_shared_expert else _SHARED
+    for name, most, why in (*shared, *_OTHER_MIXTURES):
         value = gguf.integer(f"{arch}.{name}", 0)
         if not 0 <= value <= most:
             raise unsupported(gguf, f"{arch}.{name}", value, why)
@@ -565,10 +597,9 @@ def _refuse_other_files(gguf: GgufFile) -> None:
 
 
 def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
-    n_mtp = gguf.integer(f"{arch}.nextn_predict_layers", 0)
-    if n_mtp > 0 and not ARCHITECTURES[arch].has_mtp:  # the last layers are no part of it
-        key, count = f"{arch}.nextn_predict_layers", gguf.integer(f"{arch}.nextn_predict_layers")
-        raise unsupported(gguf, key, count, "layers that predict further tokens are not supported")
+    key = f"{arch}.nextn_predict_layers"  # the last layers, which are no part of the model then
+    if (n_mtp := gguf.integer(key, 0)) > 0 and not ARCHITECTURES[arch].has_mtp:
+        raise unsupported(gguf, key, n_mtp, "layers that predict further tokens are not supported")
     if gguf.values.get(f"{arch}.attention.causal", True) is not True:
         raise unsupported(gguf, f"{arch}.attention.causal", "false", "not a text generator")
     for key in (f"{arch}.attn_logit_softcapping", f"{arch}.final_logit_softcapping"):

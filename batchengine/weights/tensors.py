@@ -31,6 +31,7 @@ from batchengine.weights.spec import (
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
+DECAYS = re.compile(r"blk\.\d+\.ssm_a$")  # of recurrent state: -exp of what was trained
 ROPE_FACTORS = "rope_freqs.weight"  # llama 3 scaling: one factor per rotated pair
 FLOAT_TYPES = ("F32", "F16", "BF16")  # of vectors and selectors
 
@@ -40,14 +41,12 @@ _OTHER = "use another model"
 _OTHER_EXPERTS = (
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$"),
      "it is one expert's; all experts of a layer must be in one tensor", _CONVERT),
-    (re.compile(r"blk\.\d+\.ffn_gate_up_exps\.weight$"),
-     "gate and up of the experts must be two tensors", "convert the model again without fusing"),
     (re.compile(r"blk\.\d+\.exp_probs_b(\.bias)?$"),
      "a bias on the choice of experts is not supported", _OTHER),
 )  # fmt: skip
 
-# Tables that old converters wrote and every reader computes itself.
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+# Tables that old converters wrote and every reader computes itself.
 _IGNORED = re.compile(r"(blk\.\d+\.attn_rot_embd|rotary_emb\.inv_freq)(\.weight)?$")
 
 
@@ -259,7 +258,8 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         matrices=tuple(find.matrices),
         vectors=tuple(find.vectors),
     )
-    find.refuse_unused(spec.n_layer if ARCHITECTURES[spec.arch].has_mtp else None)
+    n_mtp = gguf.integer(f"{spec.arch}.nextn_predict_layers", 0)
+    find.refuse_unused(range(spec.n_layer, spec.n_layer + n_mtp))
     return plan
 
 
@@ -343,11 +343,13 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
     def bias(role: str, size: int) -> VectorPlan | None:
         return find.bank_vector(f"{prefix}ffn_{role}_exps.bias", n, size) if spec.has_bias else None
 
+    selector = find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd)
+    gate, up = _plan_gate_up(find, spec, n_embd, prefix)
     return MoePlan(
         norm=find.vector(prefix + norm, n_embd),
-        selector=find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd),
-        gate=find.bank(prefix + "ffn_gate_exps.weight", n, spec.n_ff, n_embd),
-        up=find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, n_embd),
+        selector=selector,
+        gate=gate,
+        up=up,
         down=find.bank(prefix + "ffn_down_exps.weight", n, n_embd, spec.n_ff),
         selector_bias=find.vector(prefix + "ffn_gate_inp.bias", n) if spec.has_bias else None,
         gate_bias=bias("gate", spec.n_ff),
@@ -355,6 +357,15 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
         down_bias=bias("down", n_embd),
         shared=_plan_shared(find, spec.n_ff_shared, n_embd, prefix) if spec.n_ff_shared else None,
     )
+
+
+def _plan_gate_up(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> list[MatrixPlan]:
+    """The gate and up banks: two tensors, or one with the rows of both for each expert."""
+    n, n_ff = spec.n_expert, spec.n_ff
+    fused = prefix + "ffn_gate_up_exps.weight"
+    if fused in find.gguf.tensors and not spec.has_bias:
+        return find.halves(fused, n, n_ff, n_embd, 2 * n_ff, n)
+    return [find.bank(f"{prefix}ffn_{of}_exps.weight", n, n_ff, n_embd) for of in ("gate", "up")]
 
 
 def _plan_shared(find: _Finder, n_ff: int, n_embd: int, prefix: str) -> SharedRoles[MatrixPlan]:
@@ -412,7 +423,8 @@ def _plan_gated_qkv(
 ) -> tuple[list[MatrixPlan], list[VectorPlan | None], MatrixPlan]:
     """q, k and v as three matrices, and that of the gate: the file has the rows of both q and gate
     head by head in one tensor."""
-    q, gate = find.halves(prefix + "attn_q.weight", spec.n_head, spec.head_dim, n_embd)
+    heads, width = spec.n_head, spec.head_dim
+    q, gate = find.halves(prefix + "attn_q.weight", heads, width, n_embd, 2 * heads * width)
     k, v = [find.matrix(f"{prefix}attn_{letter}.weight", spec.kv_rows, n_embd) for letter in "kv"]
     biases = [find.optional(f"{prefix}attn_{letter}.bias", spec.kv_rows) for letter in "kv"]
     return [q, k, v], [None, *biases], gate
@@ -437,22 +449,18 @@ class _Finder:
         """A matrix of one row, which the file has as a vector."""
         return self._matrix(self._info(name, (cols,)), 1, cols, FLOAT_TYPES)
 
-    def halves(self, name: str, n_head: int, head_dim: int, cols: int) -> list[MatrixPlan]:
-        """The two matrices of a tensor of 2 * head_dim rows per head, a half of each."""
-        info = self._info(name, (cols, 2 * n_head * head_dim))
+    def halves(self, name: str, n_run: int, run_rows: int, *dims: int) -> list[MatrixPlan]:
+        """Two matrices of n_run * run_rows rows each, whose runs of rows alternate in one tensor of
+        the shape `dims`."""
+        info = self._info(name, dims)
         if info.type.name not in MATRIX_KINDS:
             raise self._wrong_type(info, tuple(MATRIX_KINDS))
+        kind, rows = MATRIX_KINDS[info.type.name], n_run * run_rows
         plans = [
-            MatrixPlan(
-                f"{name}.{half}",
-                MATRIX_KINDS[info.type.name],
-                n_head * head_dim,
-                cols,
-                name,
-                EveryRows(half * head_dim, head_dim, 2 * head_dim),
-            )
+            MatrixPlan(f"{name}.{half}", kind, rows, dims[0], name,
+                       EveryRows(half * run_rows, run_rows, 2 * run_rows))
             for half in (0, 1)
-        ]
+        ]  # fmt: skip
         self.matrices += plans
         return plans
 
@@ -487,12 +495,12 @@ class _Finder:
             raise self._wrong_type(info, FLOAT_TYPES)
         return name
 
-    def refuse_unused(self, n_layer: int | None = None) -> None:
-        """Raises for a tensor without a role; those of blocks from `n_layer` on need none."""
+    def refuse_unused(self, skipped: range) -> None:
+        """Raises for a tensor without a role; those of blocks in `skipped` need none."""
         for name in self.gguf.tensors:
-            block = _BLOCK.match(name) if n_layer is not None else None
-            is_after = block is not None and n_layer is not None and int(block[1]) >= n_layer
-            if name not in self._used and not is_after and not _IGNORED.match(name):
+            block = _BLOCK.match(name)
+            is_skipped = block is not None and int(block[1]) in skipped
+            if name not in self._used and not is_skipped and not _IGNORED.match(name):
                 raise errors.TENSOR_UNUSED(tensor=name, file=self.gguf.path.name)
 
     def _matrix(

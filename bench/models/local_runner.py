@@ -94,6 +94,8 @@ class LocalRunner:
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._base = kernels.address_of(self._memory)
         self._free = list(range(n_pages - 1, -1, -1))
+        self._free_images: list[mmap.mmap] = []  # of recurrent state, which timelines had before
+        self._step_images: list[mmap.mmap] = []  # that the step which is set writes
 
     def __enter__(self) -> LocalRunner:
         return self
@@ -122,7 +124,8 @@ class LocalRunner:
         self._free.extend(reversed(sequence.pages))
         sequence.pages.clear()
         sequence.tokens.clear()
-        sequence.state = None
+        self._free_images += [i for i in (sequence.state, sequence.next_state) if i is not None]
+        sequence.state = sequence.next_state = None
 
     def fork(self, sequence: LocalSequence, n_tokens: int | None = None) -> LocalSequence:
         """A timeline with the first `n_tokens` tokens (default: all) and pages of its own. Raises
@@ -131,7 +134,9 @@ class LocalRunner:
         if self.model.states is not None:
             if copy.frontier not in (0, sequence.frontier):
                 raise RunnerError("there is no state inside a timeline")
-            copy.state = sequence.state if copy.frontier else None  # no step changes it
+            if copy.frontier and sequence.state is not None:
+                copy.state = self._image(self.model.states)
+                copy.state[:] = sequence.state[:]
         self.reserve(copy, copy.frontier)
         for source, target in zip(sequence.pages, copy.pages, strict=False):
             a, b = source * self.page_bytes, target * self.page_bytes
@@ -172,11 +177,26 @@ class LocalRunner:
         if (shape := self.model.states) is None:
             return None
         addresses: list[tuple[int, int]] = []
+        self._step_images.clear()
         for sequence in sequences:
-            sequence.next_state = mmap.mmap(-1, shape.image_bytes)
+            sequence.next_state = sequence.next_state or self._image(shape)
+            self._step_images.append(sequence.next_state)
             before = 0 if sequence.state is None else kernels.address_of(sequence.state)
             addresses.append((before, kernels.address_of(sequence.next_state)))
         return np.array(addresses, np.uint64)
+
+    def _image(self, shape: kernels.StateShape) -> mmap.mmap:
+        """Memory for one state image, with any bytes."""
+        return self._free_images.pop() if self._free_images else mmap.mmap(-1, shape.image_bytes)
+
+    def commit(self, entries: Sequence[tuple[LocalSequence, Sequence[int]]]) -> None:
+        """Counts the tokens of the step that was set, once its layers have run, to timelines."""
+        for sequence, new in entries:
+            sequence.tokens.extend(new)
+            if sequence.next_state is not None:
+                if sequence.state is not None:
+                    self._free_images.append(sequence.state)
+                sequence.state, sequence.next_state = sequence.next_state, None
 
     def step(
         self,
@@ -192,9 +212,7 @@ class LocalRunner:
         nonfinite = self.stepper.run(wanted)
         if nonfinite:
             raise RunnerError(f"entries {nonfinite} are nonfinite: a row has a NaN or an infinity")
-        for sequence, new in entries:
-            sequence.tokens.extend(new)
-            sequence.state, sequence.next_state = sequence.next_state, None
+        self.commit(entries)
         return self.stepper.logits(len(wanted)).view(len(wanted))
 
     # -- whole prompts

@@ -56,7 +56,8 @@ class Shape:
     window: attention.sliding_window, of architectures that have one; with sinks and biases of the
     attention's output and of experts, where there are such, `bias` is their deviation, too.
     n_rot: dimensions of a head that RoPE rotates, 0 = all. n_k_head, n_v_head, state_dim: heads of
-    recurrent layers, of architectures that have some; n_mtp: blocks behind the model's own that
+    recurrent layers, of architectures that have some; full_every: of so many layers the last one
+    has attention there, 0 = as the architecture has it. n_mtp: blocks behind the model's own that
     predict further tokens. n_ff_shared: width of the expert that every token uses.
     """
 
@@ -92,6 +93,7 @@ class Shape:
     n_v_head: int = 0
     state_dim: int = 128
     conv_kernel: int = 4
+    full_every: int = 0
     n_mtp: int = 0
     n_ff_shared: int = 0
     head_gain: float = 4.0
@@ -148,7 +150,7 @@ PRESETS = {
         n_rot=64, n_k_head=16, n_v_head=48, n_vocab=248320, rope_base=1e7, context=262144,
         tied=False,
     ),
-    "qwen35-35b-a3b": Shape(
+    "qwen35moe-35b-a3b": Shape(
         arch="qwen35moe", n_layer=40, n_embd=2048, n_ff=512, n_expert=256, n_used=8,
         n_ff_shared=512, n_head=16, n_kv_head=2, head_dim=256, n_rot=64, n_k_head=16, n_v_head=32,
         n_vocab=248320, rope_base=1e7, context=262144, tied=False,
@@ -158,8 +160,9 @@ PRESETS = {
         n_rot=32, n_k_head=1, n_v_head=2, tied=False, n_mtp=1,
     ),
     "qwen35moe-tiny": Shape(
-        arch="qwen35moe", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
+        arch="qwen35moe", n_layer=5, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
         n_head=4, n_kv_head=2, head_dim=32, n_rot=16, n_k_head=1, n_v_head=2, tied=False,
+        full_every=2,
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),
@@ -362,7 +365,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
     """Whether a layer is; those behind the model's own have attention."""
-    every = ARCHITECTURES[shape.arch].full_every
+    every = shape.full_every or ARCHITECTURES[shape.arch].full_every
     return every > 0 and layer < shape.n_layer and (layer + 1) % every != 0
 
 
@@ -536,8 +539,11 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
     if shape.n_v_head:
-        pairs = shape.n_rot // 2
-        writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+        pairs = shape.n_rot // 2  # pair i turns with the axis i mod 3
+        sections = [(pairs + 2 - axis) // 3 for axis in range(3)]
+        writer.add_rope_dimension_sections([*sections, 0])
+        if shape.full_every:
+            writer.add_full_attention_interval(shape.full_every)
         writer.add_ssm_conv_kernel(shape.conv_kernel)
         writer.add_ssm_state_size(shape.state_dim)
         writer.add_ssm_group_count(shape.n_k_head)
@@ -574,7 +580,7 @@ def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:
     for i in range(257, 257 + len(SPECIALS)):
         types[i] = int(gguf.TokenType.CONTROL)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre("qwen35" if shape.n_v_head else "qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(["t h"])

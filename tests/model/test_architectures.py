@@ -34,6 +34,8 @@ def spec_of(path: Path, shape: Shape) -> ModelSpec:
 def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     row = ARCHITECTURES[arch]
     mixture = {"n_expert": 4, "n_used": 2} if row.experts == "all" else {}
+    if row.full_every:
+        mixture |= {"n_k_head": 1, "n_v_head": 2, "n_rot": 16, "n_ff_shared": 32 * len(mixture)}
     window = 40 if row.window_every else 0
     shape = replace(TINY, arch=arch, window=window, **mixture)
     spec = spec_of(tmp_path / "m.gguf", shape)
@@ -41,11 +43,13 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert (spec.experts is not None) == (row.experts == "all")
     assert spec.attention.has_qk_norm == row.has_qk_norm
     assert spec.attention.rope.style == row.pairs
-    without = [i for i, layer in enumerate(spec.layers) if not layer.mixer.has_rope]
+    without = [i for i, mixer in enumerate(spec.attentions) if not mixer.has_rope]
     assert without == ([3] if arch == "smollm3" else [])
-    windows = [layer.mixer.window for layer in spec.layers]
+    assert spec.n_layer_kv == (1 if row.full_every else 5)
+    assert (spec.delta_net is not None) == (row.full_every > 0)
+    windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5}
-    assert windows == expected.get(arch, [0] * 5)
+    assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
     assert (spec.embed_scale == 8.0) == (arch == "gemma3")
     assert spec.attention.has_post_norm == (arch == "gemma3")
@@ -55,8 +59,8 @@ def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:
     """Of seven layers of gemma3 the sixth sees all positions, which are scaled."""
     shape = replace(TINY, arch="gemma3", n_layer=7, window=40, rope_base=1e6, linear_factor=8.0)
     spec = spec_of(tmp_path / "m.gguf", shape)
-    assert [layer.mixer.window for layer in spec.layers] == [40, 40, 40, 40, 40, 0, 40]
-    ropes = [(layer.mixer.rope.base, layer.mixer.rope.position_scale) for layer in spec.layers]
+    assert [mixer.window for mixer in spec.attentions] == [40, 40, 40, 40, 40, 0, 40]
+    ropes = [(mixer.rope.base, mixer.rope.position_scale) for mixer in spec.attentions]
     assert ropes == [(10000.0, 1.0)] * 5 + [(1e6, 0.125), (10000.0, 1.0)]
     assert spec.n_layer_whole == 1
 
@@ -119,7 +123,7 @@ def test_keys_of_windows(
             assert words in str(error.value)
             return
         spec = read_spec(file)
-    windowed = [layer.mixer for layer in spec.layers if layer.mixer.window]
+    windowed = [mixer for mixer in spec.attentions if mixer.window]
     if key == SWA:
         assert {mixer.window for mixer in windowed} == {value}
     if key == "rope.freq_base_swa":
@@ -132,7 +136,7 @@ def test_the_attention_factor_of_a_file_counts_in_all_layers(tmp_path: Path) -> 
     name = "gemma3.rope.scaling.attn_factor"
     changed = edited(path, lambda values, _: values.__setitem__(name, (1.5, F32)))
     with GgufFile(changed) as file:
-        assert {layer.mixer.rope.attn_factor for layer in read_spec(file).layers} == {1.5}
+        assert {mixer.rope.attn_factor for mixer in read_spec(file).attentions} == {1.5}
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,16 @@ def test_the_packed_rows_of_a_bank_are_those_of_its_experts(
             assert alone.tobytes() == whole[expert].tobytes()
 
 
+def test_gate_and_up_may_be_one_tensor(tmp_path: Path, pool: kernels.Pool) -> None:
+    """Their banks have the same packed bytes then."""
+    separate = opened(written(QWEN3MOE, tmp_path), pool, tmp_path / "c").layer
+    fused = opened(written(QWEN3MOE, tmp_path, as_fused_banks), pool, tmp_path / "d").layer
+    for layer in (0, 1):
+        for one, other in zip(separate[layer].ffn.banks, fused[layer].ffn.banks, strict=True):
+            assert (one.rows, one.cols) == (other.rows, other.cols)
+            assert one.view().tobytes() == other.view().tobytes()
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_a_selector_may_have_any_float_type(kind: str, tmp_path: Path, pool: kernels.Pool) -> None:
     path = written(replace(QWEN3MOE, kinds={"ffn_gate_inp": kind}), tmp_path)
@@ -345,10 +355,21 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Edit]] = {
         ("blk.0.exp_probs_b", "[10]", "choice of experts"),
         added("blk.0.exp_probs_b", N_EXPERT),
     ),
-    "fused_banks": (
-        "BE1323",
-        ("blk.0.ffn_gate_up_exps.weight", "[96, 128, 10]", "two tensors", "without fusing"),
-        as_fused_banks,
+    "fused_banks_of_another_width": (
+        "BE1325",
+        ("blk.1.ffn_gate_up_exps.weight", "[96, 128, 9]", "[96, 128, 10]"),
+        lambda values, tensors: (
+            as_fused_banks(values, tensors),
+            added("blk.1.ffn_gate_up_exps.weight", 9, 2 * N_FF, N)(values, tensors),
+        ),
+    ),
+    "fused_banks_and_separate_ones": (
+        "BE1328",
+        ("blk.0.ffn_up_exps.weight", "no role"),
+        lambda values, tensors: (
+            as_fused_banks(values, tensors),
+            added("blk.0.ffn_up_exps.weight", N_EXPERT, N_FF, N)(values, tensors),
+        ),
     ),
     "a_tensor_per_expert": (
         "BE1323",

@@ -29,7 +29,9 @@ COSINE_MIN = 0.999
 # Against exact weights and floats: half of the positions, and the worst one of 300, which is one
 # draw of the rounding noise (0.9992 with the scales of CA-1, 0.9990 since CA-2, medians equal).
 EXACT_MEDIAN, EXACT_WORST = 0.9995, 0.9985
-RECURRENT_SLACK = 4.0  # times the difference: rounding goes on in the state
+# Of models with recurrent layers the state keeps the rounding of all tokens, of both equally: as
+# parts of the difference of llama.cpp on the file from llama.cpp on exact weights.
+RECURRENT_MEDIAN, RECURRENT_WORST = 1.2, 2.0
 F32 = npt.NDArray[np.float32]
 
 LLAMA = Shape(arch="llama", n_embd=256, n_ff=512, n_head=4, n_kv_head=2, head_dim=64)
@@ -162,6 +164,11 @@ SHAPES: dict[str, Shape] = {
     "qwen35_one_key_head": replace(QWEN35, n_k_head=1, n_v_head=3),
     "qwen35moe": QWEN35MOE,
     "qwen35moe_f32": replace(QWEN35MOE, base="f32"),
+    # Attention in every third layer; the last one is recurrent, or there is a block behind it.
+    "qwen35_every_third": replace(
+        QWEN35, base="f32", n_layer=7, full_every=3, head_dim=256, n_head=3, n_kv_head=1
+    ),
+    "qwen35moe_mtp": replace(QWEN35MOE, base="f32", n_layer=3, full_every=2, n_mtp=1),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.
@@ -210,24 +217,6 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
     return edited(path, edit)
 
 
-def with_queries_like_keys(path: Path, shape: Shape) -> Path:
-    """The model of a file with recurrent layers whose queries are their keys.
-
-    A random query has little in common with any key, and the norm of what a head reads magnifies
-    the rounding of either implementation. Files of F32 are compared with random ones.
-    """
-    width = shape.n_k_head * shape.state_dim
-
-    def edit(_: Any, tensors: dict[str, Any]) -> None:
-        for i in range(shape.n_layer):
-            for role in ("attn_qkv", "ssm_conv1d"):
-                rows, _ = tensors.get(f"blk.{i}.{role}.weight", (None, None))
-                if rows is not None:
-                    rows[:width] = rows[width : 2 * width]
-
-    return edited(path, edit)
-
-
 def cosines(ours: F32, theirs: F32) -> F32:
     """Cosine per row."""
     a, b = ours.astype(np.float64), theirs.astype(np.float64)
@@ -257,12 +246,9 @@ def dequantise(_: Any, tensors: dict[str, Any]) -> None:
 def model_of(name: str, folder: Path) -> Path:
     """The file of a shape, with clear choices if it has experts."""
     path = folder / f"{name}.gguf"
-    shape = SHAPES[name]
-    write_synthetic(path, shape)
-    if shape.n_v_head and shape.base != "f32":
-        with_queries_like_keys(path, shape).rename(path)
-    if shape.n_expert:
-        return with_clear_choices(path, shape).rename(path)
+    write_synthetic(path, SHAPES[name])
+    if SHAPES[name].n_expert:
+        return with_clear_choices(path, SHAPES[name]).rename(path)
     return path
 
 
@@ -271,22 +257,30 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     shape, path = SHAPES[name], model_of(name, tmp_path)
     tokens = np.random.default_rng(5).integers(0, shape.n_vocab, 300).tolist()
     ours, theirs = ours_of(path, tokens, cache_dir), theirs_of(path, tokens)
-    exact = cosines(ours, theirs_of(edited(path, dequantise), tokens))
-    same = cosines(ours, theirs)
+    of_floats = theirs_of(edited(path, dequantise), tokens)
+    exact, same = cosines(ours, of_floats), cosines(ours, theirs)
+    own = 1 - cosines(theirs, of_floats)
     print(
         f"AGREEMENT {name} on F32 values: min={exact.min():.6f} median={np.median(exact):.6f}; "
         f"on the file: min={same.min():.6f} median={np.median(same):.6f}"
     )
-    slack = RECURRENT_SLACK if shape.n_v_head and shape.base != "f32" else 1.0
-    assert float(1 - np.median(exact)) < slack * (1 - EXACT_MEDIAN)
-    assert float(1 - exact.min()) < slack * (1 - EXACT_WORST)
-    assert float(1 - np.median(same)) < slack * (1 - COSINE_MIN)
-    assert float(1 - same.min()) < slack * (1 - COSINE_MIN + 0.001)
+    middle, worst = 1 - EXACT_MEDIAN, 1 - EXACT_WORST
+    same_middle, same_worst = 1 - COSINE_MIN, 1 - COSINE_MIN + 0.001
+    if shape.n_v_head:
+        middle = max(middle, RECURRENT_MEDIAN * float(np.median(own)))
+        worst = max(worst, RECURRENT_WORST * float(own.max()))
+        same_middle, same_worst = max(same_middle, 2 * middle), max(same_worst, 2 * worst)
+    assert float(np.median(1 - exact)) < middle
+    assert float((1 - exact).max()) < worst
+    assert float(np.median(1 - same)) < same_middle
+    assert float((1 - same).max()) < same_worst
+    if shape.base == "f32" and shape.n_v_head:
+        assert float(exact.min()) > 0.9999
     # Rows differ from each other, so constant or shifted logits cannot pass.
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss", "qwen35_f32"])
 def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """1,300 tokens: six pages, two super-pages to fold."""
     path = model_of(name, tmp_path)
@@ -383,6 +377,54 @@ def test_with_another_window_or_other_sinks_the_logits_disagree(
     found = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, edit), tokens))
     print(f"AGREEMENT {edit.__name__} median={np.median(found):.6f} min={found.min():.6f}")
     assert float(found.min()) < 0.99 < EXACT_WORST
+
+
+def other_heads(_: Any, tensors: dict[str, Any]) -> None:
+    """Values of head h beside the keys of head h div 2."""
+    data = tensors["blk.0.attn_qkv.weight"][0]
+    values = data[-4 * 128 :].reshape(4, 128, -1)
+    values[:] = values[[0, 2, 1, 3]]
+
+
+def longer_memory(_: Any, tensors: dict[str, Any]) -> None:
+    tensors["blk.1.ssm_a"][0][:] *= 0.5
+
+
+def gate_first(_: Any, tensors: dict[str, Any]) -> None:
+    data = tensors["blk.3.attn_q.weight"][0].reshape(4, 2, 128, -1)
+    data[:] = data[:, ::-1].copy()
+
+
+def more_turned(values: dict[str, Any], _: Any) -> None:
+    values["qwen35.rope.dimension_count"] = (66, values["qwen35.rope.dimension_count"][1])
+
+
+@pytest.mark.parametrize("edit", [other_heads, longer_memory, gate_first, more_turned])
+def test_with_another_recurrent_layer_or_gate_the_logits_disagree(
+    edit: Any, tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, SHAPES["qwen35_f32"])
+    tokens = np.random.default_rng(5).integers(0, 320, 300).tolist()
+    found = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, edit), tokens))
+    print(f"AGREEMENT {edit.__name__} median={np.median(found):.6f} min={found.min():.6f}")
+    assert float(found.min()) < 0.9999
+
+
+def shared_expert_of_other_weight(_: Any, tensors: dict[str, Any]) -> None:
+    tensors["blk.1.ffn_gate_inp_shexp.weight"][0][:] *= -1.0
+
+
+def test_with_another_weight_of_the_shared_expert_the_logits_disagree(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail."""
+    path = model_of("qwen35moe_f32", tmp_path)
+    tokens = np.random.default_rng(5).integers(0, 320, 100).tolist()
+    ours = ours_of(path, tokens, cache_dir)
+    found = cosines(ours, theirs_of(edited(path, shared_expert_of_other_weight), tokens))
+    assert float(np.median(found)) < 0.999
 
 
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])

@@ -52,6 +52,8 @@ SHAPES = {
     "llama_experts": LLAMA_EXPERTS,
     "gpt_oss": PRESETS["gpt-oss-tiny"],
     "gemma3": PRESETS["gemma3-tiny"],
+    "qwen35": PRESETS["qwen35-tiny"],
+    "qwen35moe": PRESETS["qwen35moe-tiny"],  # its last layer is recurrent
 }
 
 
@@ -84,10 +86,12 @@ def tokens_of(runner: LocalRunner, count: int, seed: int = 0) -> list[int]:
 
 
 def digest(runner: LocalRunner, prompt: list[int], chunk: int) -> tuple[bytes, list[bytes]]:
-    """Logits after the prompt, and the KV pages it left."""
+    """Logits after the prompt, and the KV pages and recurrent state it left."""
     sequence = LocalSequence()
     logits = runner.prefill(sequence, prompt, chunk)
     pages = [runner.page(sequence, i) for i in range(len(sequence.pages))]
+    if sequence.state is not None:
+        pages.append(sequence.state[:])
     runner.release(sequence)
     return logits.tobytes(), pages
 
@@ -285,11 +289,13 @@ def test_a_recomputed_page_equals_the_lost_one(model: Path, cache_dir: Path) -> 
     with LocalRunner(model, cache_dir=cache_dir, n_pages=8, tokens_max=256) as runner:
         tokens = tokens_of(runner, 600)
         sequence = LocalSequence()
-        before = runner.prefill(sequence, tokens[:-1])
+        runner.prefill(sequence, tokens[:256])
+        state = runner.fork(sequence).state
+        before = runner.prefill(sequence, tokens[256:-1])
         pages = [runner.page(sequence, i) for i in range(3)]
         start = sequence.pages[1] * runner.page_bytes
         runner._memory[start : start + runner.page_bytes] = b"\xff" * runner.page_bytes
-        again = LocalSequence(tokens[:256], sequence.pages[:2])
+        again = LocalSequence(tokens[:256], sequence.pages[:2], state)
         runner.step([(again, tokens[256:512])], rows=())
         assert [runner.page(sequence, i) for i in range(3)] == pages
         last = runner.step([(sequence, tokens[-1:])])[0].tobytes()
@@ -487,7 +493,7 @@ def test_stages_write_the_pages_of_the_whole_model(model: Path, cache_dir: Path)
                 parts.stepper.embed()
                 assert parts.stepper.run_stage(layers[:cut])
                 assert parts.stepper.run_stage(layers[cut:])
-                sequence.tokens.extend(tokens[low:high])
+                parts.commit([(sequence, tokens[low:high])])
             assert [parts.page(sequence, i) for i in (0, 1)] == [
                 whole.page(once, i) for i in (0, 1)
             ]
