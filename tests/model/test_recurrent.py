@@ -22,7 +22,6 @@ from bench.models.local_runner import LocalRunner, LocalSequence, RunnerError
 from bench.models.synthetic import PRESETS, write_synthetic
 from bench.models.tensors import aligned
 from tests.hostile.rewrite import edited
-from tests.support.state_images import StateImages
 
 F32 = Kind.F32
 
@@ -383,6 +382,23 @@ def test_an_overflow_stays_in_its_entry(
         rows = runner.stepper.logits(3).view(3)
         found = [(rows[i].tobytes(), state_of(runner, entries[i][0])) for i in (0, 2)]
         assert found == alone
+
+
+class StateImages:
+    """`count` images side by side, each 64-byte aligned; a fresh one has bytes of no float."""
+
+    def __init__(self, shape: kernels.StateShape, count: int) -> None:
+        self._bytes = shape.image_bytes  # whole cache lines
+        self._memory = aligned(count * self._bytes)
+        self._memory[:] = 0xFF
+
+    def address(self, index: int) -> int:
+        """Where an image begins."""
+        return kernels.address_of(self._memory) + index * self._bytes
+
+    def image(self, index: int) -> bytes:
+        """A copy of an image."""
+        return self._memory[index * self._bytes : (index + 1) * self._bytes].tobytes()
 
 
 def test_a_step_changes_no_image_that_it_reads(path: Path, cache_dir: Path) -> None:
