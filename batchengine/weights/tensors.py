@@ -259,7 +259,8 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         matrices=tuple(find.matrices),
         vectors=tuple(find.vectors),
     )
-    find.refuse_unused(spec.n_layer if ARCHITECTURES[spec.arch].has_mtp else None)
+    n_mtp = gguf.integer(f"{spec.arch}.nextn_predict_layers", 0)  # of a spec: at least 0
+    find.refuse_unused(range(spec.n_layer, spec.n_layer + n_mtp))
     return plan
 
 
@@ -487,12 +488,12 @@ class _Finder:
             raise self._wrong_type(info, FLOAT_TYPES)
         return name
 
-    def refuse_unused(self, n_layer: int | None = None) -> None:
-        """Raises for a tensor without a role; those of blocks from `n_layer` on need none."""
+    def refuse_unused(self, unused: range) -> None:
+        """Raises for a tensor without a role; those of the `unused` blocks need none."""
         for name in self.gguf.tensors:
-            block = _BLOCK.match(name) if n_layer is not None else None
-            is_after = block is not None and n_layer is not None and int(block[1]) >= n_layer
-            if name not in self._used and not is_after and not _IGNORED.match(name):
+            block = _BLOCK.match(name)
+            is_unused = block is not None and int(block[1]) in unused
+            if name not in self._used and not is_unused and not _IGNORED.match(name):
                 raise errors.TENSOR_UNUSED(tensor=name, file=self.gguf.path.name)
 
     def _matrix(
