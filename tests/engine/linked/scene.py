@@ -157,7 +157,9 @@ class RoutedDevice(HashDevice):
 class Scene:
     """A lane of one process; `say` runs a turn of a session to its end, or some steps of it."""
 
-    def __init__(self, folder: Path, *, pages: int = 64, slots: int = 24, state_bytes: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, pages: int = 64, slots: int = 24, state_bytes: int = 0
+    ) -> None:
         self.disk = Disk()
         self.store = Store.open(
             folder / "store",
