@@ -14,7 +14,7 @@ import os
 import re
 import struct
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from concurrent.futures import Future
 
 import xxhash
@@ -146,6 +146,17 @@ class SavedStates:
         self.bytes += n_bytes + _HEAD.size
         self._evict()
 
+    def abandoned(self, key: bytes, parent: bytes) -> None:
+        """Note that who was writing a state died: its file may be whole, unfinished or missing."""
+        path = self.path(key, parent)
+        with contextlib.suppress(OSError):
+            self.saved(key, parent, os.stat(path).st_size - _HEAD.size)
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            name = os.path.basename(path)
+            for entry in entries:
+                if entry.name.startswith(f"{name}.") and _NAME.fullmatch(entry.name) is None:
+                    self._remove(entry.path, wipes=True)
+
     def used(self, key: bytes, *, is_last: bool = False) -> None:
         """Note that a state was loaded; `is_last`: it is hardly of use again, and goes first."""
         if key in self._sizes:
@@ -156,6 +167,17 @@ class SavedStates:
         parent = self._forget(key)
         if parent is not None:
             self._remove(self.path(key, parent))
+
+    def invalidate(self, wrong: Set[bytes]) -> None:
+        """Remove the states behind pages of these keys, and behind tails that follow them."""
+        for key, (parent, _) in list(self._sizes.items()):
+            if key in wrong or parent in wrong:
+                self.drop(key)
+
+    def clear(self) -> None:
+        """Remove all states."""
+        for key in list(self._sizes):
+            self.drop(key)
 
     def erase(self, tokens: keys.Tokens, repr_id: bytes, salt: bytes, kept: int) -> Future[None]:
         """Overwrite and remove the states of a timeline behind its first `kept` tokens; resolves

@@ -49,6 +49,8 @@ class Disputes:
             wrong = self._with_descendants(wrong)
             wrong |= self._store.pages.invalidate(*wrong, descendants=True, rootless=rootless)
         self._drop_seals(wrong)
+        if self._store.states is not None:
+            self._store.states.invalidate(wrong)
         for watcher in self.watchers:
             watcher(wrong)
 

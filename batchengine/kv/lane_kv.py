@@ -65,7 +65,7 @@ class LaneKv:
         self.prefix = PrefixMatcher(store, self.slots, self.states)
         self.sealing = SealPipeline(store, self.slots, self.arenas, disputes, wake, commit)
         self.held = HeldTables(store, self.slots)
-        disputes.watchers.append(self.held.invalid)
+        disputes.watchers += [self.held.invalid, self.states.invalid]
         self.invalidation = Invalidation(store, self.slots, self.held, self.sealing, disputes)
         self.importing = RowImporter(store, self.slots, self.sealing.digests, self.arenas, wake)
         self.touches = PageTouches(store.pages.layout.page_bytes, wake)

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 import kernels
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
-from batchengine.weights import AttentionSpec, DeltaNetSpec, open_weights, read_spec
+from batchengine.weights import (
+    AttentionSpec,
+    DeltaNetSpec,
+    open_weights,
+    plan_tensors,
+    read_spec,
+)
 from bench.models.local_runner import LocalRunner, LocalSequence, RunnerError
 from bench.models.synthetic import PRESETS, write_synthetic
 from bench.models.tensors import aligned
@@ -158,6 +164,24 @@ def test_keys_of_recurrent_layers(
     assert error.value.code == code
     assert name in str(error.value)
     assert words in str(error.value)
+
+
+def test_blocks_that_no_key_counts_are_refused(tmp_path: Path) -> None:
+    """Those that predict further tokens are counted."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, PRESETS["qwen35-tiny"])
+    with GgufFile(path) as file:
+        plan_tensors(file, read_spec(file))
+    name = "qwen35.nextn_predict_layers"
+    n_layer = PRESETS["qwen35-tiny"].n_layer
+
+    def uncounted(values: Any, _: object) -> None:
+        values["qwen35.block_count"] = (n_layer, U32)
+        del values[name]
+
+    with GgufFile(edited(path, uncounted)) as file, pytest.raises(BatchEngineError) as error:
+        plan_tensors(file, read_spec(file))
+    assert f"blk.{n_layer}." in str(error.value)
 
 
 def test_steps_without_states_are_refused(path: Path, cache_dir: Path, tmp_path: Path) -> None:

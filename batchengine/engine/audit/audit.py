@@ -238,6 +238,8 @@ class Audit:
 
     def _invalidate(self, page: PageContent, other: Statement, outcome: Outcome) -> None:
         """Invalidate all pages with rows of wrong lanes, and the page itself if it was wrong."""
+        if self._store.states is not None:
+            self._store.states.clear()  # who computed a state is not known, nor what it should be
         wrong = self._store.pages.computed_by(outcome.wrong)
         has_lost = other.digest != outcome.digest
         stored = self._stored(page)

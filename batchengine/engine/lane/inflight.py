@@ -375,6 +375,7 @@ def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
     """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
     without_rows = {*done.nonfinite, *done.unreachable, *done.unmasked}
     asked = in_flight.step.import_rows
+    n_states = len(in_flight.step.save_states) + len(in_flight.step.load_states)
     wanted = [
         part.turn.session.key
         for index, part in enumerate(in_flight.parts)
@@ -397,6 +398,7 @@ def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
         or any(not in_flight.step.entries[index].masked for index in done.unmasked)
         or len(done.digests) != len(in_flight.step.digest)
         or len(done.verified) != len(in_flight.verify)
+        or len(done.states) != n_states
         or len(done.imported) != len(asked)
         or any(
             not 0 <= n <= import_rows.rows

@@ -235,7 +235,9 @@ class LaneLoop:
         )
 
     def drop_open(self) -> None:
-        """Drop every row that is not sealed. Call while the lane is paused."""
+        """Drop every row that is not sealed, and every recurrent state. Call while the lane is
+        paused."""
+        self.kv.states.drop_unproven()
         for session in self.kv.invalidation.drop_open():
             self.session_cut(session)
 

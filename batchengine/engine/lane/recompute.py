@@ -132,7 +132,7 @@ class RecomputeQueue:
             if recompute.state is None and recompute.frontier:
                 recompute.fail("the recurrent state before the page is not kept")
                 return None
-            if (written := self._kv.states.take()) is None:
+            if (written := self._kv.states.take_alone()) is None:
                 recompute.fail("its lane has no room for the recurrent state")
                 return None
             read = -1 if recompute.state is None else recompute.state.index

@@ -137,8 +137,8 @@ class StepWriter:
         while session.frontier >= kv.compute_until:
             if not self._kv.rejoin(session):
                 return 0  # the pages before those that it has already are being sealed
-            if kv.cut_off:
-                return 0
+            if kv.cut_off or not self._kv.states.prepare(session):
+                return 0  # the state behind the pages that it has taken is another one
         n = min(planned, len(session.tokens) - session.frontier)
         n = min(n, kv.compute_until - session.frontier)
         end = self._kv.states.until(session, session.frontier, session.frontier + n)

@@ -79,8 +79,9 @@ class LedgerCleaning:
 
 
 async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> None:
-    """Wait until no seal of the timeline is under way, and lanes have poisoned freed slots: by the
-    frame after those in flight, if not before."""
+    """Wait until no seal of the timeline is under way, no state is being saved that was when this
+    began, and lanes have poisoned freed slots: by the frame after those in flight, if not before.
+    """
     for loop in state.lanes:
         seals = [
             seal
@@ -88,6 +89,10 @@ async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> Non
             if seal.salt == salt and seal.chain == tokens[: len(seal.chain)]
         ]
         while not loop.kv.disputes.seals.isdisjoint(seals):  # noqa: ASYNC110  there is no event
+            await asyncio.sleep(POLL_S)
+        states, saving = loop.kv.states, loop.kv.states.saving
+        while loop.lane.alive and not saving.isdisjoint(states.saving):
+            loop.wake()
             await asyncio.sleep(POLL_S)
         slots, frames = loop.kv.slots, loop.kv.slots.frames
         while loop.up and slots.is_poisoning and slots.frames < frames + 3:

@@ -12,6 +12,7 @@ to the last position that has one: what lies behind is computed again, with the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ from batchengine.wire import lane as wire
 from kv_store import keys
 from kv_store.states import state_name, state_seed
 from kv_store.store import Store
+
+log = logging.getLogger("batchengine.kv")
 
 
 class EntryStates(NamedTuple):
@@ -82,7 +85,7 @@ class LaneStates:
         self._saves: dict[bytes, StateSave] = {}
         self._loads: list[StateLoad] = []
         self._loading: dict[Session, StateLoad] = {}  # those that sessions wait for
-        self._saving: set[bytes] = set()  # also those in a frame that is not answered
+        self._saving: dict[bytes, bytes] = {}  # parents; also in a frame that is not answered
 
     def __repr__(self) -> str:
         return f"<LaneStates {self._pool!r} saves={len(self._saves)} loads={len(self._loads)}>"
@@ -106,7 +109,25 @@ class LaneStates:
         for session in self._slots.members.values():
             self.leave(session)
         self._pool = None
-        self._saves, self._loads, self._saving = {}, [], set()
+        if (saved := self._store.states) is not None:
+            for key, parent in self._saving.items():
+                saved.abandoned(key, parent)
+        self._saves, self._loads, self._saving, self._loading = {}, [], {}, {}
+
+    def drop_unproven(self) -> None:
+        """Release the states of all sessions, which no computation has proven, and save none that
+        wait for a frame. Call while the lane is paused."""
+        for session in self._slots.members.values():
+            session.kv.set_state(None)
+        for key in self._saves:
+            del self._saving[key]
+        self._saves = {}
+
+    def invalid(self, wrong: set[bytes]) -> None:
+        """Save no state behind these pages, of those that wait for a frame."""
+        for save in list(self._saves.values()):
+            if not wrong.isdisjoint((save.key, save.parent)):
+                del self._saves[save.key], self._saving[save.key]
 
     def leave(self, session: Session) -> None:
         """Give up the state that the session has with the worker, or waits for."""
@@ -188,14 +209,16 @@ class LaneStates:
         Rows that are still to be imported may end where a file has the state: they are waited for.
         """
         kv = session.kv
-        if not self.is_used or kv.awaits_state or kv.pending:
+        if not self.is_used or kv.awaits_state:
             return
-        if (reach := self.reach(session, session.frontier)) < session.frontier:
+        while not kv.pending and (
+            (reach := self.reach(session, session.frontier)) < session.frontier
+        ):
             session.loss = session.loss or Loss.STATE
             if kv.state is not None and kv.state.position == reach:  # inside its open page
                 session.frontier = reach
                 self._slots.fit(session)
-            else:
+            else:  # of held pages only whole super-pages stay, so it may fall back further
                 self._slots.truncate(session, full_pages(reach))
 
     def prepare(self, session: Session) -> bool:
@@ -228,8 +251,13 @@ class LaneStates:
         written = self.take(session)
         if written is None:
             return None
-        if after is None and session.kv.state is not None and session.frontier:
-            after = session.kv.state.slot
+        if after is None and session.frontier:
+            state = session.kv.state
+            if state is None or state.position != session.frontier:  # a defect
+                log.error("%r is at %d, its state is %r", session, session.frontier, state)
+                written.release()
+                return None
+            after = state.slot
         return EntryStates(-1 if after is None else after.index, written)
 
     def computed(self, session: Session, written: StateSlot) -> None:
@@ -250,9 +278,14 @@ class LaneStates:
         if key in self._saving or key in self._store.states:
             return False
         self._saves[key] = StateSave(session, key, parent, kv.state.slot.index)
-        self._saving.add(key)
+        self._saving[key] = parent
         self._wake()
         return True
+
+    @property
+    def saving(self) -> frozenset[bytes]:
+        """Keys of the states that are being written to files."""
+        return frozenset(self._saving)
 
     def is_saving(self, session: Session) -> bool:
         """Whether the state at the session's frontier is being written to a file."""
@@ -284,6 +317,15 @@ class LaneStates:
             session.kv.set_state(None)
         return slot
 
+    def take_alone(self) -> StateSlot | None:
+        """A slot for a frame without chores. It is written before the next frame saves anything, so
+        a save from a state that was in this slot is given up."""
+        slot = self.take()
+        for save in list(self._saves.values()):
+            if slot is not None and save.slot == slot.index:
+                del self._saves[save.key], self._saving[save.key]
+        return slot
+
     # ------------------------------------------------------------------------------ the frame
 
     @property
@@ -303,11 +345,9 @@ class LaneStates:
         """Apply the answer of the frame with these chores."""
         saved = self._store.states
         for save, is_good in zip(chores.saves, done, strict=False):
-            self._saving.discard(save.key)
+            self._saving.pop(save.key, None)
             if is_good and saved is not None:
                 saved.saved(save.key, save.parent, self.state_bytes)
-                if save.session.state is State.CLOSED:  # it may have been erased meanwhile
-                    saved.drop(save.key)
                 self._rests(save.session)
         for load, is_good in zip(chores.loads, done[len(chores.saves) :], strict=True):
             session, kv = load.session, load.session.kv

@@ -263,3 +263,14 @@ def test_an_answer_has_all_scores() -> None:
     ):  # fmt: skip
         with pytest.raises(BatchEngineError):
             check_answer(step, msgspec.structs.replace(done, scores=wrong))
+
+
+def test_an_answer_says_of_all_states_whether_they_were_saved_or_loaded() -> None:
+    file = wire.StateFile(1, "", 0)
+    frame = wire.Step((), save_states=(file, file), load_states=(file,))
+    step = InFlightStep(frame, b"", [], [], [], cast("Any", None), 1.0)
+    done = wire.StepDone((), (), (), (), 1, states=(True, False, True))
+    check_answer(step, done)
+    for wrong in ((), (True, True), (True, True, True, True)):
+        with pytest.raises(BatchEngineError):
+            check_answer(step, msgspec.structs.replace(done, states=wrong))

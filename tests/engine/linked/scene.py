@@ -123,8 +123,8 @@ class Peers:
 class RoutedDevice(HashDevice):
     """HashLM whose entries are unreachable when a peer does not answer."""
 
-    def __init__(self, peers: Peers) -> None:
-        super().__init__(Faults())
+    def __init__(self, peers: Peers, state_bytes: int) -> None:
+        super().__init__(Faults(state_bytes=state_bytes))
         self._vocab = VOCAB
         self.peers = peers
         self._absent = np.zeros(LAYOUT.page_bytes, np.uint8)
@@ -157,7 +157,9 @@ class RoutedDevice(HashDevice):
 class Scene:
     """A lane of one process; `say` runs a turn of a session to its end, or some steps of it."""
 
-    def __init__(self, folder: Path, *, pages: int = 64, slots: int = 24) -> None:
+    def __init__(
+        self, folder: Path, *, pages: int = 64, slots: int = 24, state_bytes: int = 0
+    ) -> None:
         self.disk = Disk()
         self.store = Store.open(
             folder / "store",
@@ -170,21 +172,23 @@ class Scene:
             self.store, Disputes(self.store), lambda: None, lambda: self.store.ledger.commit()
         )
         self.kv.slots.holders = self.peers
-        self.device = RoutedDevice(self.peers)
+        self.device = RoutedDevice(self.peers, state_bytes)
         self.worker = HashWorker(None, 1, self.device)  # type: ignore[arg-type]
         self.worker._device = self.device
         self.worker._facts = wire.ModelFacts(
             "a", "hash", 1, LAYOUT.n_layer, LAYOUT.n_kv_head, LAYOUT.head_dim,
-            LAYOUT.payload_bytes, VOCAB, {},
+            LAYOUT.payload_bytes, VOCAB, {}, state_bytes=state_bytes,
         )  # fmt: skip
         self.worker._limits = StepLimits(4096, 64, 1 << 20, VOCAB, has_links=True)
         self.arena = self.store.create_arena("cpu", 1, slots)
         self.worker._attach(
             wire.Attach(
-                self.arena.path, slots, LAYOUT.page_bytes, str(folder / "store" / "ext"), ""
+                self.arena.path, slots, LAYOUT.page_bytes, str(folder / "store" / "ext"), "",
+                state_slots=8 if state_bytes else 0, state_bytes=state_bytes,
             )
-        )
+        )  # fmt: skip
         self.kv.slots.attach(self.arena)
+        self.kv.states.attach(8, state_bytes)
         metrics, cost = Metrics(), StepCost()
         config = LaneConfig(name="cpu", threads=1)
         self.seats = Seats(self.kv, config, self.store.pages.allocator.slots_max, metrics, {})

@@ -63,6 +63,17 @@ def test_tokens_of_a_route_are_those_of_one_daemon(scene: Scene) -> None:
     assert scene.computed(session)[0][0] >= len(PROMPT)  # nothing again
 
 
+def test_pages_after_a_lost_range_are_taken_again_only_with_their_state(tmp_path: Path) -> None:
+    """The state that the session has then is the one before these pages."""
+    scene = Scene(tmp_path, state_bytes=4096)
+    ids, session = routed(scene, "north", "south", "south")
+    scene.lose("north")
+    assert session.kv.later
+    said = scene.say(session, ids, 40)
+    scene.close()
+    assert said == expected(ids, 40)
+
+
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_only_the_lost_range_is_computed_again(scene: Scene, lost: int) -> None:
     route = ["south", "south", "south"]

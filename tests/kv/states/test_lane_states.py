@@ -7,12 +7,18 @@ that `Stage.answer` compares proves its states.
 from __future__ import annotations
 
 import asyncio
+import shutil
+from array import array
 from pathlib import Path
 
 import pytest
 
 from batchengine.core import BatchEngineError
+from batchengine.engine.audit.majority import PageContent, Statement
+from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.recompute import PageRecompute
 from batchengine.kv.states import LaneStates, StatePool, save_interval
+from batchengine.session import Session
 from batchengine.session_kv import LiveState, SessionKv
 from kv_store import states
 from tests.simulation.stage import Stage, play, words
@@ -222,6 +228,141 @@ def test_a_dropped_session_leaves_no_state() -> None:
         assert cached(await stage.answer(words(1, 1300), 5, "v")) == 0
 
     play(scene, recurrent=STATE_BYTES)
+
+
+async def at_rest(stage: Stage) -> tuple[list[int], Session, LaneLoop]:
+    """A session that has just answered, whose state is not saved: its history and its lane."""
+    prompt = words(1, 300)
+    first = await stage.answer(prompt, 20, "s")
+    session = stage.up.state.sessions["", "s"]
+    loop = stage.lane(stage.home("s"))
+    assert not files(stage)
+    assert session.kv.state is not None
+    return [*prompt, *first.tokens], session, loop
+
+
+def test_a_state_is_kept_when_its_session_is_forgotten_before_it_is_written() -> None:
+    async def scene(stage: Stage) -> None:
+        _, session, loop = await at_rest(stage)
+        loop.kv.states.save(session)
+        stage.up.state.forget(session)
+        await stage.until(lambda: not loop.kv.states.saving)
+        await asyncio.sleep(0.1)
+        assert len(files(stage)) == 1
+
+    play(scene, recurrent=STATE_BYTES)
+
+
+def test_a_recompute_does_not_change_a_state_that_waits_to_be_saved() -> None:
+    """It takes the slot of a session that was forgotten, before any other frame."""
+
+    async def scene(stage: Stage) -> None:
+        history, session, loop = await at_rest(stage)
+        assert session.kv.state is not None
+        slot = session.kv.state.slot.index
+        await loop.pause()
+        loop.kv.park(session)
+        assert loop.kv.states.saving
+        stage.up.state.forget(session)
+        recompute = PageRecompute(words(7, 256), [], urgent=True)
+        loop.ask_recompute(recompute)
+        await recompute.digest
+        assert recompute.state is not None
+        assert recompute.state.index == slot
+        loop.recomputes.close(recompute)
+        loop.unpause()
+        await stage.until(lambda: not loop.kv.has_chores)
+        await asyncio.sleep(0.1)
+        await stage.answer([*history, 9], 5, "s")
+        assert not files(stage)
+
+    play(scene, recurrent=STATE_BYTES)
+
+
+def test_a_state_that_is_being_saved_is_erased_with_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wiped = list[str]()
+    real = states._wipe
+
+    def wipe(path: str) -> None:
+        wiped.append(path)
+        real(path)
+
+    async def scene(stage: Stage) -> None:
+        _, session, loop = await at_rest(stage)
+        loop.kv.states.save(session)
+        assert loop.kv.states.saving
+        await stage.up.drop("", "s")
+        assert not loop.kv.states.saving
+        assert not files(stage)
+        assert len(wiped) == 1
+
+    monkeypatch.setattr(states, "_wipe", wipe)
+    play(scene, recurrent=STATE_BYTES)
+
+
+def test_a_state_whose_writer_dies_after_the_write_is_counted() -> None:
+    async def scene(stage: Stage) -> None:
+        _, session, loop = await at_rest(stage)
+        assert loop.kv.slots.owns(session)
+        loop.kv.states.save(session)
+        key, parent = loop.kv.states.key_at(session, session.frontier)
+        saved = loop.kv.states._store.states
+        assert saved is not None
+        states.save_state(saved.path(key, parent), memoryview(bytes(STATE_BYTES)), 1)
+        shutil.copy(saved.path(key, parent), saved.path(key, parent) + ".77.tmp")
+        stage.process(loop.lane.name).end(-9)
+        await stage.until(lambda: key in saved)
+        await stage.until(lambda: len(files(stage)) == 1)
+
+    play(scene, recurrent=STATE_BYTES)
+
+
+def test_an_invalid_page_takes_the_states_behind_it_along() -> None:
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 2300)
+        await stage.answer(prompt, 5, "s")
+        await stage.until(lambda: len(files(stage)) == 2)
+        session = stage.up.state.sessions["", "s"]
+        loop = stage.lane(stage.home("s"))
+        loop.kv.disputes.invalidate([loop.kv.states.key_at(session, 1280)[0]])
+        saved = loop.kv.states._store.states
+        assert saved is not None
+        assert loop.kv.states.key_at(session, 1024)[0] in saved
+        assert loop.kv.states.key_at(session, 2048)[0] not in saved
+        loop.recheck()
+        await stage.answer(words(4, 20), 2)
+
+    play(scene, recurrent=STATE_BYTES)
+
+
+def test_an_audit_that_finds_a_difference_drops_all_states() -> None:
+    """They may be of the lane that was wrong, and no digest shows it."""
+
+    ended = list[bool]()
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 1300)
+        first = await stage.answer(prompt, 5, "s")
+        await stage.until(lambda: len(files(stage)) == 1)
+        session = stage.up.state.sessions["", "s"]
+        stage.lane(stage.home("s")).kv.states.save(session)
+        page = PageContent(array("i", prompt[:256]), b"", 0)
+        assert stage.up.running is not None
+        wrong = Statement(stage.other("s"), bytes(16))  # no page of the session is of this lane
+        found = await stage.up.running.audit.disputed(page, wrong)
+        assert found is not None
+        await asyncio.sleep(0.1)
+        assert not files(stage)
+        assert session.kv.state is None
+        again = await stage.answer([*prompt, *first.tokens, 9], 5, "s")
+        assert cached(again) == 0
+        ended.append(True)
+
+    with pytest.raises(AssertionError, match="logged: numerics fault"):
+        play(scene, recurrent=STATE_BYTES)
+    assert ended
 
 
 def test_slots_are_released_once() -> None:
