@@ -277,7 +277,8 @@ class LaneStates:
         if kv.state is None or kv.state.position != position or self._store.states is None:
             return False
         key, parent = self.key_at(session, position)
-        if key in self._saving or key in self._store.states:
+        saved = self._store.states
+        if key in self._saving or key in saved or not saved.has_room(self.state_bytes):
             return False
         self._saves[key] = StateSave(session, key, parent, kv.state.slot.index)
         self._saving[key] = parent

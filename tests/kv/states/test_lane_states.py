@@ -383,6 +383,20 @@ def test_readers_that_are_slow_hold_up_no_other_turn() -> None:
     play(scene, recurrent=STATE_BYTES, slots=400, store__budget_bytes=1000 * PAGE_BYTES)
 
 
+def test_no_state_is_written_that_is_larger_than_the_budget() -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.answer(words(1, 300), 5)
+        saved = stage.lane("left").kv.states._store.states
+        assert saved is not None
+        saved.budget_bytes = STATE_BYTES
+        await stage.answer(words(1, 1300), 5, "s")
+        await asyncio.sleep(3)
+        assert saved.evicted == 0
+        assert not files(stage)
+
+    play(scene, recurrent=STATE_BYTES)
+
+
 def test_slots_are_released_once() -> None:
     pool = StatePool(2)
     one, two = pool.take(), pool.take()
