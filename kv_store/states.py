@@ -135,6 +135,10 @@ class SavedStates:
             self._sizes[key] = parent, size
             self.bytes += size
 
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether a state of `n_bytes` fits, if all others go for it."""
+        return n_bytes + _HEAD.size <= self.budget_bytes
+
     def path(self, key: bytes, parent: bytes) -> str:
         """The file of a state."""
         return os.path.join(self.folder, state_name(key, parent))

@@ -65,6 +65,7 @@ class Seats:
         self._waiting_rows: tuple[TurnRow, ...] | None = None  # None: not up to date
         self._waiting_tenants: set[str] = set()  # of these rows
         self.tenants = Tenants(weights)
+        kv.states.paused = lambda: [t.session for t in self.running.values() if t.paused]
 
     def __repr__(self) -> str:
         return f"<Seats running={len(self.running)} waiting={len(self.waiting)}>"

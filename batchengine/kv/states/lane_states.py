@@ -12,8 +12,9 @@ to the last position that has one: what lies behind is computed again, with the 
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from batchengine.core import PAGE_TOKENS
@@ -80,6 +81,7 @@ class LaneStates:
         self._wake = wake
         self._pool: StatePool | None = None  # of the worker that is up
         self._rest_max = 0
+        self.paused: Callable[[], Iterable[Session]] = lambda: ()  # have a seat, compute nothing
         self.state_bytes = 0
         self.interval = 0
         self._saves: dict[bytes, StateSave] = {}
@@ -275,7 +277,8 @@ class LaneStates:
         if kv.state is None or kv.state.position != position or self._store.states is None:
             return False
         key, parent = self.key_at(session, position)
-        if key in self._saving or key in self._store.states:
+        saved = self._store.states
+        if key in self._saving or key in saved or not saved.has_room(self.state_bytes):
             return False
         self._saves[key] = StateSave(session, key, parent, kv.state.slot.index)
         self._saving[key] = parent
@@ -305,14 +308,13 @@ class LaneStates:
             kv.set_state(None)
 
     def take(self, taker: Session | None = None) -> StateSlot | None:
-        """A slot; that of another session which rests longest, if none is free."""
+        """A slot; if none is free that of another session which rests longest, or is paused."""
         if self._pool is None:
             return None
         while (slot := self._pool.take()) is None:
-            rests = (
-                s for s in self._slots.reclaimable if s.kv.state is not None and s is not taker
-            )
-            if (session := next(rests, None)) is None:
+            others = itertools.chain(self._slots.reclaimable, self.paused())
+            holders = (s for s in others if s.kv.state is not None and s is not taker)
+            if (session := next(holders, None)) is None:
                 return None
             session.kv.set_state(None)
         return slot

@@ -22,6 +22,7 @@ from batchengine.session import Session
 from batchengine.session_kv import LiveState, SessionKv
 from kv_store import states
 from tests.simulation.stage import Stage, play, words
+from tests.simulation.world import PAGE_BYTES
 
 STATE_BYTES = 4096
 
@@ -363,6 +364,37 @@ def test_an_audit_that_finds_a_difference_drops_all_states() -> None:
     with pytest.raises(AssertionError, match="logged: numerics fault"):
         play(scene, recurrent=STATE_BYTES)
     assert ended
+
+
+def test_readers_that_are_slow_hold_up_no_other_turn() -> None:
+    """Their turns are paused, and keep their seats and their states while there are slots."""
+
+    async def scene(stage: Stage) -> None:
+        slow = [stage.ask(words(n, 40), 6000) for n in range(40)]
+        await asyncio.sleep(30)
+        assert all(one.paused_since_ms is not None for one in slow)
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        await stage.answer(words(99, 300), 50)
+        assert clock.time() - began < 0.4
+        for one in slow:
+            one.cancel()
+
+    play(scene, recurrent=STATE_BYTES, slots=400, store__budget_bytes=1000 * PAGE_BYTES)
+
+
+def test_no_state_is_written_that_is_larger_than_the_budget() -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.answer(words(1, 300), 5)
+        saved = stage.lane("left").kv.states._store.states
+        assert saved is not None
+        saved.budget_bytes = STATE_BYTES
+        await stage.answer(words(1, 1300), 5, "s")
+        await asyncio.sleep(3)
+        assert saved.evicted == 0
+        assert not files(stage)
+
+    play(scene, recurrent=STATE_BYTES)
 
 
 def test_slots_are_released_once() -> None:
