@@ -98,10 +98,14 @@ class SavedStates:
     """The files of one folder, least recently used first. All methods in one thread; files are
     removed on another one, by `submit`."""
 
-    def __init__(self, folder: str, budget_bytes: int, submit: Submit) -> None:
-        """Creates the folder, and reads what is in it. Raises OSError."""
+    def __init__(
+        self, folder: str, budget_bytes: int, submit: Submit, free_floor_bytes: int = 0
+    ) -> None:
+        """Creates the folder, and reads what is in it. Raises OSError. free_floor_bytes: of the
+        disk that stay free."""
         self.folder = folder
         self.budget_bytes = budget_bytes
+        self.free_floor_bytes = free_floor_bytes
         self.bytes = 0
         self.evicted = 0
         self._submit = submit
@@ -135,10 +139,6 @@ class SavedStates:
             self._sizes[key] = parent, size
             self.bytes += size
 
-    def has_room(self, n_bytes: int) -> bool:
-        """Whether a state of `n_bytes` fits, if all others go for it."""
-        return n_bytes + _HEAD.size <= self.budget_bytes
-
     def path(self, key: bytes, parent: bytes) -> str:
         """The file of a state."""
         return os.path.join(self.folder, state_name(key, parent))
@@ -149,6 +149,17 @@ class SavedStates:
         self._sizes[key] = parent, n_bytes + _HEAD.size
         self.bytes += n_bytes + _HEAD.size
         self._evict()
+
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether a state of this size may be written: it fits the budget, and the disk keeps what
+        is to stay free, before others go for it."""
+        if n_bytes + _HEAD.size > self.budget_bytes:
+            return False
+        try:
+            disk = os.statvfs(self.folder)
+        except OSError:
+            return False
+        return disk.f_bavail * disk.f_frsize - n_bytes >= self.free_floor_bytes
 
     def abandoned(self, key: bytes, parent: bytes) -> None:
         """Note that who was writing a state died: its file may be whole, unfinished or missing."""

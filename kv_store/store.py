@@ -209,7 +209,12 @@ class Store:
         if not self._settings.states_bytes and not os.path.isdir(folder):
             return
         try:
-            found = SavedStates(folder, self._settings.states_bytes, self.core.thread.submit)
+            found = SavedStates(
+                folder,
+                self._settings.states_bytes,
+                self.core.thread.submit,
+                self.core.budget.free_floor_bytes,
+            )
         except OSError as error:
             self.warnings.append(f"recurrent states are not kept: {error}")
         else:

@@ -159,3 +159,15 @@ def test_a_timeline_is_erased_behind_what_others_share(tmp_path: Path) -> None:
     found = filled()
     found.erase(tokens, repr_id, salt, 0).result()
     assert os.listdir(found.folder) == [states.state_name(key(9), key(8))]
+
+
+def test_no_state_is_written_where_the_disk_or_the_budget_has_no_room(tmp_path: Path) -> None:
+    disk = os.statvfs(tmp_path)
+    free = disk.f_bavail * disk.f_frsize
+    found = SavedStates(str(tmp_path / "state"), 1000, submit, free // 2)
+    assert found.has_room(900)
+    assert not found.has_room(1000)
+    found.free_floor_bytes = 2 * free
+    assert not found.has_room(900)
+    os.rmdir(found.folder)
+    assert not found.has_room(900)
