@@ -150,6 +150,8 @@ class LaneKv:
         """Have the open tail and the state of a session that does not run stored. False if there is
         nothing to store."""
         is_tail, is_state = self.sealing.park(session), self.states.save(session)
+        if not is_state:
+            self.states.rests(session)  # another session with these tokens has saved it
         return is_tail or is_state
 
     def park_resting(self) -> None:

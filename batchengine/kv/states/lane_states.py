@@ -296,7 +296,7 @@ class LaneStates:
             self.key_at(session, session.frontier)[0] in self._saving
         )
 
-    def _rests(self, session: Session) -> None:
+    def rests(self, session: Session) -> None:
         """Release the state of a session at rest, which is saved, if many are taken."""
         kv, pool = session.kv, self._pool
         if session.state is not State.IDLE or kv.state is None or pool is None:
@@ -308,7 +308,8 @@ class LaneStates:
             kv.set_state(None)
 
     def take(self, taker: Session | None = None) -> StateSlot | None:
-        """A slot; if none is free that of another session which rests longest, or is paused."""
+        """A slot; if none is free that of another session which rests longest, or is paused. Its
+        state is saved by the next frame, before any step writes to the slot."""
         if self._pool is None:
             return None
         while (slot := self._pool.take()) is None:
@@ -316,6 +317,7 @@ class LaneStates:
             holders = (s for s in others if s.kv.state is not None and s is not taker)
             if (session := next(holders, None)) is None:
                 return None
+            self.save(session)
             session.kv.set_state(None)
         return slot
 
@@ -350,7 +352,7 @@ class LaneStates:
             self._saving.pop(save.key, None)
             if is_good and saved is not None:
                 saved.saved(save.key, save.parent, self.state_bytes)
-                self._rests(save.session)
+                self.rests(save.session)
         for load, is_good in zip(chores.loads, done[len(chores.saves) :], strict=True):
             session, kv = load.session, load.session.kv
             is_awaited = self._loading.get(session) is load

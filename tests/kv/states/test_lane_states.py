@@ -216,6 +216,33 @@ def test_sessions_at_rest_keep_few_slots(monkeypatch: pytest.MonkeyPatch, rest_m
     play(scene, recurrent=STATE_BYTES)
 
 
+def test_a_session_that_gives_up_its_slot_is_saved_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has rested for less than the time after which sessions are parked."""
+    attach = LaneStates.attach
+
+    def few(self: LaneStates, n_slots: int, state_bytes: int, _: int) -> None:
+        attach(self, 3, state_bytes, 8)
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 300)
+        first = await stage.answer(prompt, 20, "s")
+        assert not files(stage)
+        home = stage.home("s")
+        others = [stage.start(stage.ask(words(n, 40 + n), 60, f"t{n}")) for n in range(2, 12)]
+        session = stage.up.state.sessions["", "s"]
+        await stage.until(lambda: session.kv.state is None)
+        for other in others:
+            await other
+        assert stage.home("s") == home
+        again = await stage.answer([*prompt, *first.tokens, 5], 20, "s")
+        assert cached(again) >= 256 + 19
+
+    monkeypatch.setattr(LaneStates, "attach", few)
+    play(scene, recurrent=STATE_BYTES)
+
+
 def test_a_dropped_session_leaves_no_state() -> None:
     async def scene(stage: Stage) -> None:
         await stage.answer(words(1, 1300), 5, "s")
