@@ -85,7 +85,7 @@ class PrefixMatcher:
         if not refs or not self._states.is_used:
             return len(refs)
         page_keys = pages.codes_and_keys(refs)[1]
-        rest = list(tokens[page_start(len(refs)) :])
+        rest = list(tokens[page_start(len(refs)) : page_start(len(refs) + 1)])
         if (tail := pages.find_tail(page_keys[-1], rest, salt)) is not None:
             key = pages.key_of(page_keys[-1], rest[: pages.page_tokens(tail)], salt)
             if self._states.has_saved(key):

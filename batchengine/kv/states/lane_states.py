@@ -72,8 +72,10 @@ class StateChores(NamedTuple):
 
 
 class LaneStates:
-    """The states of the sessions of one lane. Everything happens between two steps, but for
-    `begin`. `state_bytes` 0: the model has none, and every session may compute."""
+    """The states of the sessions of one lane. `until` and `begin` are also for steps ahead, the
+    rest happens between two steps. `state_bytes` 0: the model has none, and every session may
+    compute.
+    """
 
     def __init__(self, store: Store, slots: Slots, wake: Callable[[], None]) -> None:
         self._store = store
