@@ -99,6 +99,9 @@ class LaneConfig:
     others; rounded up to what the driver can part (8 on an H100).
     steps_in_flight: 2 = a step is planned and sent while the worker computes the one before; 3 =
     two are, if they are short.
+    draft_tokens_max: the longest draft: tokens that a step computes of a session besides its next
+    one, looked up in its own text. Those that turn out right come at once, and tokens are the same
+    with and without. 0 = none; -1 = by kind: 15 on cpu, none on cuda, where it was not measured.
     step_ms_max: the longest step, which is what a request waits for that arrives while another
     key's prompt is computed.
     """
@@ -119,6 +122,13 @@ class LaneConfig:
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
     queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max
     steps_in_flight: int = field(default=0, metadata=_within(0, 3))  # 0 = by kind
+    draft_tokens_max: int = field(default=-1, metadata=_within(-1, 15))
+
+    @property
+    def draft_tokens(self) -> int:
+        """The longest draft of this lane."""
+        by_kind = 15 if self.kind == "cpu" else 0
+        return by_kind if self.draft_tokens_max < 0 else self.draft_tokens_max
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
-
 import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.device import Report
@@ -18,9 +16,9 @@ from batchengine.lanes.host_device import (
     choose,
     facts_of,
     load_model,
-    logits_max,
     sampled,
     scored,
+    wanted_rows,
     without,
 )
 from batchengine.lanes.ring.data_links import DataLinks
@@ -59,7 +57,7 @@ class CpuDevice(HostDevice):
             tokens_max=load.tokens_max,
             entries_max=load.entries_max,
             pages_max=pages,
-            logits_max=logits_max(load.entries_max),
+            logits_max=wire.logits_rows_max(load.entries_max),
         )
         return facts
 
@@ -75,24 +73,22 @@ class CpuDevice(HostDevice):
         return ring
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
-        """Run one forward pass; one token for each entry that wants one and is finite."""
+        """Run one forward pass, and sample for each entry that wants a token and is finite."""
         stepper, memory = self._stepper, self.memory
         if stepper is None or memory is None:
             raise RuntimeError("compute before attach")
-        ends = np.cumsum(batch.shape[:, 0], dtype=np.int32) - np.int32(1)
-        wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
+        wanted = wanted_rows(batch)
         routed = None
         if batch.is_routed and self._ring is not None:
             routed = self._ring.route(batch, addresses)
         attend, states = routed.attend if routed else None, memory.states.addresses(batch)
         stepper.set(batch.tokens, batch.shape, addresses, attend, states)
-        wanted = ends[wanting]
-        nonfinite = stepper.run(wanted)
+        nonfinite = stepper.run(wanted.rows)
         unreachable = routed.end() if routed else []
-        if wanting:
-            stepper.logits(len(wanting))
-        choices, late = choose(stepper, batch)
-        rows, nonfinite = sampled(batch, wanting, choices, nonfinite)
+        if wanted.entries:
+            stepper.logits(len(wanted.entries))
+        choices, late = choose(stepper, batch, wanted)
+        rows, nonfinite, rejected = sampled(batch, wanted, choices, nonfinite)
         digests = stepper.row_digests(seeds)
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]
@@ -106,6 +102,7 @@ class CpuDevice(HostDevice):
             routed.waited_us if routed else 0,
             tuple(unmasked),
             scores,
+            rejected,
         )
         return output, digests
 

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,15 +21,12 @@ from batchengine.lanes.device import LaneMemory, Report, StartedStep
 from batchengine.lanes.host_memory import BatchRows, HostMemory
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import Mask, StepInput, StepOutput, U64Array
+from batchengine.lanes.step_input import I32Array, Mask, StepInput, StepOutput, U64Array
 from batchengine.model import Model, Stepper, sample_spec
 from batchengine.weights import open_weights
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, HELD_BIT
 from kv_store.layout import PageLayout
-
-LOGITS_MIN = 16  # rows that a lane has room for: each round reads the matrix of the vocabulary
-
 
 Computed = tuple[StepOutput, U64Array]  # the output of a step, and the digests of its rows
 # A forward pass over pages at these addresses, with a digest seed per token of the batch.
@@ -115,7 +113,7 @@ def recorded(
     memory: HostMemory, batch: StepInput, rows: BatchRows, output: StepOutput, digests: U64Array
 ) -> StepOutput:
     """The output of a step whose rows are in place, once they are recorded."""
-    memory.record_rows(batch, rows, digests, output.unusable + batch.untaken)
+    memory.record_rows(batch, rows, digests, output.unusable + batch.untaken, output.rejected)
     return output
 
 
@@ -171,27 +169,60 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
     )
 
 
-def choose(stepper: Stepper, batch: StepInput) -> tuple[list[kernels.Sampled], tuple[int, ...]]:
-    """A token for each entry that wants one, from the logits that were computed last; and the
-    entries whose mask is late, whose token is not to be used."""
+class WantedRows(NamedTuple):
+    """The rows of a step behind which tokens are sampled, in order. entries: of each the index of
+    its entry; rows: its number in the step."""
+
+    entries: list[int]
+    rows: I32Array
+
+
+def wanted_rows(batch: StepInput) -> WantedRows:
+    """The last row of each entry that wants a token, after those before the tokens of its draft."""
+    ends = np.cumsum(batch.shape[:, 0], dtype=np.int32)
+    of = [
+        (index, end - 1 - before)
+        for index, (entry, end) in enumerate(zip(batch.entries, ends.tolist(), strict=True))
+        if entry.sampling is not None
+        for before in range(entry.drafts, -1, -1)
+    ]
+    return WantedRows([index for index, _ in of], np.array([row for _, row in of], np.int32))
+
+
+def choose(
+    stepper: Stepper, batch: StepInput, wanted: WantedRows
+) -> tuple[list[kernels.Sampled], tuple[int, ...]]:
+    """A token for each wanted row, from the logits that were computed last; and the entries whose
+    mask is late, whose token is not to be used."""
     masks = batch.masks(batch.entries)
-    specs = sample_specs(batch, masks)
+    specs = sample_specs(batch, masks, wanted)
     return stepper.ops.sample(stepper.logits_rows, specs), late_masks(batch, masks)
 
 
-def sample_specs(batch: StepInput, masks: Sequence[Mask | None]) -> list[kernels.SampleSpec]:
-    """What is sampled with, for each entry that wants a token."""
-    return [
-        sample_spec(
-            e.sampling,
-            position=e.start + e.n_tokens,
-            history=history,
-            mask=mask,
-            banned=e.banned,
+def sample_specs(
+    batch: StepInput, masks: Sequence[Mask | None], wanted: WantedRows
+) -> list[kernels.SampleSpec]:
+    """What is sampled with, for each wanted row."""
+    ends = np.cumsum(batch.shape[:, 0]).tolist()
+    specs: list[kernels.SampleSpec] = []
+    for index, row in zip(wanted.entries, wanted.rows.tolist(), strict=True):
+        entry, history = batch.entries[index], batch.histories[index]
+        if entry.sampling is None:
+            raise RuntimeError("a row is wanted of an entry that samples nothing")
+        behind = ends[index] - 1 - row  # tokens of the draft that this row does not see
+        if history is not None and entry.drafts:
+            drafted = batch.tokens[ends[index] - entry.drafts : ends[index] - behind]
+            history = np.append(history, drafted)[-entry.sampling.history_tokens :]
+        specs.append(
+            sample_spec(
+                entry.sampling,
+                position=entry.start + entry.n_tokens - behind,
+                history=history,
+                mask=masks[index],
+                banned=entry.banned,
+            )
         )
-        for e, history, mask in zip(batch.entries, batch.histories, masks, strict=True)
-        if e.sampling is not None
-    ]
+    return specs
 
 
 def late_masks(batch: StepInput, masks: Sequence[Mask | None]) -> tuple[int, ...]:
@@ -208,26 +239,48 @@ def without(
     return [row for row in rows if row.session not in sessions] if sessions else rows
 
 
+class SampledRows(NamedTuple):
+    """What was sampled. nonfinite: the entries with a row that is not finite, of which `rows` has
+    none; rejected: see StepOutput."""
+
+    rows: list[wire.SampledRow]
+    nonfinite: list[int]
+    rejected: tuple[tuple[int, int], ...]
+
+
 def sampled(
     batch: StepInput,
-    wanting: Sequence[int],
+    wanted: WantedRows,
     choices: Sequence[kernels.Sampled],
     nonfinite: Sequence[int],
-) -> tuple[list[wire.SampledRow], list[int]]:
-    """What was chosen for each entry of `wanting` that is finite; and all entries that are not."""
-    bad = set(nonfinite)
-    bad.update(i for i, choice in zip(wanting, choices, strict=True) if choice.nonfinite)
+) -> SampledRows:
+    """What was chosen for the wanted rows of finite entries, of each up to the first token that
+    its draft has not. nonfinite: entries with a row that is not, before the logits."""
+    found: dict[int, list[kernels.Sampled]] = {}
+    for index, choice in zip(wanted.entries, choices, strict=True):
+        found.setdefault(index, []).append(choice)
+    if batch.has_drafts:
+        ends = np.cumsum(batch.shape[:, 0]).tolist()
+        for index, of in found.items():
+            draft = batch.tokens[ends[index] - batch.entries[index].drafts : ends[index]].tolist()
+            del of[1 + n_accepted(draft, [choice.token for choice in of]) :]
+    bad = {*nonfinite, *[i for i, of in found.items() if any(one.nonfinite for one in of)]}
+    kept = {index: of for index, of in found.items() if index not in bad}
     rows = [
-        wire.SampledRow(batch.entries[i].session, choice.token, choice.logprob, tuple(choice.top))
-        for i, choice in zip(wanting, choices, strict=True)
-        if i not in bad
+        wire.SampledRow(batch.entries[i].session, one.token, one.logprob, tuple(one.top))
+        for i, of in kept.items()
+        for one in of
     ]
-    return rows, sorted(bad)
+    wrong = [(index, batch.entries[index].drafts + 1 - len(of)) for index, of in kept.items()]
+    return SampledRows(rows, sorted(bad), tuple([one for one in wrong if one[1]]))
 
 
-def logits_max(entries_max: int) -> int:
-    """Rows with logits of a lane whose steps have up to `entries_max` entries."""
-    return max(entries_max, LOGITS_MIN)
+def n_accepted(draft: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many leading tokens of a draft are what was sampled."""
+    for n, (drafted, token) in enumerate(zip(draft, tokens, strict=False)):
+        if drafted != token:
+            return n
+    return len(draft)
 
 
 def scored(

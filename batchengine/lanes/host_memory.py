@@ -290,18 +290,27 @@ class HostMemory:
         return BatchRows(slots, positions % PAGE_TOKENS, seeds)
 
     def record_rows(
-        self, batch: StepInput, rows: BatchRows, digests: U64Array, nonfinite: tuple[int, ...]
+        self,
+        batch: StepInput,
+        rows: BatchRows,
+        digests: U64Array,
+        unusable: tuple[int, ...],
+        rejected: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Record which token each row of the batch holds; the rows are in place already.
 
-        `digests`: one per token. The rows of the entries `nonfinite` get no record.
+        `digests`: one per token. The rows of the entries `unusable` get no record, nor do the last
+        ones of those in `rejected`: a row depends on all tokens before it, a record names its own.
         """
         at = rows.slots, rows.rows
         valid: int | NDArray[np.uint32] = 1
-        if nonfinite:
+        if unusable or rejected:
             good = np.ones(len(batch.entries), np.uint32)
-            good[list(nonfinite)] = 0
+            good[list(unusable)] = 0
             valid = np.repeat(good, batch.shape[:, 0])
+            ends = np.cumsum(batch.shape[:, 0])
+            for index, n in rejected:
+                valid[ends[index] - n : ends[index]] = 0
         self._digests[at] = digests
         self._tokens[at] = batch.tokens
         self._valid[at] = valid

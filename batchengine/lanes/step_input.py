@@ -79,13 +79,19 @@ class StepInput:
     scored: Sequence[I32Array] = ()
     untaken: tuple[int, ...] = ()
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any entry has a draft."""
+        return any(entry.drafts for entry in self.entries)
+
 
 @dataclass(slots=True)
 class StepOutput:
-    """rows: one per entry that wanted a token and whose rows are finite; nonfinite: the indices of
-    the entries with a row that is not; unreachable: of those that a peer did not serve; waited_us:
-    for peers; unmasked: indices of those without a token since their mask is late; scores: of the
-    entries with Entry.scored whose rows can be used."""
+    """rows: one per token that was sampled, for entries that wanted one and whose rows are finite;
+    nonfinite: the indices of the entries with a row that is not; unreachable: of those that a peer
+    did not serve; waited_us: for peers; unmasked: indices of those without a token since their mask
+    is late; scores: of the entries with Entry.scored whose rows can be used; rejected: (index of an
+    entry, how many of its last tokens are a draft that was wrong), whose rows get no record."""
 
     rows: tuple[wire.SampledRow, ...]
     nonfinite: tuple[int, ...]
@@ -93,6 +99,7 @@ class StepOutput:
     waited_us: int = 0
     unmasked: tuple[int, ...] = ()
     scores: tuple[wire.ScoredRows, ...] = ()
+    rejected: tuple[tuple[int, int], ...] = ()
 
     @property
     def unusable(self) -> tuple[int, ...]:
@@ -105,7 +112,7 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
     entries = step.entries
     if len(entries) > limits.entries_max:
         raise BadStep(f"{len(entries)} entries of {limits.entries_max}")
-    n_tokens = n_pages = n_history = n_scored = 0
+    n_tokens = n_pages = n_history = n_scored = n_logits = 0
     shape: list[tuple[int, int, int]] = []
     for entry in entries:
         count, start, pages = entry.n_tokens, entry.start, entry.n_pages
@@ -121,13 +128,18 @@ def unpack(step: wire.Step, payload: Payload, limits: StepLimits) -> StepInput:
             raise BadStep(f"session {entry.session}: a mask for no token")
         if entry.takes_sample and (count != 1 or entry.sampling is None):
             raise BadStep(f"session {entry.session}: a sample as {count} tokens")
+        if entry.drafts:
+            _check_draft(entry)
         if not (0 <= entry.scored <= count and 0 <= entry.scored_best <= LOGPROBS_MAX):
             raise BadStep(f"session {entry.session}: {entry.scored} of {count} tokens are scored")
         n_history += entry.history_len
+        n_logits += entry.drafts + (entry.sampling is not None)
         n_scored += entry.scored
         shape.append((count, start, pages))
     if n_tokens > limits.tokens_max:
         raise BadStep(f"{n_tokens} tokens of {limits.tokens_max}")
+    if n_logits > (most := wire.logits_rows_max(limits.entries_max)):
+        raise BadStep(f"{n_logits} rows with logits of {most}")
     n_imported = sum([_imported_rows(import_rows) for import_rows in step.import_rows])
     if len(payload) != 8 * n_pages + 4 * (n_tokens + n_history + n_imported + n_scored):
         raise BadStep(f"payload has {len(payload)} bytes")
@@ -185,6 +197,17 @@ def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:
         history = batch.histories[index]
         if history is not None:
             batch.histories[index] = np.append(history[:-1], np.int32(token))
+
+
+def _check_draft(entry: wire.Entry) -> None:
+    """Raise BadStep for a draft without a token before it, or that ends a page, or in an entry that
+    needs more than its tokens to sample."""
+    end = entry.start + entry.n_tokens
+    if not 0 < entry.drafts < min(entry.n_tokens, end % PAGE_TOKENS):
+        raise BadStep(f"session {entry.session}: {entry.drafts} of {entry.n_tokens} are a draft")
+    has_more = entry.masked or entry.banned or entry.segments or entry.scored or entry.takes_sample
+    if entry.sampling is None or has_more:
+        raise BadStep(f"session {entry.session}: a draft, and the entry is no plain one")
 
 
 def _imported_rows(import_rows: wire.ImportRows) -> int:

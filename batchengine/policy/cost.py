@@ -96,6 +96,9 @@ class CostModel:
     SCALE_MAX = 100.0
     SCORED_GAIN = 0.25
     SCORED_CHANGE_MAX = 2.0  # factor of one step
+    DRAFT_SHARE = 0.1  # prior of `draft_share`: 0.05 to 0.1 where a step reads all weights anyway
+    DRAFT_GAIN = 0.05
+    DRAFT_SHARE_MIN, DRAFT_SHARE_MAX = 0.005, 1.0
 
     def __init__(self, prior: StepCost) -> None:
         """Raises ValueError unless all coefficients of `prior` are positive: 0 would stay 0."""
@@ -104,6 +107,7 @@ class CostModel:
         self._streak = 0.0  # steps beyond the limit in a row, signed by side
         self.steps = 0
         self._scored_token_ms = 0.0  # more than of other tokens of prompts; 0 = not known
+        self.draft_share = self.DRAFT_SHARE  # of a step of one decode, per token of its draft
         self.assume(prior)
 
     def assume(self, prior: StepCost) -> None:
@@ -136,6 +140,28 @@ class CostModel:
         found_ms = min(found_ms, self.SCORED_CHANGE_MAX * known_ms)
         known_ms += self.SCORED_GAIN * (found_ms - known_ms)
         self._scored_token_ms = max(COEFFICIENT_MIN, known_ms)
+
+    def draft_ms(self, frontier: int) -> float:
+        """What each token of a draft adds to a step that decodes a session at `frontier`."""
+        return self.draft_share * (self.cost.fixed_ms + entry_ms(self.cost, frontier, 1))
+
+    def observe_drafted(
+        self, work: StepWork, drafts: Iterable[tuple[int, int]], step_ms: float
+    ) -> None:
+        """Learn from a step with drafts, given as (frontier, n_tokens), besides `work`.
+
+        What a step of decodes took besides the prediction is due to them; of one with prefill their
+        predicted time is taken off.
+        """
+        ms = sum([n * self.draft_ms(frontier) for frontier, n in drafts])
+        if not (math.isfinite(step_ms) and step_ms > 0.0):
+            return
+        if work.prefill_tokens:
+            self.observe(work, step_ms - ms)
+            return
+        found = self.draft_share * (step_ms - self.cost.predict_ms(work)) / ms
+        found = min(self.DRAFT_SHARE_MAX, max(self.DRAFT_SHARE_MIN, found))
+        self.draft_share += self.DRAFT_GAIN * (found - self.draft_share)
 
     def observe(self, work: StepWork, step_ms: float) -> None:
         """Learn from one step. Times that are not positive and finite are ignored."""

@@ -163,25 +163,25 @@ def horizon_ms(sla: Sla, ttft_ms: float, expected_ms: float = 0.0) -> float:
 def plan(view: LaneView, now_ms: float) -> StepPlan:
     """Decide one step. Pure: no clock, no hidden state. Costs about 1 µs per running session,
     and some µs while sessions wait."""
-    draft = _Draft(view, now_ms)
-    if draft.suspects and draft.suspect_is_next():
-        if draft.run_suspect():
-            return draft.finish()
-        draft = _Draft(view, now_ms)
-    draft.take_decodes()
-    if draft.prefills or view.waiting:
-        draft.fill()
-    if draft.stalled_for_pages and not draft.preempted:
-        draft.preempt_for_pages()
-    found = draft.finish()
-    if draft.suspects and not found.batch and not found.preempt:
-        alone = _Draft(view, now_ms)  # the other sessions lack seats or pages
+    builder = _PlanBuilder(view, now_ms)
+    if builder.suspects and builder.suspect_is_next():
+        if builder.run_suspect():
+            return builder.finish()
+        builder = _PlanBuilder(view, now_ms)
+    builder.take_decodes()
+    if builder.prefills or view.waiting:
+        builder.fill()
+    if builder.stalled_for_pages and not builder.preempted:
+        builder.preempt_for_pages()
+    found = builder.finish()
+    if builder.suspects and not found.batch and not found.preempt:
+        alone = _PlanBuilder(view, now_ms)  # the other sessions lack seats or pages
         if alone.run_suspect():
             return alone.finish()
     return found
 
 
-class _Draft:
+class _PlanBuilder:
     """A plan being made: remaining resources of the lane, and the grants so far."""
 
     def __init__(self, view: LaneView, now_ms: float) -> None:
@@ -236,7 +236,7 @@ class _Draft:
         return min(self.suspects, key=lambda r: (_last_ms(r), r.key))
 
     def run_suspect(self) -> bool:
-        """Plan a solo step; False if the suspect cannot run: then the draft is unusable."""
+        """Plan a solo step; False if the suspect cannot run: then the builder is unusable."""
         view = self.view
         row = self._suspect()
         due_ms = min((r.served_ms + r.tpot_ms for r in self.decodes), default=math.inf)

@@ -1,7 +1,7 @@
 """Shares of tenants in a step that is being planned: who is next, and whose seat may be taken.
 
-Owns the arithmetic of rule 7 of the scheduler: plain counts that the draft of one plan changes as
-it grants tokens and seats. With one tenant every load is equal, and rows keep their own order.
+Owns the arithmetic of rule 7 of the scheduler: plain counts that change as one plan is built, by
+the tokens and seats that it grants. With one tenant every load is equal, and rows keep their order.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Shares:
             if not row.paused and row.to_compute > 0:
                 self._seats[row.rank, row.tenant] += 1
 
-    # ---- what the draft grants ----
+    # ---- what the builder grants ----
 
     def computed(self, row: TurnRow, ms: float) -> None:
         """Count time that the plan gives to a row."""

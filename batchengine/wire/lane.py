@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 14
+VERSION = 15
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -182,7 +182,8 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     log-probability of the token that follows is wanted, which is in the payload, and the
     `scored_best` best ones there. `state_read` is the slot with the recurrent state at `start`, -1
     at position 0; the state behind the tokens is written to `state_written`, another slot. Both are
-    -1 for a model without.
+    -1 for a model without. The last `drafts` of the tokens are a draft: a token is sampled behind
+    the one before it and behind each of its own, up to the first that differs from the draft.
     """
 
     session: int
@@ -200,6 +201,16 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     scored_best: int = 0
     state_read: int = -1
     state_written: int = -1
+    drafts: int = 0
+
+
+LOGITS_ROWS_MIN = 16  # each round of logits reads the matrix of the vocabulary
+
+
+def logits_rows_max(entries_max: int) -> int:
+    """Rows for which a step of a lane with so many seats may want logits: one of each entry that
+    samples, and one of each token of a draft."""
+    return max(entries_max, LOGITS_ROWS_MIN)
 
 
 class ReserveSlot(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -327,14 +338,15 @@ class ScoredRows(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 class StepDone(Message, tag=7, frozen=True):
     """Worker -> engine: what a Step produced.
 
-    `nonfinite` = indices of entries with NaN or Inf: no token, their new rows are unusable.
-    `digests` answers Step.digest in order; `verified` answers Step.verify in order; `imported` =
-    leading rows proven and copied per Step.import, in order. `unreachable` = indices of
-    entries that a peer did not serve: as those of `nonfinite`. `unmasked`: so are those whose Mask
-    had not come when the step was computed. `elapsed_us` is without
-    `waited_us`, in which the worker had nothing to do until a peer answered. `scores`: of the other
-    entries with Entry.scored, in order. `states`: whether each of Step.save_states, then of
-    Step.load_states, was saved or loaded.
+    `rows`: one for each entry that samples, in order; of an entry with a draft, one for each token
+    that was sampled. `nonfinite` = indices of entries with NaN or Inf: no token, their new rows are
+    unusable. `digests` answers Step.digest in order; `verified` answers Step.verify in order;
+    `imported` = leading rows proven and copied per Step.import, in order. `unreachable` = indices
+    of entries that a peer did not serve: as those of `nonfinite`. `unmasked`: so are those whose
+    Mask had not come when the step was computed. `elapsed_us` is without `waited_us`, in which the
+    worker had nothing to do until a peer answered. `scores`: of the other entries with
+    Entry.scored, in order. `states`: whether each of Step.save_states, then of Step.load_states,
+    was saved or loaded.
     """
 
     rows: tuple[SampledRow, ...]

@@ -73,6 +73,7 @@ class Faults(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     nan_at: int = 0  # the first entry of this step has rows that are not finite
     model: str = ""  # another name is another model: other rows, other identity
     state_bytes: int = 0  # of the recurrent state
+    n_tokens: int = 0  # it samples so many different ones, so its text repeats itself; 0 = all
 
     @staticmethod
     def of_environment() -> Faults:
@@ -100,10 +101,11 @@ def _past(pages: Sequence[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(pages))
 
 
-def _next_token(pages: Sequence[bytes], tail: bytes, seed: int, vocab: int) -> int:
-    """The token after the rows of `pages` (digest of each whole page) and `tail` (row bytes)."""
+def _next_token(pages: Sequence[bytes], tail: bytes, seed: int, n_tokens: int) -> int:
+    """The token after the rows of `pages` (digest of each whole page) and `tail` (row bytes), one
+    of `n_tokens`."""
     value = xxhash.xxh3_64_intdigest(b"".join((*pages, tail)), seed & MASK64)
-    return FIRST_TOKEN + value % (vocab - FIRST_TOKEN)
+    return FIRST_TOKEN + value % n_tokens
 
 
 @functools.cache
@@ -118,9 +120,9 @@ def _offsets() -> NDArray[np.int64]:
 class HashTimeline:
     """One timeline as pure data: the rows of its tokens, and the token that follows."""
 
-    def __init__(self, *, vocab: int, model: str = "") -> None:
+    def __init__(self, *, vocab: int, model: str = "", n_tokens: int = 0) -> None:
         self._key = _model_key(model)
-        self._vocab = vocab
+        self._n_tokens = n_tokens or vocab - FIRST_TOKEN
         self._pages: list[bytes] = []
         self._past = _past(())
         self._tail: list[bytes] = []
@@ -144,14 +146,20 @@ class HashTimeline:
 
     def next_token(self, seed: int = 0) -> int:
         """The token that HashLM samples after the tokens added so far."""
-        return _next_token(self._pages, b"".join(self._tail), seed, self._vocab)
+        return _next_token(self._pages, b"".join(self._tail), seed, self._n_tokens)
 
 
 def hashlm_tokens(
-    prompt: Sequence[int], n: int, *, seed: int = 0, vocab: int = 2048, model: str = ""
+    prompt: Sequence[int],
+    n: int,
+    *,
+    seed: int = 0,
+    vocab: int = 2048,
+    model: str = "",
+    n_tokens: int = 0,
 ) -> list[int]:
     """The `n` tokens that HashLM samples after a prompt, by definition and without an engine."""
-    timeline, sampled = HashTimeline(vocab=vocab, model=model), list[int]()
+    timeline, sampled = HashTimeline(vocab=vocab, model=model, n_tokens=n_tokens), list[int]()
     timeline.add(prompt)
     while len(sampled) < n:
         sampled.append(timeline.next_token(seed))
@@ -167,13 +175,14 @@ class HashDevice(HostDevice):
         self.faults = faults or Faults.of_environment()
         self.steps = 0
         self._key = _model_key(self.faults.model)
-        self._vocab = 0
+        self._n_tokens = 0
         self._views: dict[int, NDArray[np.uint8]] = {}
 
     def load(self, load: wire.Load, report: Report) -> wire.ModelFacts:
         """Read the vocabulary size; there are no weights."""
         with GgufFile(load.model_path) as gguf:
-            self._vocab = read_spec(gguf).n_vocab
+            vocab = read_spec(gguf).n_vocab
+        self._n_tokens = self.faults.n_tokens or vocab - FIRST_TOKEN
         report("map weights", "none", 0.9, 0.0)
         report("cpu kernels", "hashes", 0.95, 0.0)
         return wire.ModelFacts(
@@ -184,7 +193,7 @@ class HashDevice(HostDevice):
             n_kv_head=LAYOUT.n_kv_head,
             head_dim=LAYOUT.head_dim,
             payload_bytes=LAYOUT.payload_bytes,
-            vocab_size=self._vocab,
+            vocab_size=vocab,
             identity={"model_hash": self._key.hex(), "arch": "hashlm", "rope_digest": "none"},
             state_bytes=self.faults.state_bytes,
         )
@@ -202,6 +211,7 @@ class HashDevice(HostDevice):
         tokens, digests = batch.tokens.tolist(), np.empty(len(batch.tokens), np.uint64)
         all_pages, all_seeds = addresses.tolist(), seeds.tolist()
         sampled: list[wire.SampledRow] = []
+        rejected: list[tuple[int, int]] = []
         nonfinite: list[int] = []
         unmasked: list[int] = []
         masks = batch.masks(batch.entries)
@@ -228,13 +238,25 @@ class HashDevice(HostDevice):
             elif entry.masked and masks[index] is None:
                 unmasked.append(index)
             elif entry.sampling is not None:
-                token = self._read(pages, start + count, entry.sampling.seed)
-                token = _allowed(token, masks[index])
-                top = ((token, 0.0),) if entry.sampling.logprobs > 0 else ()
-                sampled.append(wire.SampledRow(entry.session, token, 0.0, top))
+                draft = tokens[span][count - entry.drafts :]
+                chosen = self._sample(pages, start + count, draft, entry.sampling.seed)
+                chosen = [_allowed(token, masks[index]) for token in chosen]
+                has_top = entry.sampling.logprobs > 0
+                sampled += [
+                    wire.SampledRow(entry.session, token, 0.0, ((token, 0.0),) if has_top else ())
+                    for token in chosen
+                ]
+                if wrong := len(draft) + 1 - len(chosen):
+                    rejected.append((index, wrong))
             first_token, first_page = first_token + count, first_page + n_pages
         self.at("before_records")
-        return StepOutput(tuple(sampled), tuple(nonfinite), unmasked=tuple(unmasked)), digests
+        output = StepOutput(
+            tuple(sampled),
+            tuple(nonfinite),
+            unmasked=tuple(unmasked),
+            rejected=tuple(rejected),
+        )
+        return output, digests
 
     def do_deferred(self) -> bool:
         """Nothing was put off."""
@@ -306,12 +328,24 @@ class HashDevice(HostDevice):
             digests.append(xxhash.xxh3_128_digest(pages[page].data))  # for full pages only
         return rows
 
+    def _sample(
+        self, pages: list[NDArray[np.uint8]], length: int, draft: Sequence[int], seed: int
+    ) -> list[int]:
+        """The tokens that follow the first `length` rows, the last ones of which are those of a
+        draft: up to the first token that the draft has not."""
+        tokens: list[int] = []
+        for n in range(len(draft) + 1):
+            tokens.append(self._read(pages, length - len(draft) + n, seed))
+            if tokens[n : n + 1] != list(draft[n : n + 1]):
+                break
+        return tokens
+
     def _read(self, pages: list[NDArray[np.uint8]], length: int, seed: int) -> int:
         """The token after the first `length` rows, every byte of them read now."""
         full, rest = divmod(length, PAGE_TOKENS)
         digests = [xxhash.xxh3_128_digest(page.data) for page in pages[:full]]
         tail = pages[full][_offsets()[:rest]].tobytes() if rest else b""
-        return _next_token(digests, tail, seed, self._vocab)
+        return _next_token(digests, tail, seed, self._n_tokens)
 
 
 def _row_before(pages: list[NDArray[np.uint8]], start: int) -> bytes:
@@ -365,7 +399,10 @@ class HashWorker(Worker):
         faults = device.faults
         if faults.life not in (0, incarnation):
             device.faults = Faults(
-                delay_ms=faults.delay_ms, model=faults.model, state_bytes=faults.state_bytes
+                delay_ms=faults.delay_ms,
+                model=faults.model,
+                state_bytes=faults.state_bytes,
+                n_tokens=faults.n_tokens,
             )
         super().__init__(link, incarnation, {wire.CpuResources: lambda: device})
 

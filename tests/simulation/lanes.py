@@ -65,8 +65,10 @@ class Plan(NamedTuple):
 class SimDevice(HashDevice):
     """A HashLM device that dies by raising an exception."""
 
-    def __init__(self, model: str, state_bytes: int) -> None:
-        super().__init__(Faults(model=model, state_bytes=state_bytes))
+    def __init__(self, world: World) -> None:
+        super().__init__(
+            Faults(model=world.model, state_bytes=world.state_bytes, n_tokens=world.n_tokens)
+        )
         self.by: int = signal.SIGKILL
         self.flip = self.spread = False
         self.fetch: Fetch | None = None  # what the next step has of the pages of peers
@@ -142,7 +144,7 @@ class SimProcess:
         self.status: int | None = None
         self.hung = False
         self._clock = asyncio.get_running_loop()
-        self._device = SimDevice(world.model, world.state_bytes)
+        self._device = SimDevice(world)
         self._worker = SimHashWorker(self, lane.incarnation, self._device)  # type: ignore[arg-type]
         self._decoder = Decoder(wire.LANE_LINK)
         self._answer = b""
@@ -287,6 +289,7 @@ class SimProcess:
             at=at,
             nan_at=at if plan.nan else 0,
             state_bytes=self.world.state_bytes,
+            n_tokens=self.world.n_tokens,
         )
         device.flip, device.spread, device.fetch = plan.flip, plan.spread, fetch
         device.by, worker.duration_s, self._answer = plan.by, plan.duration_s, b""

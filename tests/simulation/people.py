@@ -163,7 +163,7 @@ class Person:
         sampling = Sampling(temperature=1.0, seed=rng.randrange(3))
         self.asked += 1
         request_id = f"{self.name or 'anonymous'}-{self.number}-{self.asked}"
-        answer = hashlm_tokens(prompt, n, seed=sampling.seed)
+        answer = hashlm_tokens(prompt, n, seed=sampling.seed, n_tokens=self.world.n_tokens)
         attempt = Attempt(prompt, n, sampling, request_id, answer)
         calls = (self.call,) if self.call and rng.random() < 0.7 else ()
         by_call = bool(calls) and rng.random() < 0.5

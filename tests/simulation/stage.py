@@ -49,6 +49,7 @@ class Stage(World):
     settings: dict[str, Any]
     slots = 16
     recurrent = 0  # bytes of the model's recurrent state
+    repeats = 0  # different tokens that the model samples; 0 = all
 
     def __init__(self, seed: int, folder: str) -> None:
         self.plans: list[Callable[[SimLane, wire.Step], Plan | None]] = []
@@ -60,6 +61,9 @@ class Stage(World):
 
     def _choose_state_bytes(self) -> int:
         return self.recurrent
+
+    def _choose_n_tokens(self) -> int:
+        return self.repeats
 
     def _choose_config(self) -> Config:
         lanes = tuple(
@@ -139,7 +143,11 @@ class Stage(World):
         """Read every event; each token must be the expected one."""
         request, reading = generation.request, Reading([])
         answer = hashlm_tokens(
-            request.prompt, request.tokens_max, seed=request.sampling.seed, model=self.model
+            request.prompt,
+            request.tokens_max,
+            seed=request.sampling.seed,
+            model=self.model,
+            n_tokens=self.n_tokens,
         )
         skip = generation.resumes or 0
         async for event in generation:
@@ -192,11 +200,16 @@ class Stage(World):
 
 
 def play(
-    script: Script, seed: int = 0, slots: int = 16, recurrent: int = 0, **settings: Any
+    script: Script,
+    seed: int = 0,
+    slots: int = 16,
+    recurrent: int = 0,
+    repeats: int = 0,
+    **settings: Any,
 ) -> Outcome:
     """Play a scene; AssertionError if anything failed in it. Settings: a__b for "a.b"."""
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
-    own = {"settings": dotted, "slots": slots, "recurrent": recurrent}
+    own = {"settings": dotted, "slots": slots, "recurrent": recurrent, "repeats": repeats}
     scene = type("Scene", (Stage,), {"script": staticmethod(script), **own})
     outcome = simulate(seed, world=scene)
     if outcome.error:

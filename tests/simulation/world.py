@@ -160,6 +160,7 @@ class World:
         self._people: list[Person] = []
         self._is_cold, self._chances = faults.choose(self.tape)
         self.state_bytes = self._choose_state_bytes()
+        self.n_tokens = self._choose_n_tokens()
         self.config = self._choose_config()
 
     # ------------------------------------------------------------------------------- choices
@@ -167,6 +168,10 @@ class World:
     def _choose_state_bytes(self) -> int:
         """Size of the model's recurrent state; half of the seeds have one."""
         return self.tape("state").choice([0, 4096])
+
+    def _choose_n_tokens(self) -> int:
+        """How many different tokens the model samples, 0 = all: of few, drafts are often right."""
+        return self.tape("text").choice([0, 3])
 
     def _choose_config(self) -> Config:
         rng = self.tape("config")
@@ -181,6 +186,7 @@ class World:
                 chunk_tokens_max=rng.choice([32, 128, 256]),
                 tokens_per_step=288,
                 steps_in_flight=self.tape(f"ahead{i}").choice([1, 2, 3]),
+                draft_tokens_max=self.tape(f"drafts{i}").choice([0, 4, 15]),
             )
             for i, tier in enumerate(tiers)
         )
@@ -504,6 +510,10 @@ class World:
         self.count("steps")
         self.counts["states saved"] += len(step.save_states)
         self.counts["states loaded"] += len(step.load_states)
+        self.counts["drafted"] += sum([entry.drafts for entry in step.entries])
+        self.counts["drafted with states"] += sum(
+            [entry.drafts for entry in step.entries if entry.state_written >= 0]
+        )
         if any(entry.takes_sample for entry in step.entries):
             self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
             self.counts["chunks ahead"] += sum([not e.takes_sample for e in step.entries])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from batchengine.kv.lane_kv import Chores
 from batchengine.kv.states import EntryStates
 from batchengine.lanes.worker_process import Lane, LaneRequest
 from batchengine.policy import scheduler
+from batchengine.policy.drafts import NO_DRAFT, Draft
 from batchengine.policy.rows import TurnRow
 from batchengine.session import Session, State
 from batchengine.session_kv import StateSlot, full_pages, pages_for
@@ -37,13 +38,15 @@ STUCK_FACTOR = 2.0  # of the deadline, which ends a step in any case
 
 
 class StepEntry(NamedTuple):
-    """One entry of the step in flight. `wants`: the entry samples a token; `state`: where its
-    recurrent state is written, of a model that has one."""
+    """One entry of the step in flight, of `n_tokens` tokens of the timeline. `wants`: the entry
+    samples a token; `state`: where its recurrent state is written, of a model that has one;
+    `draft`: tokens that it computes besides."""
 
     turn: Turn
     n_tokens: int
     wants: bool
     state: StateSlot | None = None
+    draft: Draft = NO_DRAFT
 
 
 class LostSteps(NamedTuple):
@@ -73,6 +76,11 @@ class InFlightStep(NamedTuple):
         """After so long the worker is ended."""
         return max(STEP_DEADLINE_MIN_S, STEP_DEADLINE_FACTOR * self.predicted_ms / 1000)
 
+    @property
+    def drafted(self) -> int:
+        """Tokens of drafts in this step."""
+        return sum([len(part.draft.tokens) for part in self.parts])
+
     def holds(self, session: Session) -> bool:
         """Whether the session computes in this step."""
         return any(part.turn.session is session for part in self.parts)
@@ -92,7 +100,7 @@ def reaches_of(steps: Iterable[InFlightStep]) -> dict[int, Reach]:
     found: dict[int, Reach] = {}
     void = set[int]()
     for step in steps:
-        for (turn, n, wants, _), entry in zip(step.parts, step.step.entries, strict=True):
+        for (turn, n, wants, *_), entry in zip(step.parts, step.step.entries, strict=True):
             end, samples = found.get(entry.session, Reach(turn.session.frontier, 0))
             if entry.start == end:
                 found[entry.session] = Reach(end + n, samples + wants)
@@ -101,7 +109,7 @@ def reaches_of(steps: Iterable[InFlightStep]) -> dict[int, Reach]:
     return {key: reach for key, reach in found.items() if key not in void}
 
 
-class StepDraft:
+class StepBuilder:
     """A step as it is built, entry by entry."""
 
     def __init__(self) -> None:
@@ -121,9 +129,11 @@ class StepDraft:
         *,
         takes_sample: bool = False,
         states: EntryStates | None = None,
+        draft: Draft = NO_DRAFT,
     ) -> None:
         """Add the tokens [start, end) of a turn. The steps in flight sample `samples` more tokens
-        than its session has; with `takes_sample` the entry's only token is the last of these."""
+        than its session has; with `takes_sample` the entry's only token is the last of these. The
+        rows of `draft` are in the page of the token before it, and do not fill it."""
         session, n, n_pages = turn.session, end - start, pages_for(end)
         known, table = session.tokens, session.kv.codes
         wants = end == len(known) + samples
@@ -134,6 +144,7 @@ class StepDraft:
             self._tokens.append(0 if takes_sample else known[start])
         else:
             self._tokens.extend(known[start:end])
+        self._tokens.extend(draft.tokens)
         n_history = min(turn.history_tokens, end) if wants else 0
         if n_history:
             self._history.extend([*known[end - n_history :], *[0] * takes_sample])
@@ -144,15 +155,17 @@ class StepDraft:
             self._scored.extend(followers)
         self.entries.append(
             wire.Entry(
-                session.key, session.epoch, start, n, n_pages, turn.sampling if wants else None,
+                session.key, session.epoch, start, n + len(draft.tokens), n_pages,
+                turn.sampling if wants else None,
                 n_history, tuple([segment.message() for segment in session.kv.held]),
                 takes_sample, wants and turn.matcher is not None,
                 turn.banned(end) if wants else (), n_scored, best,
                 -1 if states is None else states.read,
-                -1 if states is None else states.written.index,
+                -1 if states is None else states.written.index, len(draft.tokens),
             )
         )  # fmt: skip
-        self._parts.append(StepEntry(turn, n, wants, None if states is None else states.written))
+        written = None if states is None else states.written
+        self._parts.append(StepEntry(turn, n, wants, written, draft))
         if full_pages(start) != full_pages(end):
             self._fills += [(turn, page, slot) for page, slot in session.kv.filled(start, end)]
 
@@ -187,8 +200,11 @@ def prepare_ahead(
     plan: scheduler.StepPlan, steps: Sequence[InFlightStep], kv: LaneKv
 ) -> InFlightStep | None:
     """Build the step after `steps`, which are in flight, for some sessions of the last one. None if
-    the plan is for anything else, or if slots are lacking."""
+    the plan is for anything else, if slots are lacking, or if the last one has drafts: where that
+    leaves their sessions is not known."""
     last, reaches = steps[-1], reaches_of(steps)
+    if last.drafted:
+        return None
     parts = {
         entry.session: part
         for part, entry in zip(last.parts, last.step.entries, strict=True)
@@ -209,10 +225,10 @@ def prepare_ahead(
     states = _states_ahead(kv, [part for part, _, _ in planned])
     if states is None:
         return None
-    draft = StepDraft()
+    builder = StepBuilder()
     for (part, at, n), of in zip(planned, states, strict=True):
-        draft.add(part.turn, at.end, at.end + n, at.samples, takes_sample=part.wants, states=of)
-    return draft.finish(kv, plan.predicted_ms, is_ahead=True)
+        builder.add(part.turn, at.end, at.end + n, at.samples, takes_sample=part.wants, states=of)
+    return builder.finish(kv, plan.predicted_ms, is_ahead=True)
 
 
 def _states_ahead(kv: LaneKv, parts: Sequence[StepEntry]) -> list[EntryStates | None] | None:
@@ -371,23 +387,35 @@ class InFlightSteps:
         return LostSteps(oldest, is_sent, seals)
 
 
+def _are_samples(
+    step: InFlightStep, rows: Sequence[wire.SampledRow], without_rows: Collection[int]
+) -> bool:
+    """Whether `rows` are of the entries that sample, but for those `without_rows`: each has the
+    tokens of its draft that were right, and one more."""
+    left = deque(rows)
+    for index, (turn, _, wants, _, draft) in enumerate(step.parts):
+        if not wants or index in without_rows:
+            continue
+        for token in (*draft.tokens, None):
+            if not left or left[0].session != turn.session.key:
+                return False
+            if left.popleft().token != token:
+                break
+    return not left
+
+
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
     """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
     without_rows = {*done.nonfinite, *done.unreachable, *done.unmasked}
     asked = in_flight.step.import_rows
     n_states = len(in_flight.step.save_states) + len(in_flight.step.load_states)
-    wanted = [
-        part.turn.session.key
-        for index, part in enumerate(in_flight.parts)
-        if part.wants and index not in without_rows
-    ]
     scored = [
         (entry.session, entry.scored)
         for index, entry in enumerate(in_flight.step.entries)
         if entry.scored and index not in without_rows
     ]
     if (
-        wanted != [row.session for row in done.rows]
+        not _are_samples(in_flight, done.rows, without_rows)
         or scored != [(scores.session, len(scores.logprobs) // 4) for scores in done.scores]
         or any(
             len(scores.best) != len(scores.best_logprobs) or len(scores.best) % len(scores.logprobs)

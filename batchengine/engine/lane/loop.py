@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
+from batchengine.engine.lane.drafting import Drafting
 from batchengine.engine.lane.emission import Emissions
 from batchengine.engine.lane.inflight import InFlightSteps
 from batchengine.engine.lane.meter import StepMeter
@@ -89,6 +90,7 @@ class LaneLoop:
             self.seats,
             self._emissions,
             self.meter,
+            Drafting(config, self.cost),
             end_tokens=text.tokenizer.eog,
             suspects=suspects,
             journal=journal,

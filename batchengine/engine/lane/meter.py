@@ -29,6 +29,8 @@ class StepMeter:
         self.void = 0  # entries of those whose token was not used
         self.tokens = 0
         self.generated = 0
+        self.drafted = 0  # tokens of drafts that were computed,
+        self.accepted = 0  # and of these the ones that became tokens of their timeline
         self.recomputed = 0  # tokens that an earlier step had computed, or was sent with
         self.predicted_ms = 0.0
         self.step_ms = 0.0  # of the last step that computed
@@ -69,10 +71,13 @@ class StepMeter:
         if not entries:
             return
         self.step_ms = done.elapsed_us / 1000.0
-        self.tokens += sum([entry.n_tokens for entry in entries])
-        work = work_of([(entry.start, entry.n_tokens) for entry in entries])
+        self.tokens += sum([entry.n_tokens - entry.drafts for entry in entries])
+        work = work_of([(entry.start, entry.n_tokens - entry.drafts) for entry in entries])
+        drafts = [(entry.start, entry.drafts) for entry in entries if entry.drafts]
         if n_scored := sum([entry.scored for entry in entries]):
             self.cost.observe_scored(work, n_scored, self.step_ms)
+        elif drafts:
+            self.cost.observe_drafted(work, drafts, self.step_ms)
         elif work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
             self.cost.observe(work, self.step_ms)
         self._seconds.observe(done.elapsed_us / 1e6)
@@ -80,10 +85,10 @@ class StepMeter:
 
     def sample(self, now_s: float) -> None:
         """Update the speeds; called once a second."""
-        self._samples.append((now_s, self.tokens, self.generated))
+        self._samples.append((now_s, self.tokens + self.accepted, self.generated))
         then_s, tokens, generated = self._samples[0]
         if now_s > then_s:
-            made, computed = self.generated - generated, self.tokens - tokens
+            made, computed = self.generated - generated, self.tokens + self.accepted - tokens
             self.generated_per_s = made / (now_s - then_s)
             self.prefill_per_s = max(0, computed - made) / (now_s - then_s)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from batchengine import errors
+from batchengine.engine.lane.drafting import Drafting
 from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightStep, StepDraft
+from batchengine.engine.lane.inflight import InFlightStep, StepBuilder
 from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.suspects import Suspects
@@ -21,6 +22,7 @@ from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import entry_ms
+from batchengine.policy.drafts import NO_DRAFT, Draft
 from batchengine.session_kv import full_pages
 from batchengine.wire import lane as wire
 
@@ -38,6 +40,7 @@ class StepWriter:
         seats: Seats,
         emissions: Emissions,
         meter: StepMeter,
+        drafting: Drafting,
         *,
         end_tokens: Collection[int],
         suspects: Suspects,
@@ -50,6 +53,7 @@ class StepWriter:
         self._seats = seats
         self._emissions = emissions
         self._meter = meter
+        self._drafting = drafting
         self._end_tokens = end_tokens
         self._suspects = suspects
         self._journal = journal
@@ -69,22 +73,30 @@ class StepWriter:
             self._admit(key)
         for key in plan.aged:
             seats.tenants.aged(seats.running[key].session.tenant, seats.now_ms())
-        draft = StepDraft()
-        for key, planned in plan.batch:
-            turn = seats.running[key]
-            if (n := self._room(turn, planned)) > 0:
-                self._add(draft, turn, n)
-        if not draft.entries and not self._kv.has_chores:
+        builder = StepBuilder()
+        planned = [(seats.running[key], n) for key, n in plan.batch]
+        planned = [(turn, self._room(turn, n)) for turn, n in planned]
+        planned = [(turn, n) for turn, n in planned if n > 0]
+        drafts = self._drafting.choose(planned, self._meter.overhead_ms)
+        for turn, n in planned:
+            self._add(builder, turn, n, drafts.get(turn, NO_DRAFT))
+        if not builder.entries and not self._kv.has_chores:
             return None
+        drafts_ms = sum([self._draft_ms(turn, draft) for turn, draft in drafts.items()])
         lap_ms = int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms)))
-        return draft.finish(self._kv, plan.predicted_ms, lap_ms=lap_ms)
+        return builder.finish(self._kv, plan.predicted_ms + drafts_ms, lap_ms=lap_ms)
 
-    def _add(self, draft: StepDraft, turn: Turn, n_tokens: int) -> None:
+    def _add(self, builder: StepBuilder, turn: Turn, n_tokens: int, draft: Draft) -> None:
         """Add the next tokens of a turn to a step, if there is room for the state behind them."""
         session, states = turn.session, None
         if self._kv.states.is_used and (states := self._kv.states.begin(session)) is None:
             return
-        draft.add(turn, session.frontier, session.frontier + n_tokens, states=states)
+        end = session.frontier + n_tokens
+        builder.add(turn, session.frontier, end, states=states, draft=draft)
+
+    def _draft_ms(self, turn: Turn, draft: Draft) -> float:
+        """What a draft behind the frontier of a turn adds to a step."""
+        return len(draft.tokens) * self._meter.cost.draft_ms(turn.session.frontier)
 
     def _admit(self, key: int) -> None:
         turn = self._seats.seat(key)
@@ -153,8 +165,8 @@ class StepWriter:
         """Apply the worker's answer: frontiers, tokens, seals.
 
         Entries that a peer did not serve have no rows and no token, and are computed again. So are
-        entries of a step ahead whose turn is over, or does not go on as it was assumed, and those
-        whose mask was late.
+        entries of a step ahead whose turn is over, or does not go on as it was assumed, those whose
+        mask was late, and those with a draft and a row that is not finite, without it.
         Returns whether pages became invalid, which other sessions of the lane may hold.
         """
         turns = [part.turn for part in in_flight.parts]
@@ -188,6 +200,10 @@ class StepWriter:
         for index in done.unmasked:
             parts[index].turn.is_late = True
             void.add(parts[index].turn)
+        for index in done.nonfinite:
+            if parts[index].draft.tokens:  # the row may be one of the draft's
+                parts[index].turn.drafts.is_off = True
+                void.add(parts[index].turn)
         return void
 
     def _commit_entries(
@@ -195,17 +211,19 @@ class StepWriter:
     ) -> None:
         """Advance the sessions that have rows, and give them their tokens."""
         seats, now_ms = self._seats, self._seats.now_ms()
-        rows = {row.session: row for row in done.rows}
+        rows: dict[int, list[wire.SampledRow]] = {}
+        for row in done.rows:
+            rows.setdefault(row.session, []).append(row)
         scores = {scored.session: scored for scored in done.scores}
         following: dict[int, int] = {}
         cost, scored = self._meter.cost.cost, self._meter.cost.scored_cost
         fixed_ms = (cost.fixed_ms + self._meter.overhead_ms) / max(1, len(in_flight.parts))
-        for (turn, n, wants, state), entry in zip(
-            in_flight.parts, in_flight.step.entries, strict=True
-        ):
+        for part, entry in zip(in_flight.parts, in_flight.step.entries, strict=True):
+            turn, n, wants, state, draft = part
             session = turn.session
             if seats.tenants.several:
                 ms = fixed_ms + entry_ms(scored if entry.scored else cost, entry.start, n)
+                ms += self._draft_ms(turn, draft)
                 seats.tenants.computed(turn.rank, session.tenant, ms)
             if turn in without_rows:
                 if state is not None:
@@ -214,7 +232,7 @@ class StepWriter:
             if entry.scored and turn.scores is not None:
                 turn.scores.add(entry.start, scores[session.key])
             session.advance(n, self._lane_name)
-            if state is not None:
+            if state is not None and not draft.tokens:
                 self._kv.states.computed(session, state)
             turn.served_ms = now_ms
             if session.key in seats.arrivals:
@@ -222,15 +240,38 @@ class StepWriter:
             if session.suspect and session.frontier >= turn.suspect_until:
                 self._suspects.clear(session)
             if wants:
-                self._meter.generated += 1
-                if session.frontier < len(session.tokens):  # another daemon was faster
-                    self._compare(turn, session.frontier, rows[session.key])
-                else:
-                    self._add_token(turn, rows[session.key], now_ms)
-                following[session.key] = rows[session.key].token
+                self._add_samples(turn, draft, rows[session.key], now_ms)
+                if state is not None and draft.tokens:
+                    self._kv.states.drafted(session, state, entry.start, entry.n_tokens)
+                following[session.key] = rows[session.key][-1].token
             else:
                 following[session.key] = session.tokens[session.frontier]
         self._next = following
+
+    def _add_samples(
+        self, turn: Turn, draft: Draft, rows: Sequence[wire.SampledRow], now_ms: float
+    ) -> None:
+        """Take the tokens that a step has sampled for a session. Those behind the first one follow
+        tokens of its draft that were right, whose rows have become the session's.
+
+        What follows one that ends or pauses the turn is dropped.
+        """
+        session = turn.session
+        if draft.tokens:
+            turn.drafts.odds.learn(draft.matched, len(draft.tokens), len(rows) - 1)
+            self._meter.drafted += len(draft.tokens)
+        for n, row in enumerate(rows):
+            if n:
+                session.advance(1, self._lane_name)
+                session.computed = max(session.computed, session.frontier)
+                self._meter.accepted += 1
+            self._meter.generated += 1
+            if session.frontier < len(session.tokens):  # another daemon was faster
+                self._compare(turn, session.frontier, row)
+            else:
+                self._add_token(turn, row, now_ms)
+            if not self._seats.holds(turn) or turn.paused or session.to_compute != 1:
+                return
 
     def _commit_pages(
         self, in_flight: InFlightStep, done: wire.StepDone, without_rows: set[Turn]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from batchengine import errors
 from batchengine.core import BatchEngineError, GenerationRequest
+from batchengine.engine.turns.drafts import TurnDrafts
 from batchengine.engine.turns.scores import PromptScores
 from batchengine.engine.turns.stream import Generation
 from batchengine.grammar.matchers import Matcher
@@ -94,6 +95,7 @@ class Turn:
         self.matcher: Matcher | None = None  # of a constrained answer
         best = request.prompt_logprobs  # -1: none are asked for
         self.scores = PromptScores(request.prompt, best) if best >= 0 else None
+        self.drafts = TurnDrafts()
         self.is_late = False  # the mask of its next token was late for a step
         self.needs_match = False  # its session lost KV: match the prompt with the store again
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit

@@ -20,7 +20,7 @@ from batchengine.lanes.gpu.memory import DeviceMemory
 from batchengine.lanes.gpu.page_cache import PageCache
 from batchengine.lanes.gpu.states import DeviceStates
 from batchengine.lanes.gpu.step import GpuSteps
-from batchengine.lanes.host_device import facts_of, load_model, logits_max
+from batchengine.lanes.host_device import facts_of, load_model
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.state_memory import NoStates, StateSlots, states_at_rest, states_of_seats
@@ -191,7 +191,7 @@ def _stepper(ops: Any, model: Model, tokens: int, entries: int, pages: int) -> S
         tokens_max=tokens,
         entries_max=entries,
         pages_max=pages,
-        logits_max=logits_max(entries),
+        logits_max=wire.logits_rows_max(entries),
     )
 
 

@@ -21,6 +21,7 @@ from batchengine.lanes.gpu.step import GpuSteps, fits, parts_of, unwritten
 from batchengine.lanes.host_device import (
     Computed,
     HostStep,
+    WantedRows,
     addresses_of,
     late_masks,
     recorded,
@@ -28,6 +29,7 @@ from batchengine.lanes.host_device import (
     sample_specs,
     sampled,
     scored,
+    wanted_rows,
     without,
 )
 from batchengine.lanes.host_memory import BatchRows
@@ -68,14 +70,12 @@ class LoadedGpu(NamedTuple):
 class Launched(NamedTuple):
     """A step that was launched.
 
-    wanting: indices of the entries that want a token; wanted: their last rows. ends: per entry, the
-    row behind its last one. bad_rows, rows: rows that are not finite, and the page rows, both valid
-    after the wait for a later mark. histories: by index in `wanting`, the row of the step before
-    whose sample ends the entry's history.
+    ends: per entry, the row behind its last one. bad_rows, rows: rows that are not finite, and the
+    page rows, both valid after the wait for a later mark. histories: by index in `wanted`, the row
+    of the step before whose sample ends the entry's history.
     """
 
-    wanting: list[int]
-    wanted: I32Array
+    wanted: WantedRows
     ends: I32Array
     bad_rows: list[BadRows]
     rows: kernels.KvRows
@@ -124,6 +124,7 @@ class GpuLane:
         nonfinite: list[int] = []
         unmasked: list[int] = []
         scores: list[wire.ScoredRows] = []
+        rejected: list[tuple[int, int]] = []
         for first, part in parts_of(batch, pages_max):
             if not fits(part, pages_max):
                 n = len(np.unique(part.codes))
@@ -133,8 +134,13 @@ class GpuLane:
             nonfinite += [first + index for index in output.nonfinite]
             unmasked += [first + index for index in output.unmasked]
             scores += output.scores
+            rejected += [(first + index, n) for index, n in output.rejected]
         return StepOutput(
-            tuple(rows), tuple(nonfinite), unmasked=tuple(unmasked), scores=tuple(scores)
+            tuple(rows),
+            tuple(nonfinite),
+            unmasked=tuple(unmasked),
+            scores=tuple(scores),
+            rejected=tuple(rejected),
         )
 
     def _compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
@@ -149,9 +155,8 @@ class GpuLane:
     ) -> Launched:
         """Begin one forward pass. taken: the entries that take samples of the step before, which
         may be under way, and of which row of it. Raises MemoryError."""
-        wanting = [i for i, entry in enumerate(batch.entries) if entry.sampling is not None]
+        wanted = wanted_rows(batch)
         ends = np.cumsum(batch.shape[:, 0], dtype=np.int32)
-        wanted = (ends - np.int32(1))[wanting]
         if len(self._memory.late):  # the GPU gets pages as they are on the host
             slots = np.array(written_slots(batch), np.uint64)
             lacking = self._cache.lacking(slots | np.uint64(ARENA_BIT))
@@ -159,16 +164,18 @@ class GpuLane:
         states = self._memory.states.addresses(batch)
         pages = self._cache.addresses(batch.codes, addresses, unwritten(batch.shape))
         tokens = {int(ends[entry]) - 1: row for entry, row in taken.items()}
-        inputs = batch.tokens, batch.shape, pages, wanted
+        inputs = batch.tokens, batch.shape, pages, wanted.rows
         bad_rows, rows = self._steps.begin(*inputs, tokens, states)
         self._cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
-        histories = {row: taken[entry] for row, entry in enumerate(wanting) if entry in taken}
-        return Launched(wanting, wanted, ends, bad_rows, rows, histories)
+        samplers = enumerate(wanted.entries)
+        histories = {row: taken[entry] for row, entry in samplers if entry in taken}
+        return Launched(wanted, ends, bad_rows, rows, histories)
 
     def begin_sample(self, batch: StepInput, launched: Launched) -> GpuSampling:
         """Have the GPU sample, once the masks are here. Raises MemoryError."""
         masks = batch.masks(batch.entries)
-        begun = self._steps.sample(sample_specs(batch, masks), launched.histories)
+        specs = sample_specs(batch, masks, launched.wanted)
+        begun = self._steps.sample(specs, launched.histories)
         return GpuSampling(late_masks(batch, masks), begun, self._steps.gpu.mark())
 
     def choose(self, batch: StepInput, launched: Launched, sampling: GpuSampling) -> StepOutput:
@@ -176,12 +183,18 @@ class GpuLane:
         if there are scores."""
         sampling.end.wait()
         choices, late = sampling.begun.chosen(), sampling.late
-        nonfinite = nonfinite_entries(launched.ends, launched.wanted, launched.bad_rows)
-        chosen, nonfinite = sampled(batch, launched.wanting, choices, nonfinite)
+        nonfinite = nonfinite_entries(launched.ends, launched.wanted.rows, launched.bad_rows)
+        chosen, nonfinite, rejected = sampled(batch, launched.wanted, choices, nonfinite)
         unmasked = [index for index in late if index not in nonfinite]
         scores, bad = scored(self._steps.stepper, batch, [*nonfinite, *unmasked])
         chosen, nonfinite = without(chosen, batch, [*unmasked, *bad]), sorted([*nonfinite, *bad])
-        return StepOutput(tuple(chosen), tuple(nonfinite), unmasked=tuple(unmasked), scores=scores)
+        return StepOutput(
+            tuple(chosen),
+            tuple(nonfinite),
+            unmasked=tuple(unmasked),
+            scores=scores,
+            rejected=rejected,
+        )
 
     def finish(
         self,
@@ -207,7 +220,7 @@ class GpuLane:
             batch.tokens[wait].tolist(),
             digests[wait],
         )
-        self._store_chunks(batch, addresses, at, rows, digests, unusable)
+        self._store_chunks(batch, addresses, at, rows, digests, output, unusable)
         return output
 
     def _store(
@@ -227,9 +240,11 @@ class GpuLane:
         at: BatchRows,
         rows: kernels.KvRows,
         digests: U64Array,
+        output: StepOutput,
         unusable: set[int],
     ) -> None:
-        """Store and record the rows of entries of several tokens."""
+        """Store the rows of entries of several tokens, and record those that were not rejected."""
+        rejected = dict(output.rejected)
         first = first_page = 0
         for index, (n, start, n_pages) in enumerate(batch.shape.tolist()):
             part, pages = slice(first, first + n), slice(first_page, first_page + n_pages)
@@ -238,6 +253,7 @@ class GpuLane:
                 entry = np.array([[n, start, n_pages]], np.int32)
                 self._on_host.set(batch.tokens[part], entry, addresses[pages])
                 kernels.store_rows(self._pool, rows, self._on_host, first)
+                part = slice(first, first + n - rejected.get(index, 0))
                 self._memory.record_places(
                     at.slots[part], at.rows[part], batch.tokens[part], digests[part]
                 )
@@ -274,8 +290,8 @@ class GpuStep:
 
     def rows_of(self, batch: StepInput) -> dict[int, int]:
         """For each entry of the next step that takes a sample of this one: the row it is of."""
-        wanting = self._launched.wanting
-        rows = {self._batch.entries[index].session: row for row, index in enumerate(wanting)}
+        samplers = enumerate(self._launched.wanted.entries)
+        rows = {self._batch.entries[index].session: row for row, index in samplers}
         takers = [(i, rows.get(batch.entries[i].session)) for i in takers_of(batch)]
         return {index: row for index, row in takers if row is not None}
 

@@ -48,7 +48,9 @@ LIMITS = StepLimits(tokens_max=16, entries_max=4, context_tokens=2048, vocab_siz
 async def test_decodes_are_sent_ahead(site: Site, reference: Reference, depth: int) -> None:
     """Also over the end of a page, and with penalties that see the token not known yet."""
     prompts = [words(i, n) for i, n in enumerate((40, 250, 300))]
-    async with running_engine(site, lane__steps_in_flight=depth) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=depth, lane__draft_tokens_max=0
+    ) as engine:
         asked = [
             request(prompt, 60, sampling=sampling)
             for prompt, sampling in zip(prompts, SAMPLINGS, strict=True)
@@ -68,7 +70,9 @@ async def test_the_entry_after_an_early_end_is_void(
     """A stop string ends one turn while its next entry is computed; its session then goes on."""
     prompt = words(8, 40)
     expected = reference.tokens(prompt, 30)
-    async with running_engine(site, lane__steps_in_flight=depth) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=depth, lane__draft_tokens_max=0
+    ) as engine:
         answer = await read(engine.submit(request(prompt, 30)))
         stop = answer.text[len(answer.text) // 2 :][:6]
         meter = engine.state.lanes[0].meter
@@ -94,7 +98,9 @@ async def test_constrained_answers_are_sent_ahead(
     """Their masks follow the commit of the step before; the entry after the end has none."""
     asked = [constrained(words(i, 40 + i), LONG) for i in range(3)]
     free = request(words(9, 50), 90)
-    async with running_engine(site, lane__steps_in_flight=depth) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=depth, lane__draft_tokens_max=0
+    ) as engine:
         generations = [engine.submit(one) for one in (*asked, free)]
         answers = await asyncio.gather(*map(read, generations))
         meter = engine.state.lanes[0].meter
@@ -112,7 +118,9 @@ async def test_pages_that_begin_and_end_let_no_step_wait(
     """Sessions at different places of their pages: each takes a page, and seals the one before. The
     first ones may have hundreds of tokens when the last one begins."""
     prompts = [words(i, 40 + i * 256 // n) for i in range(n)]
-    async with running_engine(site, lane__steps_in_flight=2, lane__entries_max=n) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=2, lane__draft_tokens_max=0, lane__entries_max=n
+    ) as engine:
         lane = engine.state.lanes[0]
         begun = [engine.submit(request(prompt, n_tokens)) for prompt in prompts]
         readers = [asyncio.ensure_future(read(generation)) for generation in begun]
@@ -134,7 +142,9 @@ async def test_short_chunks_of_a_prompt_are_sent_ahead_beside_decodes(
 ) -> None:
     monkeypatch.setattr(inflight, "CHUNK_AHEAD_MS_MAX", longest_ms)
     prompt, beside = words(30, 1900), [words(i, 40) for i in range(3)]
-    async with running_engine(site, lane__steps_in_flight=2, lane__chunk_tokens_max=32) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=2, lane__draft_tokens_max=0, lane__chunk_tokens_max=32
+    ) as engine:
         lane = engine.state.lanes[0]
         begun = [await started(engine, request(one, 400), 4) for one in beside]
         frames = watch(lane)
@@ -156,7 +166,7 @@ async def test_a_third_step_is_in_flight_while_all_are_short(
 ) -> None:
     """Unless a history lacks more than the last sample, which the worker knows alone."""
     found: list[int] = []
-    async with running_engine(site, lane__steps_in_flight=3) as engine:
+    async with running_engine(site, lane__steps_in_flight=3, lane__draft_tokens_max=0) as engine:
         lane = engine.state.lanes[0]
         for queue_ms, sampling in ((1e6, SAMPLINGS[1]), (0.0, SAMPLINGS[1]), (1e6, SAMPLINGS[2])):
             monkeypatch.setattr(inflight, "QUEUE_MS_MAX", queue_ms)
@@ -184,7 +194,9 @@ async def test_short_chunks_of_a_prompt_alone_are_sent_ahead(
 ) -> None:
     monkeypatch.setattr(inflight, "CHUNK_AHEAD_MS_MAX", 1e6)
     prompt = words(33, 1900)
-    async with running_engine(site, lane__steps_in_flight=2, lane__chunk_tokens_max=64) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=2, lane__draft_tokens_max=0, lane__chunk_tokens_max=64
+    ) as engine:
         meter = engine.state.lanes[0].meter
         answer = await read(engine.submit(request(prompt, 1)))
         assert meter.ahead > 1900 // 64 // 2
@@ -198,7 +210,7 @@ async def test_a_page_of_a_step_ahead_may_be_that_of_a_session_at_rest(
     """The arena is full: the session that has rested longest gives its page up, none that runs."""
     resting, prompts = [words(10 + i, 100) for i in range(2)], [words(i, 240) for i in range(2)]
     async with running_engine(
-        site, lane__steps_in_flight=2, lane__entries_max=4, lane__places=4
+        site, lane__steps_in_flight=2, lane__draft_tokens_max=0, lane__entries_max=4, lane__places=4
     ) as engine:
         lane = engine.state.lanes[0]
         for i, prompt in enumerate(resting):
@@ -227,7 +239,7 @@ async def test_a_page_of_a_step_ahead_is_given_back(
 ) -> None:
     """The turn ends, moves to another lane or loses its worker while the page is taken."""
     lanes = tuple(
-        LaneConfig(name, threads=1, tier=tier, steps_in_flight=depth)
+        LaneConfig(name, threads=1, tier=tier, steps_in_flight=depth, draft_tokens_max=0)
         for name, tier in (("fast", "fast"), ("bulk", "bulk"))
     )
     async with running_engine(site, lanes=lanes, router__promote_auto=False) as engine:
@@ -265,7 +277,7 @@ async def test_a_page_of_a_step_ahead_is_given_back(
 async def test_a_turn_that_pauses_gives_the_page_of_its_next_step_back(
     site: Site, reference: Reference
 ) -> None:
-    async with running_engine(site, lane__steps_in_flight=2) as engine:
+    async with running_engine(site, lane__steps_in_flight=2, lane__draft_tokens_max=0) as engine:
         lane = engine.state.lanes[0]
 
         def is_paused() -> bool:
@@ -294,7 +306,9 @@ async def test_a_session_is_cut_under_steps_ahead_only(
     void if it is ahead; one that is not is committed first, and the one after it is void."""
     monkeypatch.setattr(inflight, "CHUNK_AHEAD_MS_MAX", 1e6)
     prompt = words(31, 1500)
-    async with running_engine(site, lane__steps_in_flight=2, lane__chunk_tokens_max=64) as engine:
+    async with running_engine(
+        site, lane__steps_in_flight=2, lane__draft_tokens_max=0, lane__chunk_tokens_max=64
+    ) as engine:
         lane = engine.state.lanes[0]
         _, beside = await started(engine, request(words(1, 40), 200), 4)
         dropped: list[wire.Step] = []
@@ -323,7 +337,7 @@ async def test_a_worker_dies_while_a_step_ahead_would_read_a_page_back(
     site: Site, reference: Reference
 ) -> None:
     prompt = words(32, 200)
-    async with running_engine(site, lane__steps_in_flight=2) as engine:
+    async with running_engine(site, lane__steps_in_flight=2, lane__draft_tokens_max=0) as engine:
         lane = engine.state.lanes[0]
         killed: list[wire.Step] = []
 

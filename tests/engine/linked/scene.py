@@ -17,6 +17,7 @@ import numpy as np
 
 from batchengine.config import LaneConfig
 from batchengine.core import GenerationRequest, Sampling
+from batchengine.engine.lane.drafting import Drafting
 from batchengine.engine.lane.emission import Emissions
 from batchengine.engine.lane.inflight import check_answer
 from batchengine.engine.lane.meter import StepMeter
@@ -32,7 +33,7 @@ from batchengine.policy.cost import CostModel, StepCost
 from batchengine.session import Session
 from batchengine.session_kv import SELF, HeldSegment
 from batchengine.wire import lane as wire
-from bench.models.hashlm import LAYOUT, Faults, HashDevice, HashWorker
+from bench.models.hashlm import FIRST_TOKEN, LAYOUT, Faults, HashDevice, HashWorker
 from kv_store import osio
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
@@ -125,7 +126,7 @@ class RoutedDevice(HashDevice):
 
     def __init__(self, peers: Peers, state_bytes: int) -> None:
         super().__init__(Faults(state_bytes=state_bytes))
-        self._vocab = VOCAB
+        self._n_tokens = VOCAB - FIRST_TOKEN
         self.peers = peers
         self._absent = np.zeros(LAYOUT.page_bytes, np.uint8)
 
@@ -195,6 +196,7 @@ class Scene:
         self.meter = StepMeter(CostModel(cost), metrics.step_seconds.labels("cpu"))
         self.steps = StepWriter(
             "cpu", self.kv, self.seats, Emissions(lambda token: b""), self.meter,
+            Drafting(config, self.meter.cost),
             end_tokens=(), suspects=SimpleNamespace(clear=lambda session: None),  # type: ignore[arg-type]
             journal=SimpleNamespace(note=lambda: None), metrics=metrics,  # type: ignore[arg-type]
         )  # fmt: skip

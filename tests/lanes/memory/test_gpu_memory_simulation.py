@@ -26,7 +26,7 @@ import kernels
 from batchengine.core import GREEDY, PAGE_TOKENS
 from batchengine.engine.lane.inflight import (
     InFlightStep,
-    StepDraft,
+    StepBuilder,
     check_answer,
     prepare_ahead,
     reaches_of,
@@ -261,7 +261,7 @@ class Scene:
 
     def first(self) -> InFlightStep:
         """A step that is not ahead, with what only such a one may hold."""
-        rng, left, draft = self.rng, TOKENS, StepDraft()
+        rng, left, builder = self.rng, TOKENS, StepBuilder()
         running = [player for player in self.players.values() if player.state == "runs"]
         rng.shuffle(running)
         for player in running[: rng.choice([0, *[ENTRIES] * 12])]:
@@ -271,10 +271,10 @@ class Scene:
                 continue
             left -= n
             turn: Any = player
-            draft.add(turn, start, start + n)
+            builder.add(turn, start, start + n)
         self.add_chores()
         kv: Any = self
-        return draft.finish(kv, 0.0)
+        return builder.finish(kv, 0.0)
 
     def add_chores(self) -> None:
         """Digest tails of idle sessions, touch pages, import rows from the own arena."""

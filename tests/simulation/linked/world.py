@@ -62,6 +62,9 @@ class Node(World):
         if linked.only is not None:
             self._is_cold, self._chances = False, dict(linked.only)
 
+    def _choose_n_tokens(self) -> int:
+        return self.linked.n_tokens  # the daemons compute turns of one another
+
     def _choose_config(self) -> Config:
         rng = self.tape("config")
         lanes = tuple(
@@ -278,6 +281,7 @@ class LinkedWorld:
         self.tape = Tape(seed)
         rng = self.tape("linked")
         self.names = NAMES[: rng.choice([2, 2, 3])]
+        self.n_tokens = self.tape("text").choice([0, 3])
         models = self.tape("models")  # of a daemon; the tokens of HashLM are the same
         self.models = {name: models.choice([0, 0, 1]) for name in self.names}
         self.budgets = {name: rng.choice([8, 12, 16]) for name in self.names}
