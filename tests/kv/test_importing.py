@@ -645,3 +645,38 @@ async def test_a_worker_death_within_a_step_costs_at_most_that_step(
     await decode(lane, tokens, codes, 255 - len(tokens))
     assert tokens[len(prompt) :] == expected[: len(tokens) - len(prompt)]
     await lane.close()
+
+
+@pytest.mark.parametrize("model", ["real", "hash"])
+async def test_rows_behind_a_wrong_token_of_a_draft_are_not_proven(
+    model: str, pocket_path: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Not even where a later token of the timeline is the one that they were computed for: they
+    depend on all tokens before it."""
+    load = wire.Load(str(pocket_path), str(cache_dir), wire.CpuResources(1, (), 0), 600, 4, 2048)
+    command = hashlm.WORKER_COMMAND if model == "hash" else None
+    layout = hashlm.LAYOUT if model == "hash" else PageLayout(4, 2, 64)
+    lane = Lane("cpu", command=command) if command else Lane("cpu")
+    await attach(lane, load, layout, tmp_path)
+    codes, tokens = [ARENA_BIT], words(5, 40)
+    done = await lane.run(*frame_of([(0, tokens, codes)], reserve=(slot(0, 0),)), deadline_s=10)
+    tokens.append(done.rows[0].token)
+    await decode(lane, (known := [*tokens]), codes, 4)
+    right, others = known[41:44], [known[44] ^ 1, 77, 78]
+    draft = [*right[:2], *others]  # two are right, rows of these two have records
+    step, payload = frame_of([(40, [*tokens[-1:], *draft], codes)])
+    entry = msgspec.structs.replace(step.entries[0], drafts=len(draft))
+    done = await lane.run(msgspec.structs.replace(step, entries=(entry,)), payload, deadline_s=10)
+    assert [row.token for row in done.rows] == known[41:44]
+    lane.kill("test")
+    await lane.died()
+    await attach(lane, load, layout, tmp_path)
+    for timeline, proven in (
+        ([*tokens, *right[:2], *others], 43),
+        ([*tokens, *right[:2], right[2], *others[1:]], 43),
+    ):
+        rows = wire.ImportRows(slot(0, 0), len(timeline), wire.FromArena("cpu.1", 0, 0, 1))
+        step, payload = frame_of([], import_rows=(rows,))
+        done = await lane.run(step, payload + array("i", timeline).tobytes(), deadline_s=10)
+        assert done.imported == (proven,)
+    await lane.close()

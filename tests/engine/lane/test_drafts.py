@@ -1,0 +1,212 @@
+"""Drafts change no token, whatever ends, moves or kills a session while it has one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from array import array
+from typing import Any
+
+import pytest
+
+from batchengine.config import LaneConfig
+from batchengine.core import GREEDY, PAGE_TOKENS, Sampling, TokenEvent
+from batchengine.engine import Engine
+from batchengine.engine.lane.meter import StepMeter
+from batchengine.lanes import host_device
+from batchengine.lanes.host_device import n_accepted, sample_specs, wanted_rows
+from batchengine.lanes.step_input import BadStep, StepLimits, unpack
+from batchengine.wire import lane as wire
+from batchengine.wire.lane import ARENA_BIT, LOGITS_ROWS_MIN
+from tests.support.engines import (
+    Answer,
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    until,
+    words,
+)
+
+SAMPLINGS = (
+    GREEDY,
+    Sampling(temperature=0.4, seed=3, logprobs=2),
+    Sampling(temperature=0.3, seed=5, presence_penalty=0.4, penalty_tokens=48),
+    Sampling(repetition_penalty=1.05, tokens_min=30),
+)
+LIMITS = StepLimits(tokens_max=64, entries_max=4, context_tokens=2048, vocab_size=2048)
+
+
+def repeating(seed: int, n: int) -> list[int]:
+    """A prompt whose text comes again and again, as code in a conversation about it does."""
+    part = words(seed, 37)
+    return (part * (n // len(part) + 1))[:n]
+
+
+def sampled(answer: Answer) -> list[object]:
+    return [(e.token, e.logprob, e.top) for e in answer.events if isinstance(e, TokenEvent)]
+
+
+def meter_of(engine: Engine) -> StepMeter:
+    return engine.state.lanes[0].meter
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+async def test_tokens_are_those_without_drafts(
+    site: Site, reference: Reference, sampling: Sampling
+) -> None:
+    """Over the ends of pages, alone and beside others; penalties see the tokens of drafts."""
+    prompts = [repeating(i, n) for i, n in enumerate((40, 250, 300))]
+    asked = [request(prompt, 220, sampling=sampling) for prompt in prompts]
+    async with running_engine(site) as engine:
+        alone = await read(engine.submit(request(prompts[1], 220, sampling=sampling)))
+        answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
+        meter = meter_of(engine)
+        assert 0 < meter.accepted <= meter.drafted
+        assert meter.generated == sum(len(a.tokens) for a in [alone, *answers])
+    async with running_engine(site, lane__draft_tokens_max=0) as engine:
+        plain = [await read(engine.submit(one)) for one in asked]
+        assert not meter_of(engine).drafted
+    assert alone.tokens == plain[1].tokens
+    if not sampling.tokens_min:
+        assert alone.tokens == reference.tokens(prompts[1], 220, sampling)
+    for answer, without in zip(answers, plain, strict=True):
+        assert answer.tokens == without.tokens
+        assert sampled(answer) == sampled(without)
+        assert (answer.text, answer.reason) == (without.text, without.reason)
+
+
+async def test_an_answer_ends_inside_a_draft(site: Site, reference: Reference) -> None:
+    """With a stop string, with its last token: what is behind it is dropped, and its session goes
+    on as if it had not been computed."""
+    prompt = repeating(1, 100)
+    expected = reference.tokens(prompt, 120)
+    async with running_engine(site) as engine:
+        whole = await read(engine.submit(request(prompt, 120)))
+        for n in (41, 60, 83):
+            stop = whole.text[2 * n : 2 * n + 5]
+            name = f"s{n}"
+            stopped = await read(engine.submit(request(prompt, 120, session=name, stop=(stop,))))
+            short = await read(engine.submit(request(prompt, n, session=f"t{n}")))
+            for answer, session in ((stopped, name), (short, f"t{n}")):
+                m = len(answer.tokens)
+                assert answer.tokens == expected[:m]
+                longer = [*prompt, *expected[:m], 77]
+                again = await read(engine.submit(request(longer, 60, session=session)))
+                assert again.tokens == reference.tokens(longer, 60)
+                assert again.done is not None
+                assert again.done.usage.cached_tokens >= len(prompt)
+        assert meter_of(engine).accepted
+
+
+async def test_a_session_moves_and_its_worker_dies_while_it_has_drafts(
+    site: Site, reference: Reference
+) -> None:
+    """The rows of tokens that were wrong are no rows of the session, wherever it goes on."""
+    lanes = tuple(LaneConfig(name, threads=1, tier="any") for name in ("left", "right"))
+    prompt, n = repeating(2, 120), 500
+    async with running_engine(site, lanes=lanes) as engine:
+        generation = engine.submit(request(prompt, n, session="s"))
+        reading = asyncio.ensure_future(read(generation))
+        loops = {loop.lane.name: loop for loop in engine.state.lanes}
+        for i in range(1, 9):
+            await until(lambda at=60 * i: generation.completion_tokens >= at)
+            here = generation.lane
+            if i % 3:
+                await engine.promote("", "s", "right" if here == "left" else "left")
+            elif (pid := loops[here].lane.pid) is not None:
+                os.kill(pid, signal.SIGKILL)
+        answer = await reading
+        assert sum(loop.meter.accepted for loop in loops.values())
+    assert answer.tokens == reference.tokens(prompt, n)
+
+
+async def test_a_draft_whose_row_is_not_finite_is_computed_again_without(
+    site: Site, reference: Reference
+) -> None:
+    """The draft may be the cause, and no token depends on it: the turn has none any more."""
+    prompt = repeating(3, 100)
+    async with running_engine(site) as engine:
+        loop = engine.state.lanes[0]
+        answered: list[wire.StepDone] = []
+        answer_of = loop.lane.answer
+
+        async def wrong(asked: Any) -> wire.StepDone:
+            done = await answer_of(asked)
+            step = next(iter(loop._in_flight))
+            if not answered and any(entry.drafts for entry in step.step.entries):
+                answered.append(done)
+                return wire.StepDone((), (0,), done.digests, done.verified, done.elapsed_us)
+            return done
+
+        loop.lane.answer = wrong  # type: ignore[method-assign]
+        answer = await read(engine.submit(request(prompt, 150)))
+        assert answered
+        drafted = loop.meter.drafted
+        assert answer.tokens == reference.tokens(prompt, 150)
+        assert not drafted  # of a turn that has none any more
+        await read(engine.submit(request(prompt, 150)))
+        assert loop.meter.drafted
+
+
+def step_of(*entries: wire.Entry, tokens: list[int], history: list[int] | None = None) -> Any:
+    codes = array("Q", [ARENA_BIT | i for i in range(sum(e.n_pages for e in entries))])
+    payload = codes.tobytes() + array("i", [*tokens, *(history or [])]).tobytes()
+    return unpack(wire.Step(entries), payload, LIMITS)
+
+
+def test_rows_behind_each_token_of_a_draft_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sees the history up to its own token, and has a position of its own."""
+    sampling = Sampling(temperature=1.0, presence_penalty=1.0, penalty_tokens=3)
+    batch = step_of(
+        wire.Entry(1, 1, 4, 2, 1, None),
+        wire.Entry(2, 1, 8, 3, 1, sampling, 2, drafts=2),
+        wire.Entry(3, 1, 9, 1, 1, GREEDY),
+        tokens=[1, 2, 30, 31, 32, 4],
+        history=[29, 30],
+    )
+    wanted = wanted_rows(batch)
+    assert (wanted.entries, wanted.rows.tolist()) == ([1, 1, 1, 2], [2, 3, 4, 5])
+    asked: list[tuple[int, list[int] | None]] = []
+
+    def keep(_sampling: Sampling, *, position: int, history: Any, **_: Any) -> None:
+        asked.append((position, None if history is None else history.tolist()))
+
+    monkeypatch.setattr(host_device, "sample_spec", keep)
+    sample_specs(batch, [None] * 3, wanted)
+    assert asked == [(9, [29, 30]), (10, [29, 30, 31]), (11, [30, 31, 32]), (10, None)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        (wire.Entry(1, 1, 4, 3, 1, GREEDY, drafts=3), "are a draft"),  # and no token before it
+        (wire.Entry(1, 1, 4, 3, 1, GREEDY, drafts=-1), "are a draft"),
+        (wire.Entry(1, 1, 253, 3, 1, GREEDY, drafts=2), "are a draft"),  # it would fill the page
+        (wire.Entry(1, 1, 254, 4, 2, GREEDY, drafts=2), "are a draft"),  # is in two pages
+        (wire.Entry(1, 1, 255, 4, 2, GREEDY, drafts=3), "are a draft"),  # in another page
+        (wire.Entry(1, 1, 4, 3, 1, None, drafts=2), "no plain one"),
+        (wire.Entry(1, 1, 4, 3, 1, GREEDY, masked=True, drafts=2), "no plain one"),
+        (wire.Entry(1, 1, 4, 3, 1, GREEDY, banned=(3,), drafts=2), "no plain one"),
+        (wire.Entry(1, 1, 4, 17, 1, GREEDY, drafts=LOGITS_ROWS_MIN), "rows with logits"),
+    ],
+)
+def test_a_worker_refuses_drafts_that_cannot_be(entry: wire.Entry, why: str) -> None:
+    with pytest.raises(BadStep, match=why):
+        step_of(entry, tokens=[1] * entry.n_tokens)
+
+
+def test_a_draft_may_reach_the_last_row_but_one_of_a_page() -> None:
+    n = PAGE_TOKENS - 1 - 250
+    step_of(wire.Entry(1, 1, 250, n, 1, GREEDY, drafts=n - 1), tokens=[1] * n)
+
+
+def test_tokens_of_a_draft_are_right_up_to_the_first_that_differs() -> None:
+    assert [n_accepted([1, 2, 3], of) for of in ([1, 2, 3, 4], [1, 9, 3, 4], [9, 2, 3, 4])] == [
+        3,
+        1,
+        0,
+    ]
+    assert n_accepted([], [5]) == 0
