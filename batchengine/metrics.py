@@ -80,7 +80,10 @@ class Metrics:
         )
         self.tokens_total = counter("tokens_total", "Tokens computed", "kind")
         self.lane_tokens_total = counter(
-            "lane_tokens_total", "Tokens computed by a lane, and those it generated", "lane", "kind"
+            "lane_tokens_total",
+            "Tokens that a lane has computed, generated, drafted, and accepted of drafts",
+            "lane",
+            "kind",
         )
         self.ignored_fields_total = counter(
             "ignored_fields_total", "Request fields that were not understood", "field"

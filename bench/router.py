@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from batchengine.policy import pipeline, ring, router
+from batchengine.policy import router
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost
-from batchengine.policy.layouts import LayoutFacts, PeerState
-from batchengine.policy.pipeline import PipelineModel, PromptWork, StageHost
+from batchengine.policy.linked import pipeline, ring
+from batchengine.policy.linked.layouts import LayoutFacts, PeerState
+from batchengine.policy.linked.pipeline import PipelineModel, PromptWork, StageHost
 from bench import report
 
 LANES = (1, 2, 4, 8)

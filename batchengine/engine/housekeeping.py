@@ -146,6 +146,8 @@ class Housekeeping:
                 (metrics.tokens_total, ("generated",), loop.meter.generated),
                 (metrics.lane_tokens_total, (name, "computed"), loop.meter.tokens),
                 (metrics.lane_tokens_total, (name, "generated"), loop.meter.generated),
+                (metrics.lane_tokens_total, (name, "drafted"), loop.meter.drafted),
+                (metrics.lane_tokens_total, (name, "accepted"), loop.meter.accepted),
                 (metrics.step_predicted_seconds_total, (name,), loop.meter.predicted_ms / 1000),
                 (metrics.kv_pages_total, ("sealed",), loop.kv.sealing.sealed),
                 (metrics.kv_pages_total, ("seal_failed",), loop.kv.sealing.seal_failures),

@@ -41,6 +41,8 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
             "step_ms": round(loop.meter.step_ms, 3),
             "tokens_computed": loop.meter.tokens,
             "tokens_generated": loop.meter.generated,
+            "tokens_drafted": loop.meter.drafted,
+            "tokens_accepted": loop.meter.accepted,
             "pages": loop.kv.slots.total,
             "pages_free": loop.kv.slots.available,
             "seats": loop.config.entries_max,

@@ -97,7 +97,7 @@ class CostModel:
     SCORED_GAIN = 0.25
     SCORED_CHANGE_MAX = 2.0  # factor of one step
     DRAFT_SHARE = 0.1  # prior of `draft_share`: 0.05 to 0.1 where a step reads all weights anyway
-    DRAFT_GAIN = 0.05
+    DRAFT_GAIN, DRAFT_GAIN_BACK = 0.05, 0.005
     DRAFT_SHARE_MIN, DRAFT_SHARE_MAX = 0.005, 1.0
 
     def __init__(self, prior: StepCost) -> None:
@@ -162,6 +162,11 @@ class CostModel:
         found = self.draft_share * (step_ms - self.cost.predict_ms(work)) / ms
         found = min(self.DRAFT_SHARE_MAX, max(self.DRAFT_SHARE_MIN, found))
         self.draft_share += self.DRAFT_GAIN * (found - self.draft_share)
+
+    def no_draft_paid(self) -> None:
+        """No draft of a step was worth its time: what they take is not learnt, so it moves back to
+        the prior."""
+        self.draft_share += self.DRAFT_GAIN_BACK * (self.DRAFT_SHARE - self.draft_share)
 
     def observe(self, work: StepWork, step_ms: float) -> None:
         """Learn from one step. Times that are not positive and finite are ignored."""

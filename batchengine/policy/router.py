@@ -62,9 +62,9 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from batchengine.policy import layouts
 from batchengine.policy.cost import LaneLoad, predict
-from batchengine.policy.layouts import (
+from batchengine.policy.linked import layouts
+from batchengine.policy.linked.layouts import (
     LOCAL,
     PIPELINE,
     REMOTE,

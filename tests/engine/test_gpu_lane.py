@@ -19,6 +19,7 @@ from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
 from bench.models.synthetic import PRESETS, write_synthetic
 from bench.simt.emulator import COMPILER, ROOT, compile_kernels
+from tests.engine.lane.test_drafts import cheap_drafts, repeating
 from tests.engine.lane.test_prompt_scores import asking, scores_of
 from tests.engine.lane.test_prompt_scores import expected as expected_scores
 from tests.engine.test_constrained import LONG, constrained, expected
@@ -40,6 +41,7 @@ from tests.support.engines import (
 
 EMULATED = (sys.executable, "-m", "tests.lanes.emulated_worker")
 MIB = 1 << 20
+__all__ = ["cheap_drafts"]  # a fixture
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
@@ -60,6 +62,7 @@ async def gpu_engine(
     first: bool = False,
     plan: Path | None = None,
     require: str = "",
+    drafts: int = -1,
     **overrides: object,
 ) -> AsyncIterator[WatchedEngine]:
     """An engine with the lanes `cpu` and `gpu`, which is the `first`; sessions move on request
@@ -74,6 +77,7 @@ async def gpu_engine(
             device=device,
             vram_bytes=vram_bytes,
             steps_in_flight=3,
+            draft_tokens_max=drafts,
         ),
     )
     overrides = {"router__promote_auto": False, "limits__context_tokens": context, **overrides}
@@ -128,6 +132,32 @@ async def test_log_probabilities_of_a_prompt(site: Site, reference: Reference) -
         assert answer.done is not None
         assert answer.done.usage.lane == "gpu"
         assert scores_of(answer, prompt) == expected_scores(reference, prompt, 3)
+
+
+@pytest.mark.usefixtures("cheap_drafts")
+async def test_drafts_on_a_gpu(site: Site, reference: Reference) -> None:
+    """Alone and beside so many others that rows are stored late; the rows that it has kept go on
+    on the CPU."""
+    prompts = [repeating(i, 60) for i in range(LATE_ENTRIES_MIN + 1)]
+    async with gpu_engine(site, drafts=6) as engine:
+        cpu, gpu = engine.state.lanes
+        longer = await prepared(engine, prompts)
+        alone = await read(engine.submit(request(longer[0], 30, session="s0")))
+        asked = [request(one, 12, session=f"s{i}") for i, one in enumerate(longer) if i]
+        answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
+        assert gpu.meter.accepted
+        assert not cpu.meter.drafted
+        computed = cpu.meter.tokens
+        await moved(engine, "s0", "cpu")
+        more = [*longer[0], *alone.tokens, 9]
+        again = await read(engine.submit(request(more, 20, session="s0")))
+        assert again.done is not None
+        assert again.done.usage.cached_tokens >= len(longer[0]) + len(alone.tokens) - 1
+        assert cpu.meter.tokens > computed
+    assert alone.tokens == reference.tokens(longer[0], 30)
+    assert again.tokens == reference.tokens(more, 20)
+    for one, answer in zip(longer[1:], answers, strict=True):
+        assert answer.tokens == reference.tokens(one, 12)
 
 
 async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Reference) -> None:

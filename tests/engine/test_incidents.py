@@ -21,9 +21,9 @@ from msgspec.structs import replace
 import batchengine.lanes.host_memory as memory_module
 import kv_store.layout as layout_module
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ErrorEvent
-from batchengine.engine.lane import inflight
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.lane.step import StepWriter
+from batchengine.engine.lane.steps import inflight
+from batchengine.engine.lane.steps.writer import StepWriter
 from batchengine.engine.tasks import Tasks
 from batchengine.kv.invalidation import Invalidation
 from batchengine.kv.prefix import PrefixMatcher

@@ -11,7 +11,8 @@ import pytest
 
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS, Kind, Sampling
-from batchengine.engine.lane import inflight, supervisor
+from batchengine.engine.lane import supervisor
+from batchengine.engine.lane.steps import inflight
 from tests.support.engines import (
     Reference,
     Site,

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from batchengine.policy.cost import LinkSpeed
-from batchengine.policy.pipeline import PipelineStage, PrefillWork, PromptWork, StageTimes
-from batchengine.policy.ring import RingHolder, RingShape
+from batchengine.policy.linked.pipeline import PipelineStage, PrefillWork, PromptWork, StageTimes
+from batchengine.policy.linked.ring import RingHolder, RingShape
 
 PIECES = 8  # of the KV of one chunk, on its way to the owner
 

@@ -11,7 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from batchengine.policy.cost import LinkSpeed
-from batchengine.policy.pipeline import (
+from batchengine.policy.linked.pipeline import (
     CHUNKS,
     EARLY_MAX,
     Links,

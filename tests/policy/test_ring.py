@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.policy.cost import LinkSpeed
-from batchengine.policy.ring import (
+from batchengine.policy.linked.ring import (
     EARLY_MAX,
     RingHolder,
     RingShape,

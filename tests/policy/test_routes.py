@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.core import SUPERPAGE_PAGES
-from batchengine.policy.routes import (
+from batchengine.policy.linked.routes import (
     HERE,
     GrowthPolicy,
     PageMove,

@@ -24,7 +24,7 @@ import pytest
 from batchengine.config import Config, load
 from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
-from batchengine.engine.lane.inflight import InFlightStep, InFlightSteps
+from batchengine.engine.lane.steps.inflight import InFlightStep, InFlightSteps
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire.lane import Step
 from service import notify

@@ -14,13 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from batchengine import errors
 from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
-from batchengine.engine.lane.drafting import Drafting
-from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightSteps
-from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeQueue
 from batchengine.engine.lane.seats import Seats
-from batchengine.engine.lane.step import StepWriter
+from batchengine.engine.lane.steps.emission import Emissions
+from batchengine.engine.lane.steps.inflight import InFlightSteps
+from batchengine.engine.lane.steps.meter import StepMeter
+from batchengine.engine.lane.steps.writer import StepWriter
 from batchengine.engine.lane.supervisor import Outage, WorkerSupervisor
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.lane.transfer import Frozen, Transfers
@@ -85,23 +84,21 @@ class LaneLoop:
         self._emissions = Emissions(text.piece)
         self._transfers = Transfers(lane.name, self.kv, self.seats)
         self._steps = StepWriter(
-            lane.name,
+            config,
             self.kv,
             self.seats,
             self._emissions,
             self.meter,
-            Drafting(config, self.cost),
             end_tokens=text.tokenizer.eog,
             suspects=suspects,
             journal=journal,
             metrics=metrics,
         )
         self._wake_event = lane.signal
-        self._is_asked = False  # for a moment between two steps
+        self._is_asked = self._paused = False  # for a moment between two steps; by an audit
         self._cancelled: list[Turn] = []
         self._changes: list[Callable[[], None]] = []
         self._in_flight = InFlightSteps(lane, config.steps_in_flight, self.meter.add_overhead)
-        self._paused = False
 
     def __repr__(self) -> str:
         return f"<LaneLoop {self.lane!r} {self.seats!r}>"
@@ -351,6 +348,7 @@ class LaneLoop:
             self._look_at_changed()
         due = self._is_asked, self.is_paused, self._transfers.is_due, self.recomputes, self.stages
         is_free = self.lane.alive and not (any(due) or self.kv.awaits_boundary)
+        is_free = is_free and not self._steps.may_draft_after(self._in_flight.last)
         return self.seats.view(self.cost) if is_free else None
 
     async def _commit_oldest(self) -> None:

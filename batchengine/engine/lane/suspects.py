@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from batchengine.engine.lane.inflight import StepEntry
+from batchengine.engine.lane.steps.inflight import StepEntry
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn
 from batchengine.session import Session

@@ -18,7 +18,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.holds_taken import HoldsTaken, TakenHold
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed, PeerPages, WrongPage
-from batchengine.policy.routes import HERE, PageMove
+from batchengine.policy.linked.routes import HERE, PageMove
 from batchengine.session import Session, State
 from batchengine.session_kv import HeldSegment, page_start, split_segments
 from kv_store import keys

@@ -22,7 +22,7 @@ from batchengine.engine.linked.page_move import PageMover
 from batchengine.peers.features import HOLDS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.transitions import LinkState
-from batchengine.policy.routes import (
+from batchengine.policy.linked.routes import (
     GrowthPolicy,
     PageMove,
     PeerRoom,

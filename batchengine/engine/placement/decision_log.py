@@ -17,7 +17,7 @@ from msgspec.structs import asdict
 from batchengine.core import ID_PREFIX_CHARS_MIN
 from batchengine.engine.placement.move_report import MoveReport
 from batchengine.policy.cost import LaneLoad, RestorePlan
-from batchengine.policy.layouts import Rejected
+from batchengine.policy.linked.layouts import Rejected
 from batchengine.policy.router import (
     Decision,
     LaneState,

@@ -26,11 +26,11 @@ from batchengine.peers.features import TURNS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT, Peers
 from batchengine.peers.transitions import LinkState
-from batchengine.policy import layouts, pipeline
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost, work_of
-from batchengine.policy.layouts import Held, LayoutFacts, PeerState
-from batchengine.policy.pipeline import PipelineModel, PromptWork, StageHost
-from batchengine.policy.ring import shape_of
+from batchengine.policy.linked import layouts, pipeline
+from batchengine.policy.linked.layouts import Held, LayoutFacts, PeerState
+from batchengine.policy.linked.pipeline import PipelineModel, PromptWork, StageHost
+from batchengine.policy.linked.ring import shape_of
 from batchengine.policy.router import ON_PEER, RINGED, Decision, Reason, RouteState
 from batchengine.session import Session
 from batchengine.session_kv import SELF

@@ -13,10 +13,11 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import GREEDY, PAGE_TOKENS, Sampling, TokenEvent
 from batchengine.engine import Engine
-from batchengine.engine.lane.meter import StepMeter
+from batchengine.engine.lane.steps.meter import StepMeter
 from batchengine.lanes import host_device
 from batchengine.lanes.host_device import n_accepted, sample_specs, wanted_rows
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
+from batchengine.policy.cost import CostModel
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, LOGITS_ROWS_MIN
 from tests.support.engines import (
@@ -36,7 +37,15 @@ SAMPLINGS = (
     Sampling(temperature=0.3, seed=5, presence_penalty=0.4, penalty_tokens=48),
     Sampling(repetition_penalty=1.05, tokens_min=30),
 )
+pytestmark = pytest.mark.usefixtures("cheap_drafts")
 LIMITS = StepLimits(tokens_max=64, entries_max=4, context_tokens=2048, vocab_size=2048)
+
+
+@pytest.fixture
+def cheap_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token of a draft costs as little as with weights that a step takes long to read."""
+    for name in ("DRAFT_SHARE", "DRAFT_SHARE_MAX"):
+        monkeypatch.setattr(CostModel, name, 0.02)
 
 
 def repeating(seed: int, n: int) -> list[int]:

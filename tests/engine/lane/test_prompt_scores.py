@@ -25,7 +25,7 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine, Generation
-from batchengine.engine.lane.inflight import InFlightStep, StepEntry, check_answer
+from batchengine.engine.lane.steps.inflight import InFlightStep, StepEntry, check_answer
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.model import sample_spec
 from batchengine.policy import scheduler

@@ -17,8 +17,8 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import GREEDY, Sampling, TokenEvent
 from batchengine.engine import Engine
-from batchengine.engine.lane import inflight
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.steps import inflight
 from batchengine.lanes.step_input import BadStep, StepLimits, take_samples, unpack
 from batchengine.session_kv import pages_for
 from batchengine.wire import lane as wire

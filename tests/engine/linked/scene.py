@@ -17,12 +17,11 @@ import numpy as np
 
 from batchengine.config import LaneConfig
 from batchengine.core import GenerationRequest, Sampling
-from batchengine.engine.lane.drafting import Drafting
-from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import check_answer
-from batchengine.engine.lane.meter import StepMeter
 from batchengine.engine.lane.seats import Seats
-from batchengine.engine.lane.step import StepWriter
+from batchengine.engine.lane.steps.emission import Emissions
+from batchengine.engine.lane.steps.inflight import check_answer
+from batchengine.engine.lane.steps.meter import StepMeter
+from batchengine.engine.lane.steps.writer import StepWriter
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Disputes, LaneKv
 from batchengine.lanes.host_device import Computed
@@ -195,8 +194,7 @@ class Scene:
         self.seats = Seats(self.kv, config, self.store.pages.allocator.slots_max, metrics, {})
         self.meter = StepMeter(CostModel(cost), metrics.step_seconds.labels("cpu"))
         self.steps = StepWriter(
-            "cpu", self.kv, self.seats, Emissions(lambda token: b""), self.meter,
-            Drafting(config, self.meter.cost),
+            config, self.kv, self.seats, Emissions(lambda token: b""), self.meter,
             end_tokens=(), suspects=SimpleNamespace(clear=lambda session: None),  # type: ignore[arg-type]
             journal=SimpleNamespace(note=lambda: None), metrics=metrics,  # type: ignore[arg-type]
         )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from batchengine.engine.linked import holds_server, peer_pages, routes
 from batchengine.peers.identity import Identity
 from batchengine.peers.link import PeerLink
-from batchengine.policy.routes import PageMove
+from batchengine.policy.linked.routes import PageMove
 from batchengine.wire import peer
 from batchengine.wire.peer import REPLY, REQUEST, PeerMessage
 from kv_store import keys

@@ -18,7 +18,7 @@ from batchengine.engine.linked.page_move import PageMover
 from batchengine.engine.remote import served
 from batchengine.peers.transitions import LinkState
 from batchengine.policy.cost import StepCost
-from batchengine.policy.routes import SlowPeers
+from batchengine.policy.linked.routes import SlowPeers
 from tests.engine.linked.daemons import PAGE_BYTES, Daemon, daemons, fix_speeds, slow_down
 from tests.support.engines import (
     Reference,

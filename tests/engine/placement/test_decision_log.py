@@ -6,8 +6,8 @@ import json
 
 from batchengine.engine.placement.decision_log import DecisionRecord
 from batchengine.policy.cost import LaneLoad, StepCost
-from batchengine.policy.layouts import LayoutFacts, PeerState
-from batchengine.policy.ring import shape_of
+from batchengine.policy.linked.layouts import LayoutFacts, PeerState
+from batchengine.policy.linked.ring import shape_of
 from batchengine.policy.router import LaneState, RouteRequest, RouteState, route
 from service.cli.render import explain_lines
 

@@ -24,7 +24,7 @@ from batchengine.engine.linked.holds import (
     PageFormats,
 )
 from batchengine.peers.link import PeerLink
-from batchengine.policy import layouts
+from batchengine.policy.linked import layouts
 from batchengine.wire.lane import HeadShape
 from batchengine.wire.peer import KvFormat
 from bench.models.synthetic import Shape, write_synthetic

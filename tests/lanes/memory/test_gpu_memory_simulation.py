@@ -24,7 +24,7 @@ import pytest
 
 import kernels
 from batchengine.core import GREEDY, PAGE_TOKENS
-from batchengine.engine.lane.inflight import (
+from batchengine.engine.lane.steps.inflight import (
     InFlightStep,
     StepBuilder,
     check_answer,

@@ -9,9 +9,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from batchengine.policy import layouts
 from batchengine.policy.cost import LinkSpeed, StepCost
-from batchengine.policy.layouts import (
+from batchengine.policy.linked import layouts
+from batchengine.policy.linked.layouts import (
     LOCAL,
     PIPELINE,
     REMOTE,
@@ -20,13 +20,13 @@ from batchengine.policy.layouts import (
     PeerState,
     Rejected,
 )
-from batchengine.policy.pipeline import (
+from batchengine.policy.linked.pipeline import (
     PipelineModel,
     PromptWork,
     StageHost,
     plan,
 )
-from batchengine.policy.ring import shape_of
+from batchengine.policy.linked.ring import shape_of
 from batchengine.policy.router import (
     BULK,
     FAST,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS
+from batchengine.engine.lane.steps.inflight import InFlightStep
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy.cost import CostModel, entry_ms
 from batchengine.policy.drafts import Draft, DraftOffer, StepRate, grant
@@ -42,7 +43,7 @@ class Drafting:
         decodes = [(turn, n) for turn, n in planned if _is_decode(turn, n)]
         rank = min([turn.rank for turn, _ in decodes], default=0)
         found: dict[int, tuple[Turn, Draft]] = {}
-        offers: list[DraftOffer] = []
+        offers = list[DraftOffer]()
         for turn, _ in decodes:
             longest = min(room, self._longest(turn)) if turn.rank == rank else 0
             draft = turn.drafts.find(turn.session.tokens, longest)
@@ -58,10 +59,20 @@ class Drafting:
         ms = sum([entry_ms(cost, turn.session.frontier, n) for turn, n in decodes])
         step = StepRate(len(decodes), ms + cost.fixed_ms + overhead_ms)
         granted = grant(offers, step, room)
+        if not granted:
+            self._cost.no_draft_paid()
         return {
             found[key][0]: found[key][1]._replace(tokens=found[key][1].tokens[:n])
             for key, n in granted.items()
         }
+
+    def may_follow(self, step: InFlightStep) -> bool:
+        """Whether the step after one that is in flight may have a draft, as the timelines without
+        the samples of this one have. None can be ahead, since its drafts follow these samples."""
+        if not self._tokens_max:
+            return False
+        decodes = [(part.turn, 1) for part in step.parts if part.wants]
+        return any(len(draft.tokens) > 1 for draft in self.choose(decodes, 0.0).values())
 
     def _longest(self, turn: Turn) -> int:
         """The most tokens of a draft that the next step of a decode may have; 0 = none.

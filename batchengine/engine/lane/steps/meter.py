@@ -9,7 +9,7 @@ from collections import deque
 
 from prometheus_client import Histogram
 
-from batchengine.engine.lane.inflight import InFlightStep
+from batchengine.engine.lane.steps.inflight import InFlightStep
 from batchengine.policy.cost import CostModel, work_of
 from batchengine.wire import lane as wire
 
@@ -85,10 +85,10 @@ class StepMeter:
 
     def sample(self, now_s: float) -> None:
         """Update the speeds; called once a second."""
-        self._samples.append((now_s, self.tokens + self.accepted, self.generated))
+        self._samples.append((now_s, self.tokens, self.generated))
         then_s, tokens, generated = self._samples[0]
         if now_s > then_s:
-            made, computed = self.generated - generated, self.tokens + self.accepted - tokens
+            made, computed = self.generated - generated, self.tokens - tokens
             self.generated_per_s = made / (now_s - then_s)
             self.prefill_per_s = max(0, computed - made) / (now_s - then_s)
 

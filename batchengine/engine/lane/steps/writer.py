@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from batchengine import errors
-from batchengine.engine.lane.drafting import Drafting
-from batchengine.engine.lane.emission import Emissions
-from batchengine.engine.lane.inflight import InFlightStep, StepBuilder
-from batchengine.engine.lane.meter import StepMeter
+from batchengine.config import LaneConfig
 from batchengine.engine.lane.seats import Seats
+from batchengine.engine.lane.steps.drafting import Drafting
+from batchengine.engine.lane.steps.emission import Emissions
+from batchengine.engine.lane.steps.inflight import InFlightStep, StepBuilder
+from batchengine.engine.lane.steps.meter import StepMeter
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.stream import Generation
@@ -35,12 +36,11 @@ class StepWriter:
 
     def __init__(
         self,
-        lane_name: str,
+        config: LaneConfig,
         kv: LaneKv,
         seats: Seats,
         emissions: Emissions,
         meter: StepMeter,
-        drafting: Drafting,
         *,
         end_tokens: Collection[int],
         suspects: Suspects,
@@ -48,12 +48,12 @@ class StepWriter:
         metrics: Metrics,
     ) -> None:
         """`end_tokens`: tokens that end a generation."""
-        self._lane_name = lane_name
+        self._lane_name = config.name
         self._kv = kv
         self._seats = seats
         self._emissions = emissions
         self._meter = meter
-        self._drafting = drafting
+        self._drafting = Drafting(config, meter.cost)
         self._end_tokens = end_tokens
         self._suspects = suspects
         self._journal = journal
@@ -85,6 +85,10 @@ class StepWriter:
         drafts_ms = sum([self._draft_ms(turn, draft) for turn, draft in drafts.items()])
         lap_ms = int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms)))
         return builder.finish(self._kv, plan.predicted_ms + drafts_ms, lap_ms=lap_ms)
+
+    def may_draft_after(self, step: InFlightStep) -> bool:
+        """Whether the step after one in flight may have a draft, so that none is sent ahead."""
+        return self._drafting.may_follow(step)
 
     def _add(self, builder: StepBuilder, turn: Turn, n_tokens: int, draft: Draft) -> None:
         """Add the next tokens of a turn to a step, if there is room for the state behind them."""
@@ -265,6 +269,7 @@ class StepWriter:
                 session.advance(1, self._lane_name)
                 session.computed = max(session.computed, session.frontier)
                 self._meter.accepted += 1
+                self._meter.tokens += 1
             self._meter.generated += 1
             if session.frontier < len(session.tokens):  # another daemon was faster
                 self._compare(turn, session.frontier, row)

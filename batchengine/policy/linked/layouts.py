@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from batchengine.policy import pipeline, ring
 from batchengine.policy.cost import LaneLoad, LinkSpeed, predict, wait_ms
-from batchengine.policy.pipeline import PipelinePlan, PromptWork
-from batchengine.policy.ring import SUPER_PAGE_TOKENS, RingHolder, RingShape
+from batchengine.policy.linked import pipeline, ring
+from batchengine.policy.linked.pipeline import PipelinePlan, PromptWork
+from batchengine.policy.linked.ring import SUPER_PAGE_TOKENS, RingHolder, RingShape
 
 LOCAL = "local"  # on one lane of this daemon
 PIPELINE = "pipeline"  # prefill: each daemon computes some layers

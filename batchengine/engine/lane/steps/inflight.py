@@ -297,6 +297,11 @@ class InFlightSteps:
         return iter(self._steps)
 
     @property
+    def last(self) -> InFlightStep:
+        """The step that was added last."""
+        return self._steps[-1]
+
+    @property
     def are_ahead(self) -> bool:
         """Whether the answers in flight are only used where tables are as they were: `is_ahead`."""
         return all(step.is_ahead for step in self._steps)
