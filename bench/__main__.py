@@ -9,6 +9,7 @@ BENCHES = {
     "engine": "prefill and decode of one GGUF against llama.cpp, same threads, same run",
     "kernels": "GB/s and GOPS of every kernel against the machine's measured peaks",
     "cuda": "random cases of every GPU kernel against the CPU, on an emulated GPU or a real one",
+    "drafts": "decode with drafts against decode without, on changes of source files",
     "idle": "the share of time in which a modelled GPU waits for its host, by batch",
     "quality": "what rounding activations and KV costs, against what Q4_0 costs",
     "invariance": "sequences compared bit for bit across every way of computing them",

@@ -249,7 +249,12 @@ async def test_a_holder_that_lies(site: Site, reference: Reference) -> None:
                 more = [*ids, *answer.tokens, 7]  # also if the pages went there at its last token
                 answer = await read(a.engine.submit(request(more, 3, session=f"s{number}")))
                 assert answer.tokens == reference.tokens(more, 3)
-                assert not a.linked.taken.n_pages
+                async with asyncio.timeout(60):
+                    while a.linked.taken.n_pages:  # they went there at its last step
+                        more = [*more, *answer.tokens, 7]
+                        asked = request(more, 3, session=f"s{number}")
+                        answer = await read(a.engine.submit(asked))
+                        assert answer.tokens == reference.tokens(more, 3)
                 await a.engine.drop("", f"s{number}")
                 await until(lambda: not a.linked.keeper.moves)
 
