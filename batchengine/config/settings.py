@@ -122,7 +122,7 @@ class LaneConfig:
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
     queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max
     steps_in_flight: int = field(default=0, metadata=_within(0, 3))  # 0 = by kind
-    draft_tokens_max: int = field(default=-1, metadata=_within(-1, 15))
+    draft_tokens_max: int = field(default=-1, metadata=_within(-1, 15))  # -1 = by kind; 0 = none
 
     @property
     def draft_tokens(self) -> int:

@@ -3,7 +3,7 @@
 A model of random weights says nothing sensible, so each answer is given: the next token of a step
 is that of the text, whatever the logits are. Everything else is real: the forward passes, the
 logits of every row that is wanted, and the rules of `batchengine/policy/drafts.py` with what they
-learn. Texts are changes in the git history of the folder that this runs in:
+learn. Texts are changes in the git history of a folder:
 
     rewrite  prompt: a file; answer: the whole file after the change
     edit     prompt: a file; answer: old and new lines of each place, as calls of an editing tool
@@ -39,6 +39,7 @@ from bench.models.synthetic import PRESETS
 POCKET = Path(__file__).parents[2] / "pocket" / "pocket-q4_0.gguf"
 DRAFT_MAX = 15  # of a CPU lane
 COMMITS = 800
+ANSWER_CHARS_MIN = 600
 
 
 class Text(NamedTuple):
@@ -57,31 +58,43 @@ class Run(NamedTuple):
     accepted: int
 
 
-def git(*arguments: str) -> str:
-    """What git prints; empty if it fails."""
-    return subprocess.run(
-        ["git", *arguments], capture_output=True, text=True, errors="replace", check=False
-    ).stdout
+class History:
+    """The git history of a folder; without one, nothing has changed."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def git(self, *arguments: str) -> str:
+        """What git prints; empty if it fails."""
+        command = ["git", "-C", self.folder, *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+        return done.stdout
+
+    def changed(self, commit: str, kind: str) -> list[str]:
+        """Python files that a commit has modified (M) or added (A)."""
+        how = "--name-only", f"--diff-filter={kind}"
+        names = self.git("diff", *how, f"{commit}~1", commit).split()
+        return [name for name in names if name.endswith(".py")]
+
+    def file(self, commit: str, name: str) -> str:
+        """A file as a commit has it."""
+        return self.git("show", f"{commit}:{name}")
 
 
-def changed(commit: str, kind: str) -> list[str]:
-    """Python files that a commit has modified (M) or added (A)."""
-    names = git("diff", "--name-only", f"--diff-filter={kind}", f"{commit}~1", commit).split()
-    return [name for name in names if name.endswith(".py")]
-
-
-def rewrite(commit: str) -> Iterator[Text]:
+def rewrite(history: History, commit: str) -> Iterator[Text]:
     """Whole files after a change."""
-    for name in changed(commit, "M"):
-        yield Text(git("show", f"{commit}~1:{name}"), git("show", f"{commit}:{name}"))
+    for name in history.changed(commit, "M"):
+        yield Text(history.file(f"{commit}~1", name), history.file(commit, name))
 
 
-def edit(commit: str) -> Iterator[Text]:
+def edit(history: History, commit: str) -> Iterator[Text]:
     """The places of files that a change has touched."""
-    for name in changed(commit, "M"):
+    for name in history.changed(commit, "M"):
         calls: list[str] = []
         old = new = ""
-        diff = git("diff", "-U1", f"{commit}~1", commit, "--", name).splitlines()[4:]
+        diff = history.git("diff", "-U1", f"{commit}~1", commit, "--", name).splitlines()[4:]
         for line in [*diff, "@@"]:
             if line.startswith("@@"):
                 if old != new:
@@ -90,30 +103,38 @@ def edit(commit: str) -> Iterator[Text]:
             else:
                 old += line[1:] + "\n" if line[:1] in " -" else ""
                 new += line[1:] + "\n" if line[:1] in " +" else ""
-        yield Text(git("show", f"{commit}~1:{name}"), "\n".join(calls))
+        yield Text(history.file(f"{commit}~1", name), "\n".join(calls))
 
 
-def new(commit: str) -> Iterator[Text]:
+def new(history: History, commit: str) -> Iterator[Text]:
     """Files that a change has added."""
-    for name in changed(commit, "A"):
-        beside = git("ls-tree", "--name-only", commit, f"{Path(name).parent}/").split()
+    for name in history.changed(commit, "A"):
+        beside = history.git("ls-tree", "--name-only", commit, f"{Path(name).parent}/").split()
         others = [other for other in beside if other.endswith(".py") and other != name]
         if others:
-            yield Text(git("show", f"{commit}:{others[-1]}"), git("show", f"{commit}:{name}"))
+            yield Text(history.file(commit, others[-1]), history.file(commit, name))
 
 
-KINDS: dict[str, Callable[[str], Iterator[Text]]] = {"rewrite": rewrite, "edit": edit, "new": new}
+KINDS: dict[str, Callable[[History, str], Iterator[Text]]] = {
+    "rewrite": rewrite,
+    "edit": edit,
+    "new": new,
+}
 
 
-def texts_of(kind: str, n: int, rng: random.Random) -> list[Text]:
+def texts_of(history: History, kind: str, n: int, rng: random.Random) -> list[Text]:
     """So many texts of a kind, of different changes."""
     found: list[Text] = []
-    commits = git("log", f"-{COMMITS}", "--format=%H").split()[:-1]
+    commits = history.git("log", f"-{COMMITS}", "--format=%H").split()[:-1]
     rng.shuffle(commits)
     for commit in commits:
         if len(found) == n:
             break
-        fitting = [t for t in KINDS[kind](commit) if len(t.answer) > 600 and t.prompt]
+        fitting = [
+            text
+            for text in KINDS[kind](history, commit)
+            if len(text.answer) >= ANSWER_CHARS_MIN and text.prompt
+        ]
         found += rng.sample(fitting, min(1, len(fitting)))
     return found
 
@@ -174,6 +195,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt at most")
     parser.add_argument("--answer", type=int, default=400, help="tokens of an answer at most")
+    parser.add_argument("--history", default=".", help="folder with a git history")
     parser.add_argument("--json")
     given = parser.parse_args(argv)
     preset = given.model or ("0.1b" if given.quick else "0.6b")
@@ -194,7 +216,7 @@ def main(argv: list[str]) -> int:
     print(f"{path.name}, {given.threads} threads, vocabulary of {given.vocab.name}", flush=True)
     for kind in KINDS:
         rows: list[tuple[int, Run, Run]] = []
-        for text in texts_of(kind, n_texts, rng):
+        for text in texts_of(History(given.history), kind, n_texts, rng):
             prompt = tokenizer.encode(text.prompt)[: given.prompt]
             answer = tokenizer.encode(text.answer)[: given.answer]
             sequence = LocalSequence()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,27 @@ def test_idle_is_the_time_between_steps_of_all_sessions() -> None:
     steps = [step(1, -9.0, -8.0), *whole, step(1, 30.0, 31.0)]
     row = idle_row(steps, 2)
     assert (row["idle"], row["gap_ms"], row["step_ms"]) == (0.25, 250.0, 750.0)
+
+
+def test_the_drafts_bench_decodes_changes_of_a_git_history(tmp_path: Path, cache: Path) -> None:
+    """A file that is said again has drafts, each of which may be right."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    history, lines = tmp_path / "history", [f"value_{i} = compute({i} * {i})" for i in range(60)]
+    history.mkdir()
+    one, two = history / "one.py", history / "two.py"
+    for i in range(3):
+        one.write_text("\n".join([*lines, f"last = {i}", *lines[: 10 + i]]))
+        if i == 2:
+            two.write_text("\n".join(lines[::-1]))
+        for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "change"]):
+            who = ["-c", "user.name=bench", "-c", "user.email=bench@localhost"]
+            subprocess.run(["git", "-C", str(history), *who, *command], check=True)
+    asked = "--model", "small", "--history", str(history), "--answer", "200"
+    result = run_bench("drafts", tmp_path / "result.json", cache, *asked)
+    rewrites, added = result["rewrite"], result["new"]
+    assert isinstance(rewrites, dict)
+    assert isinstance(added, dict)
+    assert rewrites["tokens_per_step"] > 1
+    assert 0 < rewrites["accepted"] <= 1
+    assert all(value > 0 for value in rewrites.values())
