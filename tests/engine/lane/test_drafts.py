@@ -20,6 +20,7 @@ from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.policy.cost import CostModel
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, LOGITS_ROWS_MIN
+from tests.simulation.stage import Stage, play
 from tests.support.engines import (
     Answer,
     Reference,
@@ -130,6 +131,40 @@ async def test_a_session_moves_and_its_worker_dies_while_it_has_drafts(
         answer = await reading
         assert sum(loop.meter.accepted for loop in loops.values())
     assert answer.tokens == reference.tokens(prompt, n)
+
+
+@pytest.mark.parametrize("state_bytes", [0, 4096])
+def test_a_model_that_says_few_tokens_is_drafted_all_the_time(state_bytes: int) -> None:
+    """HashLM, of which every token depends on all rows, and on the recurrent state if it has one:
+    right and wrong drafts, while its session moves, loses its worker, is parked and goes on."""
+
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 700)
+        asked = stage.ask(prompt, 400, "s")
+        reading = stage.start(asked)
+        for n in range(30, 360, 30):
+            await stage.computed(asked, n)
+            if n % 90:
+                report = await stage.up.promote("", "s", to=stage.other("s"))
+                assert report["result"] == "moved", report
+            else:
+                stage.process(stage.home("s")).end(-9)
+        history = [*prompt, *(await reading).tokens]
+        session = stage.up.state.sessions["", "s"]
+        await stage.until(lambda: session.kv.parked is not None)
+        again = stage.ask([*history, 9], 200, "s")
+        reading = stage.start(again)
+        await reading
+        assert again.cached_tokens >= len(history) - 16  # its last draft was not kept whole
+        meters = [loop.meter for loop in stage.now.loops]
+        drafted, accepted = (
+            sum([m.drafted for m in meters]),
+            sum([m.accepted for m in meters]),
+        )
+        assert 0 < accepted < drafted
+        assert bool(stage.counts["drafted with states"]) == bool(state_bytes)
+
+    play(scene, recurrent=state_bytes, repeats=2, router__dwell_s=0.0)
 
 
 async def test_a_draft_whose_row_is_not_finite_is_computed_again_without(
