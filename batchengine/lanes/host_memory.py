@@ -301,14 +301,16 @@ class HostMemory:
 
         `digests`: one per token. The rows of the entries `unusable` get no record, nor do the last
         ones of those in `rejected`: a row depends on all tokens before it, a record names its own.
+        Nor does the row behind the last one of an entry keep an earlier record: imports end there.
         """
         at = rows.slots, rows.rows
+        ends = np.cumsum(batch.shape[:, 0])
+        _end_records(self._valid, rows.slots[ends - 1], rows.rows[ends - 1])
         valid: int | NDArray[np.uint32] = 1
         if unusable or rejected:
             good = np.ones(len(batch.entries), np.uint32)
             good[list(unusable)] = 0
             valid = np.repeat(good, batch.shape[:, 0])
-            ends = np.cumsum(batch.shape[:, 0])
             for index, n in rejected:
                 valid[ends[index] - n : ends[index]] = 0
         self._digests[at] = digests
@@ -322,8 +324,9 @@ class HostMemory:
         tokens: NDArray[np.integer[Any]],
         digests: U64Array,
     ) -> None:
-        """Record which token each of these rows of slots holds; the rows are in place already."""
+        """Record which token each of these rows, in order of one timeline, holds; they are in place."""
         at = slots, rows
+        _end_records(self._valid, slots[-1:], rows[-1:])
         self._digests[at], self._tokens[at], self._valid[at] = digests, tokens, 1
 
     def _own(self, slot: wire.ReserveSlot | wire.Relabel) -> None:
@@ -446,3 +449,16 @@ def _check_source(source: wire.FromArena | wire.FromPage) -> None:
         raise BadStep(f"source slot {source.slot}, generation {source.gen}")
     elif not 0 <= source.epoch <= U64_MAX:
         raise BadStep(f"source epoch {source.epoch}")
+
+
+def _end_records(
+    valid: NDArray[np.uint32], slots: NDArray[np.integer[Any]], rows: NDArray[np.integer[Any]]
+) -> None:
+    """Invalidate the record behind each of these rows, which are the last of their timelines.
+
+    It may be of a row that a draft has brought and its turn has not kept: that depends on tokens
+    which the timeline has not. Called before the rows are recorded, so that a worker that dies
+    leaves no such record behind a valid one.
+    """
+    is_inside = rows + 1 < PAGE_TOKENS
+    valid[slots[is_inside], rows[is_inside] + 1] = 0

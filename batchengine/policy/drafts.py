@@ -26,6 +26,7 @@ N_CLASSES = len(CLASS_ENDS) + 1
 # between what rewritten files and new ones showed (bench/results, drafts).
 PRIOR_CHANCES = (0.4, 0.5, 0.6, 0.75, 0.9)
 PRIOR_WEIGHT = 4.0  # tokens that a prior counts as
+PLACES_MAX = 512  # of the last token, the latest ones: enough, and a search does not grow with them
 SEEN_MAX = 32.0  # tokens that a class remembers; more are halved, so that it follows the text
 CHANCE_MIN = 0.05  # of a token of a draft that is sent
 
@@ -49,8 +50,8 @@ def class_of(matched: int) -> int:
 class PromptLookup:
     """The tokens of one timeline, to be searched for what followed its last ones before.
 
-    A search is one pass over four bytes per token, of 10 to 60 us for 128K tokens. It takes 2 ms to
-    copy so many at first.
+    A search is one pass over four bytes per token: 15 to 150 us for 128K tokens, which take 2 ms to
+    copy at first.
     """
 
     def __init__(self, tokens: Sequence[int] = ()) -> None:
@@ -77,7 +78,7 @@ class PromptLookup:
         n, ids = self._n, self._ids[: self._n]
         if n < MATCH_MIN + 1 or tokens_max < 1:
             return NO_DRAFT
-        ends = np.flatnonzero(ids[:-1] == ids[-1])  # where a match may end
+        ends = np.flatnonzero(ids[:-1] == ids[-1])[-PLACES_MAX:]  # where a match may end
         matched = 1
         while len(ends) and matched < min(MATCH_MAX, n - 1):
             # A wrapped index compares a token of the end: it is one before the timeline's first.

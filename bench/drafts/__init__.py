@@ -1,9 +1,9 @@
 """Decode with drafts against decode without, on texts that agents say: changes of source files.
 
 A model of random weights says nothing sensible, so each answer is given: the next token of a step
-is that of the text, whatever the logits are. Everything else is real: the forward passes, the
-logits of every row that is wanted, and the rules of `batchengine/policy/drafts.py` with what they
-learn. Texts are changes in the git history of a folder:
+is that of the text, whatever the logits are. Forward passes are real, so are the logits of every
+row that is wanted, and the rules of `batchengine/policy/drafts.py` with what they learn; there is
+no sampler and no engine around them. Texts are changes in the git history of a folder:
 
     rewrite  prompt: a file; answer: the whole file after the change
     edit     prompt: a file; answer: old and new lines of each place, as calls of an editing tool

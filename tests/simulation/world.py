@@ -511,9 +511,6 @@ class World:
         self.counts["states saved"] += len(step.save_states)
         self.counts["states loaded"] += len(step.load_states)
         self.counts["drafted"] += sum([entry.drafts for entry in step.entries])
-        self.counts["drafted with states"] += sum(
-            [entry.drafts for entry in step.entries if entry.state_written >= 0]
-        )
         if any(entry.takes_sample for entry in step.entries):
             self.counts["entries ahead"] += sum([entry.takes_sample for entry in step.entries])
             self.counts["chunks ahead"] += sum([not e.takes_sample for e in step.entries])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from batchengine.policy.drafts import Draft, DraftOdds, PromptLookup
+from batchengine.policy.drafts import NO_DRAFT, Draft, DraftOdds, PromptLookup
+
+FOUND_MAX = 16  # tokens that are looked up at once
 
 
 class TurnDrafts:
@@ -16,10 +18,16 @@ class TurnDrafts:
         self.odds = DraftOdds()
         self.is_off = False
         self._lookup: PromptLookup | None = None
+        self._found = 0, NO_DRAFT  # the draft behind so many tokens
 
     def find(self, timeline: list[int], tokens_max: int) -> Draft:
         """A draft behind the timeline, which has only grown since the last call."""
+        if tokens_max < 1:
+            return NO_DRAFT
         if self._lookup is None:
             self._lookup = PromptLookup(timeline)
         self._lookup.extend(timeline[len(self._lookup) :])
-        return self._lookup.find(tokens_max)
+        if self._found[0] != len(timeline):
+            self._found = len(timeline), self._lookup.find(FOUND_MAX)
+        draft = self._found[1]
+        return draft._replace(tokens=draft.tokens[:tokens_max])

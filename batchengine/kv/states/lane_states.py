@@ -272,17 +272,6 @@ class LaneStates:
         if not position % PAGE_TOKENS and self.is_due(session, position):
             self.save(session)
 
-    def drafted(self, session: Session, written: StateSlot, start: int, n_tokens: int) -> None:
-        """As `computed`, after an entry of `n_tokens` tokens from `start` with a draft. Unless the
-        session has advanced to their end, there is no state behind its frontier: it goes on from
-        `start`, and computes the tokens that it has got once more."""
-        if session.frontier == start + n_tokens:
-            self.computed(session, written)
-            return
-        written.release()
-        session.frontier = start
-        self._slots.fit(session)
-
     def save(self, session: Session) -> bool:
         """Have the next frame write the session's state to a file; False if there is none at its
         frontier, or it is saved already."""

@@ -74,10 +74,12 @@ class StepMeter:
         self.tokens += sum([entry.n_tokens - entry.drafts for entry in entries])
         work = work_of([(entry.start, entry.n_tokens - entry.drafts) for entry in entries])
         drafts = [(entry.start, entry.drafts) for entry in entries if entry.drafts]
-        if n_scored := sum([entry.scored for entry in entries]):
+        n_scored = sum([entry.scored for entry in entries])
+        if drafts:
+            if not n_scored:  # else it is not known what takes which part of the time
+                self.cost.observe_drafted(work, drafts, self.step_ms)
+        elif n_scored:
             self.cost.observe_scored(work, n_scored, self.step_ms)
-        elif drafts:
-            self.cost.observe_drafted(work, drafts, self.step_ms)
         elif work.prefill_tokens or self.steps < OBSERVE_ALL or not self.steps % OBSERVE_EVERY:
             self.cost.observe(work, self.step_ms)
         self._seconds.observe(done.elapsed_us / 1e6)

@@ -77,7 +77,9 @@ class StepWriter:
         planned = [(seats.running[key], n) for key, n in plan.batch]
         planned = [(turn, self._room(turn, n)) for turn, n in planned]
         planned = [(turn, n) for turn, n in planned if n > 0]
-        drafts = self._drafting.choose(planned, self._meter.overhead_ms)
+        drafts: dict[Turn, Draft] = {}
+        if not self._kv.states.is_used:  # a state behind a wrong token is that of no timeline
+            drafts = self._drafting.choose(planned, self._meter.overhead_ms)
         for turn, n in planned:
             self._add(builder, turn, n, drafts.get(turn, NO_DRAFT))
         if not builder.entries and not self._kv.has_chores:
@@ -88,7 +90,7 @@ class StepWriter:
 
     def may_draft_after(self, step: InFlightStep) -> bool:
         """Whether the step after one in flight may have a draft, so that none is sent ahead."""
-        return self._drafting.may_follow(step)
+        return not self._kv.states.is_used and self._drafting.may_follow(step)
 
     def _add(self, builder: StepBuilder, turn: Turn, n_tokens: int, draft: Draft) -> None:
         """Add the next tokens of a turn to a step, if there is room for the state behind them."""
@@ -236,7 +238,7 @@ class StepWriter:
             if entry.scored and turn.scores is not None:
                 turn.scores.add(entry.start, scores[session.key])
             session.advance(n, self._lane_name)
-            if state is not None and not draft.tokens:
+            if state is not None:
                 self._kv.states.computed(session, state)
             turn.served_ms = now_ms
             if session.key in seats.arrivals:
@@ -245,8 +247,6 @@ class StepWriter:
                 self._suspects.clear(session)
             if wants:
                 self._add_samples(turn, draft, rows[session.key], now_ms)
-                if state is not None and draft.tokens:
-                    self._kv.states.drafted(session, state, entry.start, entry.n_tokens)
                 following[session.key] = rows[session.key][-1].token
             else:
                 following[session.key] = session.tokens[session.frontier]
@@ -272,7 +272,8 @@ class StepWriter:
                 self._meter.tokens += 1
             self._meter.generated += 1
             if session.frontier < len(session.tokens):  # another daemon was faster
-                self._compare(turn, session.frontier, row)
+                if not self._compare(turn, session.frontier, row):
+                    return
             else:
                 self._add_token(turn, row, now_ms)
             if not self._seats.holds(turn) or turn.paused or session.to_compute != 1:
@@ -335,11 +336,13 @@ class StepWriter:
                 self._add_token(turn, row, now_ms)
         return len(rows)
 
-    def _compare(self, turn: Turn, position: int, row: wire.SampledRow) -> None:
-        """Compare a token that was computed by two daemons."""
-        if turn.session.tokens[position] != row.token:
-            turn.shared_with = ""
-            turn.on_difference()
+    def _compare(self, turn: Turn, position: int, row: wire.SampledRow) -> bool:
+        """Compare a token that was computed by two daemons; returns whether it is the same."""
+        if turn.session.tokens[position] == row.token:
+            return True
+        turn.shared_with = ""
+        turn.on_difference()
+        return False
 
     def _may_end(self, turn: Turn, token: int) -> bool:
         """Whether the turn may end with this token, which is the next one."""
