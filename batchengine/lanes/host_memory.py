@@ -324,7 +324,7 @@ class HostMemory:
         tokens: NDArray[np.integer[Any]],
         digests: U64Array,
     ) -> None:
-        """Record which token each of these rows, in order of one timeline, holds; they are in place."""
+        """Record which token each of these rows holds, which are in place, and of one timeline."""
         at = slots, rows
         _end_records(self._valid, slots[-1:], rows[-1:])
         self._digests[at], self._tokens[at], self._valid[at] = digests, tokens, 1

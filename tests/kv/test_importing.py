@@ -647,9 +647,10 @@ async def test_a_worker_death_within_a_step_costs_at_most_that_step(
     await lane.close()
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
 @pytest.mark.parametrize("model", ["real", "hash"])
 async def test_rows_behind_a_wrong_token_of_a_draft_are_not_proven(
-    model: str, pocket_path: Path, cache_dir: Path, tmp_path: Path
+    model: str, is_kept: bool, pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Not even where a later token of the timeline is the one that they were computed for: they
     depend on all tokens before it."""
@@ -668,13 +669,17 @@ async def test_rows_behind_a_wrong_token_of_a_draft_are_not_proven(
     entry = msgspec.structs.replace(step.entries[0], drafts=len(draft))
     done = await lane.run(msgspec.structs.replace(step, entries=(entry,)), payload, deadline_s=10)
     assert [row.token for row in done.rows] == known[41:44]
+    # The turn has ended with the first of these tokens; another one follows it.
+    ended = [*tokens, known[41] ^ 1, known[42]]
+    if is_kept:
+        ended = [*tokens, *right[:2], *others]
+    else:
+        await lane.run(*frame_of([(41, ended[41:42], codes)]), deadline_s=10)
     lane.kill("test")
     await lane.died()
     await attach(lane, load, layout, tmp_path)
-    for timeline, proven in (
-        ([*tokens, *right[:2], *others], 43),
-        ([*tokens, *right[:2], right[2], *others[1:]], 43),
-    ):
+    proven = 43 if is_kept else 42
+    for timeline in (ended, [*ended[:proven], known[proven], 77]):
         rows = wire.ImportRows(slot(0, 0), len(timeline), wire.FromArena("cpu.1", 0, 0, 1))
         step, payload = frame_of([], import_rows=(rows,))
         done = await lane.run(step, payload + array("i", timeline).tobytes(), deadline_s=10)

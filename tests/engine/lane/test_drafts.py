@@ -175,7 +175,9 @@ def test_a_model_with_recurrent_state_has_no_drafts() -> None:
     play(scene, recurrent=4096, repeats=2)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    "seed", [0, 1, 53]
+)  # the last one reads such a row, if it is not invalidated
 def test_turns_end_inside_drafts_and_sessions_go_on_otherwise(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
