@@ -108,6 +108,11 @@ class DraftOdds:
         of = class_of(matched)
         return self._right[of] / self._seen[of]
 
+    @property
+    def best(self) -> float:
+        """The chance of the likeliest class."""
+        return max([right / seen for right, seen in zip(self._right, self._seen, strict=True)])
+
     def learn(self, matched: int, drafted: int, accepted: int) -> None:
         """Count a draft: what is behind its first wrong token says nothing."""
         of = class_of(matched)
@@ -135,6 +140,11 @@ class StepRate(NamedTuple):
     ms: float
 
 
+def pays(chance: float, token_ms: float, step: StepRate) -> bool:
+    """Whether a token of a draft yields more for its time than the step does without it."""
+    return chance >= CHANCE_MIN and chance * step.ms > step.tokens * token_ms
+
+
 def grant(offers: Sequence[DraftOffer], step: StepRate, tokens_max: int) -> dict[int, int]:
     """How many tokens of each draft a step carries, so that it yields most tokens per time.
 
@@ -148,8 +158,8 @@ def grant(offers: Sequence[DraftOffer], step: StepRate, tokens_max: int) -> dict
     likely = [(-offer.chance / offer.token_ms, offer.key, offer.chance, offer) for offer in offers]
     heapq.heapify(likely)
     while likely and tokens_max > 0:
-        negative, key, kept, offer = heapq.heappop(likely)
-        if kept < CHANCE_MIN or -negative * ms <= tokens:
+        _, key, kept, offer = heapq.heappop(likely)
+        if not pays(kept, offer.token_ms, StepRate(tokens, ms)):
             break
         granted[key] = n = granted.get(key, 0) + 1
         tokens, ms, tokens_max = tokens + kept, ms + offer.token_ms, tokens_max - 1

@@ -73,6 +73,7 @@ def test_odds_follow_what_was_right() -> None:
         odds.learn(5, 6, 0)  # the text has changed
     assert odds.chance(5) < 0.15
     assert odds.chance(9) == PRIOR_CHANCES[class_of(9)]
+    assert odds.best == PRIOR_CHANCES[-1]
 
 
 @pytest.mark.parametrize("seed", range(60))

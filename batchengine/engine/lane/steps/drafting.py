@@ -12,7 +12,7 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.steps.inflight import InFlightStep
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy.cost import CostModel, entry_ms
-from batchengine.policy.drafts import Draft, DraftOffer, StepRate, grant
+from batchengine.policy.drafts import Draft, DraftOffer, StepRate, grant, pays
 from batchengine.wire.lane import logits_rows_max
 
 Planned = Sequence[tuple[Turn, int]]  # turns of a step, and how many of their tokens it computes
@@ -31,8 +31,9 @@ class Drafting:
 
     def choose(self, planned: Planned, overhead_ms: float) -> dict[Turn, Draft]:
         """The drafts of a step. overhead_ms: what a step takes outside the worker."""
-        found = self._find(planned)
-        drafts = self._granted(planned, found, overhead_ms)
+        rate = self._rate(planned, overhead_ms)
+        found = self._find(planned, rate)
+        drafts = self._granted(planned, found, rate)
         if found and not drafts:
             self._cost.no_draft_paid()
         return drafts
@@ -41,15 +42,23 @@ class Drafting:
         """Whether the step after one that is in flight may have a draft, as the timelines without
         the samples of this one have. None can be ahead, since its drafts follow these samples."""
         decodes = [(part.turn, 1) for part in step.parts if part.wants]
-        return bool(self._granted(decodes, self._find(decodes), 0.0))
+        rate = self._rate(decodes, 0.0)
+        return bool(self._granted(decodes, self._find(decodes, rate), rate))
 
     def _room(self, planned: Planned) -> int:
         """Tokens that the drafts of a step may have together."""
         rows = self._rows_max - len(planned)
         return min(rows, self._step_tokens_max - sum([n for _, n in planned]))
 
-    def _find(self, planned: Planned) -> dict[int, tuple[Turn, Draft]]:
-        """What may follow the decodes of a step, by session.
+    def _rate(self, planned: Planned, overhead_ms: float) -> StepRate:
+        """What the decodes of a step yield without drafts."""
+        cost, frontiers = self._cost.cost, [turn.session.frontier for turn, n in planned if n == 1]
+        ms = sum([entry_ms(cost, frontier, 1) for frontier in frontiers])
+        return StepRate(len(frontiers), ms + cost.fixed_ms + overhead_ms)
+
+    def _find(self, planned: Planned, rate: StepRate) -> dict[int, tuple[Turn, Draft]]:
+        """What may follow the decodes of a step, by session, if the likeliest draft that a turn has
+        had would be worth its time.
 
         Only those of the most urgent class in the step have drafts: those of another one would make
         its tokens late.
@@ -60,18 +69,18 @@ class Drafting:
         rank = min([turn.rank for turn, _ in planned], default=0)
         for turn, n in planned:
             if turn.rank == rank and n == 1 and turn.session.to_compute == 1:
-                draft = turn.drafts.find(turn.session.tokens, min(room, self._longest(turn)))
+                session = turn.session
+                if not pays(turn.drafts.odds.best, self._cost.draft_ms(session.frontier), rate):
+                    continue
+                draft = turn.drafts.find(session.tokens, min(room, self._longest(turn)))
                 if draft.tokens:
-                    found[turn.session.key] = turn, draft
+                    found[session.key] = turn, draft
         return found
 
     def _granted(
-        self, planned: Planned, found: Mapping[int, tuple[Turn, Draft]], overhead_ms: float
+        self, planned: Planned, found: Mapping[int, tuple[Turn, Draft]], rate: StepRate
     ) -> dict[Turn, Draft]:
         """What is worth its time of these drafts, as far as there is room for it."""
-        if not found:
-            return {}
-        cost, decodes = self._cost.cost, [turn for turn, n in planned if n == 1]
         offers = [
             DraftOffer(
                 key,
@@ -81,11 +90,9 @@ class Drafting:
             )
             for key, (turn, draft) in found.items()
         ]
-        ms = sum([entry_ms(cost, turn.session.frontier, 1) for turn in decodes])
-        step = StepRate(len(decodes), ms + cost.fixed_ms + overhead_ms)
         return {
             found[key][0]: found[key][1]._replace(tokens=found[key][1].tokens[:n])
-            for key, n in grant(offers, step, self._room(planned)).items()
+            for key, n in grant(offers, rate, self._room(planned)).items()
             if n >= self._tokens_min
         }
 
