@@ -96,7 +96,7 @@ class CostModel:
     SCALE_MAX = 100.0
     SCORED_GAIN = 0.25
     SCORED_CHANGE_MAX = 2.0  # factor of one step
-    DRAFT_SHARE = 0.1  # prior of `draft_share`: 0.05 to 0.1 where a step reads all weights anyway
+    DRAFT_SHARE = 0.1  # prior of `draft_share`
     DRAFT_GAIN, DRAFT_GAIN_BACK = 0.05, 0.005
     DRAFT_SHARE_MIN, DRAFT_SHARE_MAX = 0.005, 1.0
 

@@ -31,6 +31,8 @@ class Drafting:
 
     def choose(self, planned: Planned, overhead_ms: float) -> dict[Turn, Draft]:
         """The drafts of a step. overhead_ms: what a step takes outside the worker."""
+        if not self._tokens_max:
+            return {}
         rate = self._rate(planned, overhead_ms)
         found = self._find(planned, rate)
         drafts = self._granted(planned, found, rate)
@@ -41,6 +43,8 @@ class Drafting:
     def may_follow(self, step: InFlightStep) -> bool:
         """Whether the step after one that is in flight may have a draft, as the timelines without
         the samples of this one have. None can be ahead, since its drafts follow these samples."""
+        if not self._tokens_max:
+            return False
         decodes = [(part.turn, 1) for part in step.parts if part.wants]
         rate = self._rate(decodes, 0.0)
         return bool(self._granted(decodes, self._find(decodes, rate), rate))
@@ -64,7 +68,7 @@ class Drafting:
         its tokens late.
         """
         room, found = self._room(planned), dict[int, tuple[Turn, Draft]]()
-        if not self._tokens_max or room < 1:
+        if room < 1:
             return found
         rank = min([turn.rank for turn, _ in planned], default=0)
         for turn, n in planned:
