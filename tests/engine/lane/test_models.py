@@ -14,8 +14,18 @@ from batchengine.config import LaneConfig, load
 from batchengine.core import Sampling
 from batchengine.engine.boot import inspect_model, prior_cost
 from batchengine.policy.cost import StepWork
+from batchengine.session import State
 from bench.models.synthetic import PRESETS, write_synthetic
-from tests.support.engines import Reference, Site, read, request, running_engine, started, words
+from tests.support.engines import (
+    Reference,
+    Site,
+    read,
+    request,
+    running_engine,
+    started,
+    until,
+    words,
+)
 
 SHAPE = dataclasses.replace(PRESETS["moe-tiny"], n_vocab=2000, tied=True)
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
@@ -62,7 +72,9 @@ async def test_sessions_survive_moves_and_a_restart(
             generation.cancel()
             answer = await reader
             # The session may have a token that came with the end of the turn.
-            timeline = list(engine.state.sessions["", name].tokens)
+            session = engine.state.sessions["", name]
+            await until(lambda session=session: session.state is State.IDLE)
+            timeline = list(session.tokens)
             made = timeline[len(prompts[name]) :]
             assert made == alone.tokens(prompts[name], len(made), SAMPLING)
             assert answer.tokens == made[: len(answer.tokens)]
