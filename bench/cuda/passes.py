@@ -250,8 +250,10 @@ class Passes:
         if batch not in self._experts:
             select, counts = self._ops.select_experts, list[int]()
 
-            def counting(logits: Any, tokens: int, scale: float, pairs: ExpertPairs) -> None:
-                select(logits, tokens, scale, pairs)
+            def counting(
+                logits: Any, tokens: int, scale: float, pairs: ExpertPairs, *gating: Any
+            ) -> None:
+                select(logits, tokens, scale, pairs, *gating)
                 counts.append(len(np.unique(pairs.unpack()[0])))
 
             self._ops.select_experts = counting

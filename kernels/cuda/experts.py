@@ -34,6 +34,7 @@ from kernels.cuda.products import (
 )
 
 EXPERTS_MAX = CHUNK_PAIRS_MAX = 1024  # THREADS_MAX and PAIRS_MAX of experts.cu
+GATINGS = "softmax", "sigmoid", "normed_sigmoid"  # in the order of ca::Gating
 CHUNK_TOKENS = 16  # that a block chooses for, a warp for each
 PORTION_WORDS = 4
 # A portion has room for so many times the pairs that an expert has on average, since they differ.
@@ -99,8 +100,18 @@ class ExpertOps:
         self._gpu, self._products, self._address_of = gpu, products, address_of
         self._outputs = Scratch(gpu)  # of the experts, of each pair
 
-    def select_experts(self, logits: Rows, tokens: int, scale: float, pairs: ExpertPairs) -> None:
+    def select_experts(
+        self,
+        logits: Rows,
+        tokens: int,
+        scale: float,
+        pairs: ExpertPairs,
+        gating: str = "softmax",
+        bias: kernels.Vector | None = None,
+    ) -> None:
         """As `kernels.select_experts`."""
+        if gating not in GATINGS:
+            raise ValueError(f"select_experts: no gating is named {gating}")
         pairs.tokens = tokens
         at, chunk = pairs.at(1), pairs.chunk_tokens
         blocks = -(-tokens // chunk)
@@ -113,6 +124,7 @@ class ExpertOps:
             threads,
             [
                 *(logits.address, logits.width, *counts, float(scale)),
+                *(GATINGS.index(gating), self._address_of(bias)),
                 *(pairs.ids, pairs.weights, pairs.counts, *sorted_to),
             ],
         )

@@ -18,7 +18,7 @@ from bench.cuda.cases.values import (
     rows_of,
     some_values,
 )
-from kernels.cuda.experts import EXPERTS_MAX, ExpertPairs
+from kernels.cuda.experts import EXPERTS_MAX, GATINGS, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
 from kernels.cuda.products import FLOATS, GATE_OF
@@ -88,17 +88,31 @@ def chosen(
     logits: F32,
     n_used: int,
     scale: float,
+    gating: str = "softmax",
+    bias: kernels.Vector | None = None,
 ) -> tuple[CudaOps, ExpertPairs, kernels.ExpertPairs]:
     """Both selections, once they are equal."""
     ops, (tokens, n_expert) = CudaOps(gpu, pool), logits.shape
     rows, pairs = ops.make_rows(tokens, n_expert), ops.make_expert_pairs(tokens, n_expert, n_used)
     on_cpu = kernels.ExpertPairs(tokens, n_expert, n_used)
     gpu.copy_in(rows.address, logits)
-    ops.select_experts(rows, tokens, scale, pairs)
-    kernels.select_experts(pool, rows_of(logits), tokens, scale, on_cpu)
+    if bias is not None:
+        ops.upload(bias)
+    ops.select_experts(rows, tokens, scale, pairs, gating, bias)
+    kernels.select_experts(pool, rows_of(logits), tokens, scale, on_cpu, gating, bias)
+    of = f"of {tokens} tokens, {n_used} of {n_expert}, {gating}, bias {bias is not None}"
     for got, want, what in zip(pairs.unpack(), on_cpu.unpack(), ("ids", "weights"), strict=True):
-        compare(got, want, f"select_experts: {what} of {tokens} tokens, {n_used} of {n_expert}")
+        compare(got, want, f"select_experts: {what} {of}")
     return ops, pairs, on_cpu
+
+
+def some_gating(rng: np.random.Generator, n_expert: int) -> tuple[str, kernels.Vector | None]:
+    """A gating, and at times a bias, of which some values are equal."""
+    gating = str(rng.choice(GATINGS))
+    if gating == "softmax" or rng.random() < 0.4:
+        return gating, None
+    bias = rng.choice([0.1, 1.0, 30.0]) * rng.standard_normal(n_expert)
+    return gating, kernels.Vector(np.round(bias, int(rng.integers(0, 6))).astype(np.float32))
 
 
 def select_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -107,8 +121,9 @@ def select_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
     if rng.random() < 0.2:
         tokens, n_used = min(tokens, 20), int(rng.integers(1, min(n_expert, 200) + 1))
     logits, scale = some_selector_logits(rng, tokens, n_expert), float(rng.choice([1.0, 2.5]))
+    gating, bias = some_gating(rng, n_expert)
     with Owned(gpu) as own:
-        _, pairs, on_cpu = chosen(own, pool, logits, n_used, scale)
+        _, pairs, on_cpu = chosen(own, pool, logits, n_used, scale, gating, bias)
         ids, at = on_cpu.unpack()[0].reshape(-1), pairs.at(1)
         order = np.empty(tokens * n_used, np.int32)
         portions = np.empty((at.portions_max, 4), np.uint32)

@@ -36,6 +36,7 @@ void bind_isa(nb::module_& module) {
             golden_sample(pool, golden);
             golden_experts(pool, golden);
             golden_recurrent(pool, golden);
+            golden_gating(pool, golden);
             nb::list out;
             for (const auto& [name, bytes] : golden.records)
                 out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));

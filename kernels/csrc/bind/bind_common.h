@@ -59,6 +59,13 @@ inline ca::Activation activation_of(const char* op, const std::string& name) {
     throw std::invalid_argument(std::string(op) + ": no activation is named " + name);
 }
 
+inline ca::Gating gating_of(const char* op, const std::string& name) {
+    const char* const names[ca::GATINGS] = {"softmax", "sigmoid", "normed_sigmoid"};
+    for (int i = 0; i < ca::GATINGS; ++i)
+        if (name == names[i]) return static_cast<ca::Gating>(i);
+    throw std::invalid_argument(std::string(op) + ": no gating is named " + name);
+}
+
 void bind_linear(nb::module_& module);
 void bind_experts(nb::module_& module);
 void bind_row_operations(nb::module_& module);

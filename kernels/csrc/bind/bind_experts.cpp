@@ -71,15 +71,25 @@ void bind_pairs(nb::module_& module) {
 void bind_operations(nb::module_& module) {
     module.def(
         "select_experts",
-        [](Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs) {
+        [](Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs,
+           const std::string& gating, const Vector* bias) {
+            const ExpertChoice choice{gating_of("select_experts", gating), scale, bias};
             require_tokens(tokens, logits.tokens_max, "select_experts");
             require_tokens(tokens, pairs.tokens_max, "select_experts");
             require_width(logits.width, pairs.n_expert, "select_experts");
+            require(!bias || choice.gating != ca::Gating::softmax,
+                    "select_experts: a softmax has no bias of the choice");
+            require(!bias || bias->size == pairs.n_expert,
+                    "select_experts: the bias has one value per expert");
             const nb::gil_scoped_release released;
-            select_experts(pool, logits, tokens, scale, pairs);
+            select_experts(pool, logits, tokens, choice, pairs);
         },
         nb::arg("pool"), nb::arg("logits"), nb::arg("tokens"), nb::arg("scale"), nb::arg("pairs"),
-        "Chooses the experts of each token by the selector's logits; weights are times `scale`.");
+        nb::arg("gating") = "softmax", nb::arg("bias") = nb::none(),
+        "Chooses the experts of each token by the selector's logits; weights are times `scale`.\n\n"
+        "The gating is \"softmax\", \"sigmoid\" or \"normed_sigmoid\": rule 11 of docs/numerics.md. "
+        "The bias, of a sigmoid alone, is added to what experts are chosen by. ValueError if "
+        "they do not fit.");
     module.def(
         "gather_pairs",
         [](Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out) {

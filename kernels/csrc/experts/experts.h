@@ -50,8 +50,17 @@ struct ExpertPairs {
     Buffer<Run> runs;             // experts ascending
 };
 
-// Chooses the experts of each token by the selector's logits, and sorts the pairs.
-void select_experts(Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs);
+// How experts are chosen by the selector's logits. bias: of the keys of a gating that is no softmax, a value
+// for each expert, or null; weights are times `scale`.
+struct ExpertChoice {
+    ca::Gating gating;
+    float scale;
+    const Vector* bias;
+};
+
+// Chooses the experts of each token, and sorts the pairs.
+void select_experts(Pool& pool, const Rows& logits, size_t tokens, const ExpertChoice& choice,
+                    ExpertPairs& pairs);
 
 // The activations of each pair: those of its token.
 void gather_pairs(Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out);

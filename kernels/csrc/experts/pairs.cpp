@@ -11,6 +11,17 @@ namespace {
 // Below this many values to copy, waking the pool costs more than copying alone.
 constexpr size_t COPIED_ALONE = 4 * VALUES_ALONE;
 
+// The keys of a token's experts; those of a softmax are the logits themselves.
+const float* keys_of(const ExpertChoice& choice, const float* logit, size_t n) {
+    if (choice.gating == ca::Gating::softmax) return logit;
+    static thread_local Buffer<float> keys;
+    if (keys.size() < n) keys = Buffer<float>(n);
+    for (size_t i = 0; i < n; ++i)
+        keys[i] =
+            ca::choice_key(choice.gating, logit[i], choice.bias ? choice.bias->data[i] : 0.0f);
+    return keys.data();
+}
+
 // Sorts the pairs by counting: experts ascending, then tokens, as they come.
 void sort_pairs(ExpertPairs& to) {
     static thread_local Buffer<uint32_t> next;  // row of an expert's next pair
@@ -59,14 +70,16 @@ void copy_token(const Activations& from, size_t token, Activations& to, size_t r
 
 }  // namespace
 
-void select_experts(Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs) {
+void select_experts(Pool& pool, const Rows& logits, size_t tokens, const ExpertChoice& choice,
+                    ExpertPairs& pairs) {
     pairs.tokens = tokens;
     const bool alone = tokens * pairs.n_expert * pairs.n_used <= VALUES_ALONE;
     for_each(pool, tokens, alone, [&](size_t token) {
         const size_t at = token * pairs.n_used;
-        ca::select_experts(logits.row(token), static_cast<int>(pairs.n_expert),
-                           static_cast<int>(pairs.n_used), scale, pairs.id.data() + at,
-                           pairs.weight.data() + at);
+        const float* logit = logits.row(token);
+        ca::select_experts(choice.gating, logit, keys_of(choice, logit, pairs.n_expert),
+                           static_cast<int>(pairs.n_expert), static_cast<int>(pairs.n_used),
+                           choice.scale, pairs.id.data() + at, pairs.weight.data() + at);
     });
     sort_pairs(pairs);
 }

@@ -53,5 +53,6 @@ void golden_linear(Pool& pool, Golden& golden);     // quantisation and the line
 void golden_sample(Pool& pool, Golden& golden);     // sampling
 void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates
+void golden_gating(Pool& pool, Golden& golden);     // choices of experts by other functions than softmax
 
 }  // namespace batchengine

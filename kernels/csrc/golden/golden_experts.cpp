@@ -1,7 +1,7 @@
-// Golden vectors of mixtures of experts: selections with ties and with a NaN, and the experts of a step in
-// which some have many tokens and some none, without biases, and with biases and the activation `oai`. Of
-// each way in which weights are read there is one kind: every worker computes all of this at its start, and
-// golden_linear has the products of all kinds.
+// Golden vectors of mixtures of experts: selections with ties and with a NaN, of every gating, and the experts
+// of a step in which some have many tokens and some none, without biases, and with biases and the activation
+// `oai`. Of each way in which weights are read there is one kind: every worker computes all of this at its
+// start, and golden_linear has the products of all kinds.
 #include "common/ca.h"
 #include "experts/experts.h"
 #include "golden/golden.h"
@@ -31,7 +31,7 @@ void golden_experts(Pool& pool, Golden& golden) {
     logits.row(11)[8] = ca::canonical_nan();
     in.row(17)[200] = ca::float_of(ca::INFINITY_BITS);
     ExpertPairs pairs(TOKENS, EXPERTS, USED);
-    select_experts(pool, logits, TOKENS, 1.25f, pairs);
+    select_experts(pool, logits, TOKENS, {ca::Gating::softmax, 1.25f, nullptr}, pairs);
     golden.add("experts", pairs.id.data(), pairs.pairs() * sizeof(int32_t));
     golden.add("weights of experts", pairs.weight.data(), pairs.pairs() * sizeof(float));
 
@@ -78,6 +78,36 @@ void golden_experts(Pool& pool, Golden& golden) {
         record("experts", ca::Activation::silu, nullptr, nullptr, nullptr);
         record("experts of oai", ca::Activation::oai, &gate_bias, &up_bias, &down_bias);
     }
+}
+
+void golden_gating(Pool& pool, Golden& golden) {
+    GoldenSource source(0x516301D);
+    Rows logits(TOKENS, EXPERTS);
+    for (size_t t = 0; t < TOKENS; ++t)
+        for (size_t i = 0; i < EXPERTS; ++i) logits.row(t)[i] = 6.0f * source.unit();
+    for (size_t i = 0; i < EXPERTS; ++i) {
+        logits.row(5)[i] = i % 2 ? 0.0f : -0.0f;
+        logits.row(7)[i] = 20.0f + static_cast<float>(i);  // all of the same logistic function
+        logits.row(9)[i] = -30.0f - static_cast<float>(i);  // of a sum below the least one
+        logits.row(10)[i] = -200.0f;                        // of no sum
+    }
+    logits.row(11)[8] = ca::canonical_nan();
+    logits.row(12)[0] = ca::float_of(ca::INFINITY_BITS);
+    std::vector<float> values(EXPERTS);
+    for (float& value : values) value = 0.5f * source.unit();
+    values[3] = values[4] = 0.25f;
+    const Vector bias(values.data(), values.size());
+    ExpertPairs pairs(TOKENS, EXPERTS, USED);
+    const auto record = [&](const std::string& name, const ExpertChoice& choice) {
+        select_experts(pool, logits, TOKENS, choice, pairs);
+        golden.add("experts " + name, pairs.id.data(), pairs.pairs() * sizeof(int32_t));
+        golden.add("weights of experts " + name, pairs.weight.data(),
+                   pairs.pairs() * sizeof(float));
+    };
+    record("by sigmoid", {ca::Gating::sigmoid, 1.25f, nullptr});
+    record("by sigmoid and bias", {ca::Gating::sigmoid, 1.0f, &bias});
+    record("by normed sigmoid", {ca::Gating::normed_sigmoid, 1.0f, nullptr});
+    record("by normed sigmoid and bias", {ca::Gating::normed_sigmoid, 2.5f, &bias});
 }
 
 }  // namespace batchengine

@@ -24,12 +24,23 @@ struct Sorted {
     gpu::Out<int32_t> order;
 };
 
+// How experts are chosen; bias: of the keys, or null.
+struct Choice {
+    ca::Gating gating;
+    float scale;
+    gpu::In<float> bias;
+
+    GPU_FN float key(gpu::In<float> logits, int expert) const {
+        return ca::choice_key(gating, logits[expert], bias ? float(bias[expert]) : 0.0f);
+    }
+};
+
 // The experts of a token and their weights, by ascending id, from `at` on; those of the chunk from
 // `in_chunk` on. As ca::select_experts, by a warp.
-GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Numbers& chunk_ids,
+GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choice, Numbers& chunk_ids,
                    Floats& parts, int in_chunk, gpu::Out<int32_t> ids, gpu::Out<float> weights, int64_t at) {
     bool finite = true;
-    for (int i = gpu::lane(); i < n; i += gpu::WARP) finite = ca::is_finite(logits[i]) && finite;
+    for (int i = gpu::lane(); i < n; i += gpu::WARP) finite = ca::is_finite(choice.key(logits, i)) && finite;
     const bool is_poisoned = gpu::any(!finite);
     uint32_t last_key = 0;
     int last = is_poisoned ? n_used - 1 : -1, top = 0;
@@ -37,7 +48,7 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Number
         uint32_t best_key = 0xFFFFFFFFu;  // no finite logit has it
         int best = n;
         for (int i = gpu::lane(); i < n; i += gpu::WARP) {
-            const uint32_t key = ca::falling_key(logits[i]);
+            const uint32_t key = ca::falling_key(choice.key(logits, i));
             const bool is_left = key > last_key || (key == last_key && i > last);
             if (is_left && key < best_key) best = i, best_key = key;
         }
@@ -50,13 +61,13 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Number
     int found = 0;
     for (int first = 0; first < n; first += gpu::WARP) {
         const int i = first + gpu::lane();
-        const uint32_t key = i < n && !is_poisoned ? ca::falling_key(logits[i]) : last_key;
+        const uint32_t key = i < n && !is_poisoned ? ca::falling_key(choice.key(logits, i)) : last_key;
         const bool is_chosen = i < n && (key < last_key || (key == last_key && i <= last));
         const uint32_t chosen = gpu::ballot(is_chosen);
         if (is_chosen) {
             const int to = in_chunk + found + gpu::count_bits(chosen & ((1u << gpu::lane()) - 1u));
             chunk_ids[to] = i;
-            parts[to] = ca::expc(ca::sub_rn(logits[i], largest));
+            parts[to] = ca::weight_part(choice.gating, logits[i], largest);
         }
         found += gpu::count_bits(chosen);
     }
@@ -64,7 +75,7 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, float scale, Number
     float sum = 0.0f;
     for (int j = 0; j < n_used; j++) sum = ca::add_rn(sum, parts[in_chunk + j]);
     for (int j = gpu::lane(); j < n_used; j += gpu::WARP) {
-        const float weight = ca::mul_rn(ca::div_rn(parts[in_chunk + j], sum), scale);
+        const float weight = ca::weight_of_part(choice.gating, parts[in_chunk + j], sum, choice.scale);
         ids[at + j] = int32_t(chunk_ids[in_chunk + j]);
         weights[at + j] = is_poisoned ? ca::canonical_nan() : weight;
     }
@@ -124,19 +135,22 @@ GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& s
 
 }  // namespace
 
-// Chooses the experts of each token. Grid: chunks of `chunk` tokens, of up to PAIRS_MAX pairs. At least as
-// many threads as experts. One chunk is sorted, too; the counts of several are counts[chunk][n_expert].
+// Chooses the experts of each token; gating, bias: see Choice. Grid: chunks of `chunk` tokens, of up to
+// PAIRS_MAX pairs. At least as many threads as experts. One chunk is sorted, too; the counts of several are
+// counts[chunk][n_expert].
 KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_expert, int n_used, int tokens,
-       int chunk, float scale, gpu::Out<int32_t> ids, gpu::Out<float> weights, gpu::Out<int32_t> counts,
-       gpu::Out<gpu::Words4> portions, int portions_max, int columns, gpu::Out<int32_t> order) {
+       int chunk, float scale, int gating, gpu::In<float> bias, gpu::Out<int32_t> ids,
+       gpu::Out<float> weights, gpu::Out<int32_t> counts, gpu::Out<gpu::Words4> portions, int portions_max,
+       int columns, gpu::Out<int32_t> order) {
     __shared__ Numbers chunk_ids, ranks, firsts;
     __shared__ Floats parts;
     __shared__ PerWarp shared;
     gpu::begin();
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
     for (int i = gpu::warp(); i < n; i += gpu::warps())
-        choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used, scale, chunk_ids,
-               parts, i * n_used, ids, weights, static_cast<int64_t>(first + i) * n_used);
+        choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used,
+               {static_cast<ca::Gating>(gating), scale, bias}, chunk_ids, parts, i * n_used, ids, weights,
+               static_cast<int64_t>(first + i) * n_used);
     gpu::barrier();
     const int count = rank_pairs(chunk_ids, ranks, n * n_used);
     if (gpu::blocks() == 1)

@@ -252,11 +252,13 @@ void experts() {
     Line ids("select_experts, ids"), weights("select_experts, weights");
     for (int round = 0; round < MANY / 8; round++) {
         const int n = 1 + source.below(40), used = 1 + source.below(n < 8 ? n : 8);
-        float logit[40], weight[8];
+        float logit[40], key[40], weight[8];
         int32_t id[8];
+        const auto gating = static_cast<ca::Gating>(source.below(ca::GATINGS));
         for (int i = 0; i < n; i++) logit[i] = source.below(4) ? source.between(-9, 9) : 1.0f;
         if (round % 16 == 3) logit[source.below(n)] = source.any();
-        ca::select_experts(logit, n, used, source.between(0.5f, 2), id, weight);
+        for (int i = 0; i < n; i++) key[i] = ca::choice_key(gating, logit[i], source.between(-1, 1));
+        ca::select_experts(gating, logit, key, n, used, source.between(0.5f, 2), id, weight);
         for (int i = 0; i < used; i++) ids.add(id[i]);
         weights.add(weight, used);
     }

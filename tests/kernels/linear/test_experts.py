@@ -26,6 +26,7 @@ from tests.kernels.test_twin import (
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 NAN = 0x7FC00000
+INFINITY = float("inf")
 LEVELS = k.isa_levels()
 BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
@@ -35,10 +36,16 @@ SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
 
 
 def selected(
-    pool: k.Pool, logits: F32, n_used: int, scale: float = 1.0
+    pool: k.Pool,
+    logits: F32,
+    n_used: int,
+    scale: float = 1.0,
+    gating: str = "softmax",
+    bias: F32 | None = None,
 ) -> tuple[k.ExpertPairs, I32, F32]:
     pairs = k.ExpertPairs(len(logits), logits.shape[1], n_used)
-    k.select_experts(pool, rows_of(logits), len(logits), scale, pairs)
+    of_choice = None if bias is None else k.Vector(bias)
+    k.select_experts(pool, rows_of(logits), len(logits), scale, pairs, gating, of_choice)
     ids, weights = pairs.unpack()
     return pairs, ids.copy(), weights.copy()
 
@@ -74,12 +81,68 @@ def test_selection_is_rule_11(data: st.DataObject) -> None:
     with_threads.close()
 
 
+def by_sigmoid(
+    logits: list[float], n_used: int, scale: float, bias: list[float], is_normed: bool
+) -> tuple[list[int], list[float]]:
+    """The twin: the same steps with the logistic function, for finite logits."""
+    gates = [div(1.0, add(1.0, exp(max(-x, -88.0)) if x > -88 else INFINITY)) for x in logits]
+    keys = [add(gate, b) for gate, b in zip(gates, bias, strict=True)]
+    ids = sorted(sorted(range(len(keys)), key=lambda i: (-keys[i], i))[:n_used])
+    total = gates[ids[0]]
+    for i in ids[1:]:
+        total = add(total, gates[i])
+    divisor = max(total, 2.0**-14) if is_normed else 1.0
+    return ids, [mul(div(gates[i], divisor), rn(scale)) for i in ids]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_selection_by_sigmoids_is_rule_11(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 40))
+    n_used = data.draw(st.integers(1, n))
+    scale = data.draw(st.sampled_from([1.0, 2.5, 0.3]))
+    is_normed = data.draw(st.booleans())
+    few = st.sampled_from([0.0, -0.0, 1.0, -3.0, 30.0, -14.0, -87.5, -89.0])
+    any_size = st.floats(-20, 20, width=32) | st.floats(-(2.0**99), 2.0**99, width=32)
+    rows = data.draw(
+        st.lists(st.lists(few | any_size, min_size=n, max_size=n), min_size=1, max_size=4)
+    )
+    some = st.sampled_from([0.0, 0.5, -0.5]) | st.floats(-2, 2, width=32)
+    bias = data.draw(st.none() | st.lists(some, min_size=n, max_size=n))
+    with_threads = k.Pool(2)
+    logits, gating = np.array(rows, np.float32), "normed_sigmoid" if is_normed else "sigmoid"
+    given_bias = None if bias is None else np.array(bias, np.float32)
+    _, ids, weights = selected(with_threads, logits, n_used, scale, gating, given_bias)
+    wanted = [
+        by_sigmoid(row, n_used, scale, bias or [0.0] * n, is_normed) for row in logits.tolist()
+    ]
+    assert ids.tolist() == [row for row, _ in wanted]
+    assert_bits(weights, [row for _, row in wanted])
+    with_threads.close()
+
+
+def test_the_bias_of_a_choice_changes_no_weight(pool: k.Pool) -> None:
+    """Of four experts the first two have the largest logits; a bias makes it the last two, whose
+    weights are those of their own logits."""
+    logits = np.array([[2.0, 1.0, 0.0, -1.0]], np.float32)
+    bias = np.array([0.0, 0.0, 5.0, 5.0], np.float32)
+    _, ids, weights = selected(pool, logits, 2, 1.0, "sigmoid", bias)
+    assert ids.tolist() == [[2, 3]]
+    assert weights[0] == pytest.approx(1 / (1 + np.exp([0.0, 1.0])), rel=1e-6)
+    _, ids, weights = selected(pool, logits, 2, 3.0, "normed_sigmoid", bias)
+    assert ids.tolist() == [[2, 3]]
+    assert float(weights.sum()) == pytest.approx(3.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "normed_sigmoid"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_logit_that_is_no_number_poisons_its_token_alone(pool: k.Pool, bad: float) -> None:
+def test_a_logit_that_is_no_number_poisons_its_token_alone(
+    pool: k.Pool, bad: float, gating: str
+) -> None:
     logits = np.random.default_rng(1).standard_normal((3, 12)).astype(np.float32)
-    _, ids, weights = selected(pool, logits, 4)
+    _, ids, weights = selected(pool, logits, 4, 1.0, gating)
     logits[1, 7] = bad
-    _, found, poisoned = selected(pool, logits, 4)
+    _, found, poisoned = selected(pool, logits, 4, 1.0, gating)
     assert found[1].tolist() == [0, 1, 2, 3]
     assert [bits(w) for w in poisoned[1].tolist()] == [NAN] * 4
     for token in (0, 2):
@@ -411,6 +474,7 @@ def test_calls_check_every_size(pool: k.Pool) -> None:
     gathered, gated = k.Activations(n, 64, keep_float=True), k.Rows(n, 32)
     gate, up, down = layer.gate.matrix, layer.up.matrix, layer.down.matrix
     q8, out = k.Activations(n, 32, keep_float=True), k.Rows(3, 64)
+    of_four = k.Vector(np.zeros(4, np.float32))
     sound, short = k.Vector(np.zeros(128, np.float32)), k.Vector(np.zeros(64, np.float32))
     for call in (
         lambda: k.ExpertPairs(4, 0, 1),
@@ -419,6 +483,9 @@ def test_calls_check_every_size(pool: k.Pool) -> None:
         lambda: k.ExpertPairs(4, 3, 0),
         lambda: k.select_experts(pool, k.Rows(4, 4), 4, 1.0, pairs),
         lambda: k.select_experts(pool, k.Rows(3, 5), 3, 1.0, pairs),
+        lambda: k.select_experts(pool, k.Rows(3, 4), 3, 1.0, pairs, "tanh"),
+        lambda: k.select_experts(pool, k.Rows(3, 4), 3, 1.0, pairs, "sigmoid", short),
+        lambda: k.select_experts(pool, k.Rows(3, 4), 3, 1.0, pairs, "softmax", of_four),
         lambda: k.gather_pairs(pool, k.Activations(2, 64), pairs, gathered),
         lambda: k.gather_pairs(pool, x, pairs, k.Activations(n - 1, 64)),
         lambda: k.gather_pairs(pool, x, pairs, k.Activations(n, 32)),
