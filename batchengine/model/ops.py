@@ -74,7 +74,13 @@ class Ops(Protocol):
         activation: str = "silu",
     ) -> None: ...
     def select_experts(
-        self, logits: kernels.Rows, tokens: int, scale: float, pairs: kernels.ExpertPairs
+        self,
+        logits: kernels.Rows,
+        tokens: int,
+        scale: float,
+        pairs: kernels.ExpertPairs,
+        gating: str = "softmax",
+        bias: Bias = None,
     ) -> None: ...
     def gather_pairs(
         self, x: kernels.Activations, pairs: kernels.ExpertPairs, out: kernels.Activations

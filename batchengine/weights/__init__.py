@@ -6,6 +6,7 @@ kernels), cache (the file that lanes share).
 
 from __future__ import annotations
 
+from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec
 from batchengine.weights.packed import (
     AttentionWeights,
     DeltaNetWeights,
@@ -19,10 +20,7 @@ from batchengine.weights.packed import (
 from batchengine.weights.spec import (
     AttentionSpec,
     DeltaNetSpec,
-    DenseSpec,
-    FfnSpec,
     ModelSpec,
-    MoeSpec,
     read_spec,
 )
 from batchengine.weights.tensors import DeltaNetRoles, MoeRoles, plan_tensors

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "oai"]
+Gating = Literal["softmax", "sigmoid", "normed_sigmoid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +17,15 @@ class ModelArchitecture:
     """What an architecture has that no key of a file says.
 
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
-    has_qk_norm: heads of Q and K are normed before RoPE. experts: whether a model has experts.
-    ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
-    layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
-    divided by the one that a key gives. scales_queries: queries are scaled by their position, which
-    a key says (attention.temperature_scale). window_every: of so many layers all but the last see
-    a window of positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head
-    has a sink. activation: of the gate of feed-forward parts. has_expert_bias: experts and their
-    selector have biases. has_post_norms: what attention and feed-forward part add is normed before.
+    has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
+    experts: whether a model has experts. ffn_norm: the tensor that norms the input of the
+    feed-forward part. rope_every: of so many layers the last one has no RoPE; 0 = all have it.
+    has_log_multiplier: YaRN's magnitude is divided by the one that a key gives. scales_queries:
+    queries are scaled by their position, which a key says (attention.temperature_scale).
+    window_every: of so many layers all but the last see a window of positions
+    (attention.sliding_window); 0 = no layer does. has_sinks: each query head has a sink.
+    activation: of the gate of feed-forward parts. has_expert_bias: experts and their selector have
+    biases. has_post_norms: what attention and feed-forward part add is normed before.
     scales_embedding: embeddings are multiplied by the square root of their width. window_base:
     RoPE's base in layers with a window, unless a key says so (rope.freq_base_swa), without scaling
     of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
@@ -31,12 +33,15 @@ class ModelArchitecture:
     head, not by that of a head. full_every: of so many layers all but the last are recurrent,
     unless a key says so (full_attention_interval); 0 = none is. has_gate: what attention gives is
     multiplied by a sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
-    has_shared_expert: beside the experts that are chosen there is one for every token. has_mtp: the
-    last blocks of a file may predict further tokens (nextn_predict_layers); they are not used.
+    shared_expert: beside the experts that are chosen there is one for every token, "weighted" by a
+    sigmoid or "plain". has_mtp: the last blocks of a file may predict further tokens
+    (nextn_predict_layers); they are not used. has_sigmoid: experts are chosen and weighted by
+    sigmoids of the selector's logits (expert_gating_func 2), and a bias may count in the choice.
+    starts_dense: the first layers may have no experts (leading_dense_block_count).
     """
 
     pairs: Literal["norm", "neox"] = "neox"
-    has_qk_norm: bool = False
+    has_qk_norm: bool | None = False
     experts: Literal["none", "some", "all"] = "none"
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
@@ -53,8 +58,10 @@ class ModelArchitecture:
     full_every: int = 0
     has_gate: bool = False
     rotates_part: bool = False
-    has_shared_expert: bool = False
+    shared_expert: Literal["none", "weighted", "plain"] = "none"
     has_mtp: bool = False
+    has_sigmoid: bool = False
+    starts_dense: bool = False
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -80,7 +87,17 @@ ARCHITECTURES = {
     "qwen3vl": _QWEN3,
     "qwen3vlmoe": _QWEN3_MOE,
     "qwen35": _QWEN35,
-    "qwen35moe": replace(_QWEN35, experts="all", has_shared_expert=True),
+    "qwen35moe": replace(_QWEN35, experts="all", shared_expert="weighted"),
+    "glm4moe": ModelArchitecture(
+        has_qk_norm=None,
+        experts="all",
+        ffn_norm="post_attention_norm.weight",
+        rotates_part=True,
+        shared_expert="plain",
+        has_mtp=True,
+        has_sigmoid=True,
+        starts_dense=True,
+    ),
     "gpt-oss": ModelArchitecture(
         experts="all",
         ffn_norm="post_attention_norm.weight",

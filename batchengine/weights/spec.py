@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from batchengine import errors
-from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, StringArray
 from batchengine.weights import yarn
-from batchengine.weights.architectures import ARCHITECTURES, Activation
+from batchengine.weights.architectures import ARCHITECTURES
+from batchengine.weights.ffn import FfnSpec, MoeSpec, count_dense, read_dense, read_ffn
+from batchengine.weights.keys import count_of, number_between, same_for_all_layers, unsupported
 
 HEAD_DIM_MAX = 256
 CONV_KERNEL_MAX = 4
-COUNT_MAX = 1 << 24  # of anything a model counts; keeps products far below 2**63
-EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
-BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
 
 _COMPANIONS = ("adapter", "mmproj", "imatrix")  # values of general.type
 
@@ -118,40 +116,7 @@ class DeltaNetSpec:
         return -(-4 * values // 64) * 64
 
 
-@dataclass(frozen=True, slots=True)
-class DenseSpec:
-    """A feed-forward part: down(activation(gate·x) * (up·x)), n_ff values wide in between.
-
-    has_post_norm: the output is normed before it is added.
-    """
-
-    n_ff: int
-    activation: Activation = "silu"
-    has_post_norm: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MoeSpec:
-    """A mixture of experts: n_expert feed-forward parts of n_ff values each.
-
-    A selector chooses n_used of them for each token. Their outputs are summed with weights: the
-    softmax over the chosen, times scale. activation: what becomes of the gate and up products, by
-    the name that kernels have for it. has_bias: the products of the selector and of each expert
-    have biases. n_ff_shared: width of one more expert, which every token uses with a weight of its
-    own; 0 = there is none.
-    """
-
-    n_expert: int
-    n_used: int
-    n_ff: int
-    scale: float
-    activation: Activation = "silu"
-    has_bias: bool = False
-    n_ff_shared: int = 0
-
-
 MixerSpec = AttentionSpec | DeltaNetSpec
-FfnSpec = DenseSpec | MoeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +195,9 @@ class ModelSpec:
 
     @property
     def experts(self) -> MoeSpec | None:
-        """The experts of this model, of which all layers have the same; None = it has none."""
-        ffn = self.layers[0].ffn
+        """The experts of this model, the same in all layers that have some; None = none has. Layers
+        without are the first ones."""
+        ffn = self.layers[-1].ffn
         return ffn if isinstance(ffn, MoeSpec) else None
 
     def __repr__(self) -> str:
@@ -240,7 +206,7 @@ class ModelSpec:
         recurrent = f" recurrent={self.n_layer_recurrent}" if self.n_layer_recurrent else ""
         return (
             f"<ModelSpec {self.arch} layers={self.n_layer}{recurrent} embd={self.n_embd} "
-            f"ff={self.layers[0].ffn.n_ff}{mixture} heads={attention.n_head}/{attention.n_kv_head}"
+            f"ff={self.layers[-1].ffn.n_ff}{mixture} heads={attention.n_head}/{attention.n_kv_head}"
             f"x{attention.head_dim} vocab={self.n_vocab} "
             f"{self.quantisation}{' tied' if self.tied else ''}>"
         )
@@ -259,25 +225,27 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
             "use a model of one of these architectures",
         )
     _refuse_unknown_features(gguf, arch)
-    n_embd = _count(gguf, f"{arch}.embedding_length")
+    n_embd = count_of(gguf, f"{arch}.embedding_length")
     n_layer = _block_count(gguf, arch, n_embd)
-    n_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
-    n_kv_head = _same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head, n_layer)
-    head_dim = _count(gguf, f"{arch}.attention.key_length", n_embd // n_head)
-    ffn = _ffn(gguf, arch, n_embd, n_layer)
+    n_head = same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
+    n_kv_head = same_for_all_layers(gguf, f"{arch}.attention.head_count_kv", n_head, n_layer)
+    head_dim = count_of(gguf, f"{arch}.attention.key_length", n_embd // n_head)
+    ffn = read_ffn(gguf, arch, n_embd, n_layer)
+    n_dense = count_dense(gguf, arch, n_layer)
+    first_ffn = read_dense(gguf, arch, n_layer) if n_dense else ffn
     _check_widths(gguf, arch, n_embd, n_head, n_kv_head, head_dim)
     row = ARCHITECTURES[arch]
     n_rot = _rotated(gguf, arch, head_dim)
     if row.full_every:  # their RoPE has sections; of others with the key it is computed as text
         _refuse_other_sections(gguf, arch, n_rot)
-    base = _between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
+    base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
     attention = AttentionSpec(
         n_head=n_head,
         n_kv_head=n_kv_head,
         head_dim=head_dim,
         scale=_attention_scale(gguf, arch, scale_width),
-        has_qk_norm=row.has_qk_norm,
+        has_qk_norm=_has_qk_norm(gguf, arch),
         rope=_rope(gguf, arch, n_rot, base),
         has_sinks=row.has_sinks,
         has_post_norm=row.has_post_norms,
@@ -296,8 +264,8 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         quantisation=_FILE_TYPES.get(gguf.integer("general.file_type", -1), "mixed"),
         n_embd=n_embd,
         n_vocab=_vocab_size(gguf, arch),
-        context_trained=_count(gguf, f"{arch}.context_length"),
-        eps=_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
+        context_trained=count_of(gguf, f"{arch}.context_length"),
+        eps=number_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
         tied="output.weight" not in gguf.tensors,
         layers=tuple(
             LayerSpec(
@@ -307,7 +275,7 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
                     attention if _is_last_of(row.window_every, index) else with_window,
                     has_rope=not _is_last_of(row.rope_every, index),
                 ),
-                ffn,
+                first_ffn if index < n_dense else ffn,
             )
             for index in range(n_layer)
         ),
@@ -315,10 +283,16 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
     )
 
 
+def _has_qk_norm(gguf: GgufFile, arch: str) -> bool:
+    """Whether heads of Q and K are normed, which of some architectures the tensors say."""
+    by_name = ARCHITECTURES[arch].has_qk_norm
+    return "blk.0.attn_q_norm.weight" in gguf.tensors if by_name is None else by_name
+
+
 def _rotated(gguf: GgufFile, arch: str, head_dim: int) -> int:
     """Leading dimensions of a head that RoPE rotates."""
     key = f"{arch}.rope.dimension_count"
-    n_rot = _count(gguf, key, head_dim)
+    n_rot = count_of(gguf, key, head_dim)
     if n_rot == head_dim or (
         ARCHITECTURES[arch].rotates_part and n_rot < head_dim and not n_rot % 2
     ):
@@ -328,11 +302,11 @@ def _rotated(gguf: GgufFile, arch: str, head_dim: int) -> int:
 
 def _delta_net(gguf: GgufFile, arch: str) -> DeltaNetSpec:
     """The recurrent layers of an architecture that has some."""
-    head_dim = _count(gguf, f"{arch}.ssm.state_size")
-    n_k_head = _count(gguf, f"{arch}.ssm.group_count")
-    n_v_head = _count(gguf, f"{arch}.ssm.time_step_rank")
-    conv_kernel = _count(gguf, f"{arch}.ssm.conv_kernel")
-    inner = _count(gguf, f"{arch}.ssm.inner_size")
+    head_dim = count_of(gguf, f"{arch}.ssm.state_size")
+    n_k_head = count_of(gguf, f"{arch}.ssm.group_count")
+    n_v_head = count_of(gguf, f"{arch}.ssm.time_step_rank")
+    conv_kernel = count_of(gguf, f"{arch}.ssm.conv_kernel")
+    inner = count_of(gguf, f"{arch}.ssm.inner_size")
     for name, value, fits, why in (
         ("state_size", head_dim, head_dim % 32 == 0 and head_dim <= HEAD_DIM_MAX,
          f"a multiple of 32 up to {HEAD_DIM_MAX} is needed"),
@@ -356,7 +330,7 @@ def _recurrent_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
         found, value = _flags(gguf, key, n_layer), "an array"
     else:
         key = f"{arch}.full_attention_interval"
-        value = every = _count(gguf, key, every)
+        value = every = count_of(gguf, key, every)
         found = [not _is_last_of(every, index) for index in range(n_layer)]
     if all(found) or not any(found):
         why = "some layers must be recurrent, and some must have attention"
@@ -426,90 +400,7 @@ def _window(gguf: GgufFile, arch: str, n_layer: int, head_dim: int) -> int:
         if (width := gguf.integer(f"{arch}.{name}", head_dim)) != head_dim:
             why = f"head_dim is {head_dim} in the layers that see all positions"
             raise unsupported(gguf, f"{arch}.{name}", width, why)
-    return _count(gguf, f"{arch}.attention.sliding_window")
-
-
-def _ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
-    key = f"{arch}.expert_count"
-    row = ARCHITECTURES[arch]
-    experts = row.experts
-    n_expert = gguf.integer(key, None if experts == "all" else 0)
-    if n_expert == 0 and experts != "all":
-        n_ff = _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer)
-        return DenseSpec(n_ff, row.activation, row.has_post_norms)
-    if experts == "none":
-        known = [name for name, row in ARCHITECTURES.items() if row.experts != "none"]
-        why = f"experts are supported in {', '.join(known)}"
-        raise unsupported(gguf, key, n_expert, why, "use a dense model, or one of these")
-    if not 2 <= n_expert <= EXPERTS_MAX:
-        raise unsupported(gguf, key, n_expert, f"2 to {EXPERTS_MAX} experts are supported")
-    _refuse_other_mixtures(gguf, arch)
-    used_key = f"{arch}.expert_used_count"
-    n_used = _same_for_all_layers(gguf, used_key, None, n_layer)
-    if n_used > n_expert:
-        why = f"a token can use {n_expert} experts at most"
-        raise errors.KEY_VALUE(file=gguf.path.name, key=used_key, value=n_used, why=why)
-    n_ff = _expert_width(gguf, arch, n_used, n_layer)
-    rows = n_expert * max(n_ff, n_embd)
-    if rows > BANK_ROWS_MAX:
-        why = f"with these widths they have {rows:,} rows in one tensor, {BANK_ROWS_MAX:,} at most"
-        raise unsupported(gguf, key, n_expert, why)
-    scale_key = f"{arch}.expert_weights_scale"
-    is_given = gguf.number(scale_key, 0.0) != 0.0  # 0 is the format's "not given"
-    scale = _between(gguf, scale_key, None, 1e-3, 1e3) if is_given else 1.0
-    n_ff_shared = 0
-    if row.has_shared_expert:
-        n_ff_shared = _ffn_width(gguf, f"{arch}.expert_shared_feed_forward_length", n_layer)
-    return MoeSpec(n_expert, n_used, n_ff, scale, row.activation, row.has_expert_bias, n_ff_shared)
-
-
-_SHARED = (
-    ("expert_shared_count", 0, "experts that every token uses are not supported"),
-    ("expert_shared_feed_forward_length", 0, "experts that every token uses are not supported"),
-)
-_ONE_SHARED = (("expert_shared_count", 1, "one expert that every token uses is supported"),)
-# Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
-_OTHER_MIXTURES = (
-    ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
-    ("leading_dense_block_count", 0, "every layer must have experts"),
-    ("interleave_moe_layer_step", 1, "every layer must have experts"),
-)
-
-
-def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
-    """Raises for experts that are chosen, weighted or placed in another way than `MoeSpec` says."""
-    shared = _ONE_SHARED if ARCHITECTURES[arch].has_shared_expert else _SHARED
-    for name, most, why in (*shared, *_OTHER_MIXTURES):
-        value = gguf.integer(f"{arch}.{name}", 0)
-        if not 0 <= value <= most:
-            raise unsupported(gguf, f"{arch}.{name}", value, why)
-    # 3, a softmax over the chosen ones, is what one over all becomes when the weights are normed.
-    if (function := gguf.integer(f"{arch}.expert_gating_func", 0)) not in (0, 1, 3):
-        why = "the weights of experts must come from a softmax (1 or 3)"
-        raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)
-    if gguf.values.get(f"{arch}.expert_weights_norm", True) is not True:
-        why = "the weights of the chosen experts must have the sum 1"
-        raise unsupported(gguf, f"{arch}.expert_weights_norm", "false", why)
-
-
-def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:
-    """n_ff of one expert. Without a key of its own, feed_forward_length is the width of all that a
-    token uses where every model has experts, and that of one expert elsewhere."""
-    key = f"{arch}.expert_feed_forward_length"
-    if isinstance(gguf.values.get(key), np.ndarray) or gguf.integer(key, 0) != 0:
-        return _ffn_width(gguf, key, n_layer)
-    parts = n_used if ARCHITECTURES[arch].experts == "all" else 1
-    return _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer, parts)
-
-
-def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
-    """n_ff by a key that counts `parts` of them."""
-    value = _same_for_all_layers(gguf, key, None, n_layer)
-    n_ff = value // parts
-    if n_ff == 0 or n_ff % 32:
-        of_one = f" for each of {parts} experts" if parts > 1 else ""
-        raise unsupported(gguf, key, value, f"a multiple of 32{of_one} is needed")
-    return n_ff
+    return count_of(gguf, f"{arch}.attention.sliding_window")
 
 
 def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
@@ -522,7 +413,7 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
         has_factors=arch == "llama" and "rope_freqs.weight" in gguf.tensors,
     )
     if ARCHITECTURES[arch].scales_queries:
-        log = _between(gguf, f"{arch}.attention.temperature_scale", 0.0, 0.0, 1e3)
+        log = number_between(gguf, f"{arch}.attention.temperature_scale", 0.0, 0.0, 1e3)
         rope = replace(rope, query_log=log, query_span=_first_context(gguf, arch))
     is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
@@ -531,7 +422,7 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
 def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec) -> RopeSpec:
     """RoPE of the layers that have a window."""
     own_base = ARCHITECTURES[arch].window_base
-    base = _between(gguf, f"{arch}.rope.freq_base_swa", own_base or others.base, 1.0, 1e15)
+    base = number_between(gguf, f"{arch}.rope.freq_base_swa", own_base or others.base, 1.0, 1e15)
     if not own_base:
         return _rope(gguf, arch, others.n_rot, base)
     factor = _attn_factor(gguf, arch)
@@ -539,7 +430,7 @@ def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec) -> RopeSpec:
 
 
 def _attn_factor(gguf: GgufFile, arch: str) -> float:
-    return _between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3)
+    return number_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3)
 
 
 def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
@@ -553,16 +444,16 @@ def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
         if (value := gguf.number(prefix + key, only)) != only:
             raise unsupported(gguf, prefix + key, value, f"{only:g} is supported")
     if has_log:
-        log_multiplier = _between(gguf, prefix + "yarn_log_multiplier", 0.0, 0.0, 1e3)
+        log_multiplier = number_between(gguf, prefix + "yarn_log_multiplier", 0.0, 0.0, 1e3)
     if rope.has_factors:
         why = "it has factors per pair (rope_freqs.weight) as well"
         raise unsupported(gguf, prefix + "type", "yarn", why)
     if rope.base < 2.0:
         raise unsupported(gguf, f"{arch}.rope.freq_base", rope.base, "YaRN needs 2 at least")
-    factor = _between(gguf, prefix + "factor", None, 1.0, 1e6)
+    factor = number_between(gguf, prefix + "factor", None, 1.0, 1e6)
     trained = _first_context(gguf, arch)
-    fast = _between(gguf, prefix + "yarn_beta_fast", 32.0, 1e-3, 1e6)
-    slow = _between(gguf, prefix + "yarn_beta_slow", 1.0, 1e-3, 1e6)
+    fast = number_between(gguf, prefix + "yarn_beta_fast", 32.0, 1e-3, 1e6)
+    slow = number_between(gguf, prefix + "yarn_beta_slow", 1.0, 1e-3, 1e6)
     return replace(
         rope,
         position_scale=1.0,
@@ -574,18 +465,7 @@ def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
 def _first_context(gguf: GgufFile, arch: str) -> int:
     """Positions of the first training, before the context was made longer."""
     key = f"{arch}.rope.scaling.original_context_length"
-    return _count(gguf, key, _count(gguf, f"{arch}.context_length"))
-
-
-def unsupported(
-    gguf: GgufFile,
-    key: str,
-    value: object,
-    why: str,
-    fix: str = "use another model, or a file converted without this feature",
-) -> BatchEngineError:
-    """The error for a sound file with a feature that this version does not compute."""
-    return errors.MODEL_UNSUPPORTED(file=gguf.path.name, key=key, value=value, why=why, fix=fix)
+    return count_of(gguf, key, count_of(gguf, f"{arch}.context_length"))
 
 
 def _refuse_other_files(gguf: GgufFile) -> None:
@@ -611,17 +491,10 @@ def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
         raise unsupported(gguf, f"{arch}.rope.scaling.type", kind, why)
 
 
-def _count(gguf: GgufFile, key: str, default: int | None = None) -> int:
-    value = gguf.integer(key, default)
-    if not 1 <= value <= COUNT_MAX:
-        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=value, why="out of range")
-    return value
-
-
 def _block_count(gguf: GgufFile, arch: str, n_embd: int) -> int:
     """The number of layers, without those that predict further tokens; a spec is made for each, so
     an absurd number is refused here."""
-    count = _count(gguf, f"{arch}.block_count")
+    count = count_of(gguf, f"{arch}.block_count")
     if count > len(gguf.tensors):  # every layer has tensors, so one of the first has none
         names = (f"blk.{i}.attn_norm.weight" for i in range(count))
         missing = next(name for name in names if name not in gguf.tensors)
@@ -633,40 +506,12 @@ def _block_count(gguf: GgufFile, arch: str, n_embd: int) -> int:
     return count - n_mtp
 
 
-def _between(gguf: GgufFile, key: str, default: float | None, least: float, most: float) -> float:
-    """A float in the range in which binary32 arithmetic with it makes sense."""
-    value = gguf.number(key, default)
-    if not least <= value <= most:
-        why = f"outside {least:g} to {most:g}"
-        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=value, why=why)
-    return value
-
-
 def _attention_scale(gguf: GgufFile, arch: str, width: int) -> float:
     """1 / sqrt(width) unless the key says otherwise; 0 is the format's "not given"."""
     key = f"{arch}.attention.scale"
     if gguf.number(key, 0.0) == 0.0:
         return 1.0 / math.sqrt(width)
-    return _between(gguf, key, None, 1e-6, 1e3)
-
-
-def _same_for_all_layers(gguf: GgufFile, key: str, default: int | None, n_layer: int) -> int:
-    """A count that may be given per layer; layers that differ are refused."""
-    value = gguf.values.get(key)
-    if not isinstance(value, np.ndarray):
-        return _count(gguf, key, default)
-    n_block = gguf.integer(f"{key.split('.')[0]}.block_count", n_layer)
-    if len(value) not in (n_layer, n_block):
-        why = f"it has {len(value)} numbers for {n_layer} layers"
-        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
-    distinct = (
-        sorted({int(v) for v in value[:n_layer].tolist()}) if value.dtype.kind in "iu" else []
-    )
-    if len(distinct) != 1:
-        raise unsupported(gguf, key, distinct[:8], "every layer must have the same value")
-    if not 1 <= distinct[0] <= COUNT_MAX:
-        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=distinct, why="out of range")
-    return distinct[0]
+    return number_between(gguf, key, None, 1e-6, 1e3)
 
 
 def _check_widths(
@@ -684,7 +529,7 @@ def _check_widths(
         raise unsupported(
             gguf, f"{arch}.attention.head_count_kv", n_kv_head, f"does not divide {n_head} heads"
         )
-    value_dim = _count(gguf, f"{arch}.attention.value_length", head_dim)
+    value_dim = count_of(gguf, f"{arch}.attention.value_length", head_dim)
     if value_dim != head_dim:
         raise unsupported(
             gguf, f"{arch}.attention.value_length", value_dim, f"key_length is {head_dim}"
@@ -700,7 +545,7 @@ def _position_scale(gguf: GgufFile, arch: str) -> float:
     if not factor:
         key = f"{arch}.rope.scale_linear"
         factor = gguf.number(key, 0.0)
-    return 1.0 / _between(gguf, key, None, 1e-3, 1e6) if factor else 1.0
+    return 1.0 / number_between(gguf, key, None, 1e-3, 1e6) if factor else 1.0
 
 
 def _vocab_size(gguf: GgufFile, arch: str) -> int:
@@ -713,4 +558,4 @@ def _vocab_size(gguf: GgufFile, arch: str) -> int:
         return len(tokens)
     info = gguf.tensors.get("token_embd.weight")
     rows = info.shape[1] if info is not None and len(info.shape) == 2 else None
-    return _count(gguf, f"{arch}.vocab_size", rows)
+    return count_of(gguf, f"{arch}.vocab_size", rows)

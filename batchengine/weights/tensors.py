@@ -18,16 +18,9 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, TensorInfo
 from batchengine.weights.architectures import ARCHITECTURES
-from batchengine.weights.spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    DenseSpec,
-    FfnSpec,
-    MixerSpec,
-    ModelSpec,
-    MoeSpec,
-    unsupported,
-)
+from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec
+from batchengine.weights.keys import unsupported
+from batchengine.weights.spec import AttentionSpec, DeltaNetSpec, MixerSpec, ModelSpec
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
@@ -41,8 +34,10 @@ _OTHER = "use another model"
 _OTHER_EXPERTS = (
     (re.compile(r"blk\.\d+\.ffn_(gate|up|down)\.\d+\.weight$"),
      "it is one expert's; all experts of a layer must be in one tensor", _CONVERT),
-    (re.compile(r"blk\.\d+\.exp_probs_b(\.bias)?$"),
-     "a bias on the choice of experts is not supported", _OTHER),
+)  # fmt: skip
+_CHOICE_BIAS = (
+    re.compile(r"blk\.\d+\.exp_probs_b(\.bias)?$"),
+    "a bias on the choice of experts is not supported", _OTHER,
 )  # fmt: skip
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
@@ -167,18 +162,23 @@ class DenseRoles(Generic[M, V]):
 
 @dataclass(frozen=True)
 class SharedRoles(Generic[M]):
-    """The expert that every token uses; selector, of one row, gives its weight."""
+    """The expert that every token uses; selector, of one row, gives its weight if it has one."""
 
-    selector: M
+    selector: M | None
     gate: M
     up: M
     down: M
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return [*([] if self.selector is None else [self.selector]), self.gate, self.up]
 
 
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
     """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
-    value for each row of each expert."""
+    value for each row of each expert. choice_bias: what is added to what experts are chosen by."""
 
     norm: V
     selector: M
@@ -190,12 +190,12 @@ class MoeRoles(Generic[M, V]):
     up_bias: V | None = None
     down_bias: V | None = None
     shared: SharedRoles[M] | None = None
+    choice_bias: V | None = None
 
     @property
     def readers(self) -> list[M]:
         """The matrices that read the normed row: experts read a copy of those that chose them."""
-        shared = self.shared
-        return [self.selector, *([shared.selector, shared.gate, shared.up] if shared else [])]
+        return [self.selector, *(self.shared.readers if self.shared else [])]
 
     @property
     def banks(self) -> list[M]:
@@ -236,7 +236,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     """Finds every tensor of the model; BatchEngineError naming the first one that is wrong."""
     find = _Finder(gguf)
     if spec.experts:
-        _refuse_other_experts(gguf)
+        _refuse_other_experts(gguf, spec.experts)
     rope, norm = spec.attention.rope, ARCHITECTURES[spec.arch].ffn_norm
     embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     head = embedding
@@ -321,10 +321,11 @@ def _post_norm(
     return find.vector(name, n_embd) if spec.has_post_norm else None
 
 
-def _refuse_other_experts(gguf: GgufFile) -> None:
+def _refuse_other_experts(gguf: GgufFile, spec: MoeSpec) -> None:
     """Raises for the first tensor of a mixture of experts of another form."""
+    others = (*_OTHER_EXPERTS, *([_CHOICE_BIAS] if spec.gating == "softmax" else []))
     for name, info in gguf.tensors.items():
-        for pattern, why, fix in _OTHER_EXPERTS:
+        for pattern, why, fix in others:
             if pattern.match(name):
                 raise unsupported(gguf, name, list(info.shape), why, fix)
 
@@ -355,8 +356,17 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
         gate_bias=bias("gate", spec.n_ff),
         up_bias=bias("up", spec.n_ff),
         down_bias=bias("down", n_embd),
-        shared=_plan_shared(find, spec.n_ff_shared, n_embd, prefix) if spec.n_ff_shared else None,
+        shared=_plan_shared(find, spec, n_embd, prefix) if spec.n_ff_shared else None,
+        choice_bias=_plan_choice_bias(find, spec, prefix),
     )
+
+
+def _plan_choice_bias(find: _Finder, spec: MoeSpec, prefix: str) -> VectorPlan | None:
+    """What is added to what experts are chosen by; older files have another name for it."""
+    if spec.gating == "softmax":
+        return None
+    bias = find.optional(prefix + "exp_probs_b.bias", spec.n_expert)
+    return bias or find.optional(prefix + "exp_probs_b", spec.n_expert)
 
 
 def _plan_gate_up(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> list[MatrixPlan]:
@@ -368,9 +378,10 @@ def _plan_gate_up(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> lis
     return [find.bank(f"{prefix}ffn_{of}_exps.weight", n, n_ff, n_embd) for of in ("gate", "up")]
 
 
-def _plan_shared(find: _Finder, n_ff: int, n_embd: int, prefix: str) -> SharedRoles[MatrixPlan]:
+def _plan_shared(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> SharedRoles[MatrixPlan]:
+    name, n_ff = prefix + "ffn_gate_inp_shexp.weight", spec.n_ff_shared
     return SharedRoles(
-        selector=find.float_row(prefix + "ffn_gate_inp_shexp.weight", n_embd),
+        selector=find.float_row(name, n_embd) if spec.has_shared_weight else None,
         gate=find.matrix(prefix + "ffn_gate_shexp.weight", n_ff, n_embd),
         up=find.matrix(prefix + "ffn_up_shexp.weight", n_ff, n_embd),
         down=find.matrix(prefix + "ffn_down_shexp.weight", n_embd, n_ff),

@@ -59,6 +59,10 @@ class Shape:
     recurrent layers, of architectures that have some; full_every: of so many layers the last one
     has attention there, 0 = as the architecture has it. n_mtp: blocks behind the model's own that
     predict further tokens. n_ff_shared: width of the expert that every token uses.
+    n_dense: layers in front that have no experts, of n_ff_dense values. qk_norm: norms of Q and K
+    heads, of architectures that may have them. choice_bias: deviation of what is added to what
+    experts are chosen by, weights_norm and weights_scale: expert_weights_norm and
+    expert_weights_scale, of architectures with sigmoids.
     """
 
     arch: str = "qwen3"
@@ -96,6 +100,12 @@ class Shape:
     full_every: int = 0
     n_mtp: int = 0
     n_ff_shared: int = 0
+    n_dense: int = 0
+    n_ff_dense: int = 0
+    qk_norm: bool = False
+    choice_bias: float = 0.0
+    weights_norm: bool = True
+    weights_scale: float = 1.0
     head_gain: float = 4.0
     selector_gain: float = 3.0
 
@@ -163,6 +173,17 @@ PRESETS = {
         arch="qwen35moe", n_layer=5, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
         n_head=4, n_kv_head=2, head_dim=32, n_rot=16, n_k_head=1, n_v_head=2, tied=False,
         full_every=2,
+    ),
+    "glm4moe-106b-a12b": Shape(
+        arch="glm4moe", n_layer=46, n_embd=4096, n_ff=1408, n_expert=128, n_used=8,
+        n_ff_shared=1408, n_dense=1, n_ff_dense=10944, n_head=96, n_kv_head=8, head_dim=128,
+        n_rot=64, n_vocab=151552, rope_base=1e6, context=131072, tied=False, bias=0.1, k_bias=0.1,
+        choice_bias=0.1,
+    ),
+    "glm4moe-tiny": Shape(
+        arch="glm4moe", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=64,
+        n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=16, tied=False,
+        bias=0.3, k_bias=0.3, choice_bias=0.2, weights_scale=2.5, qk_norm=True, n_mtp=1,
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),
@@ -320,7 +341,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         if not is_recurrent:
             yield from _biases(shape, p)
-        if ARCHITECTURES[shape.arch].has_qk_norm and not is_recurrent:
+        if (ARCHITECTURES[shape.arch].has_qk_norm or shape.qk_norm) and not is_recurrent:
             yield vector(p + "attn_q_norm.weight", shape.head_dim)
             yield vector(p + "attn_k_norm.weight", shape.head_dim)
         if not is_recurrent:
@@ -331,27 +352,32 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         if has_post_norms:
             yield vector(p + "post_attention_norm.weight", n)
         yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
-        if shape.n_expert:
+        n_expert = shape.n_expert if i >= shape.n_dense else 0
+        n_ff = shape.n_ff if i >= shape.n_dense else shape.n_ff_dense
+        if n_expert:
             gain = shape.selector_gain
-            yield matrix(p + "ffn_gate_inp", "ffn_gate_inp", shape.n_expert, n, gain)
+            yield matrix(p + "ffn_gate_inp", "ffn_gate_inp", n_expert, n, gain)
+        if n_expert and shape.choice_bias:
+            yield _choice_bias(shape, p)
         if has_expert_bias:
             yield bias(p + "ffn_gate_inp", shape.n_expert)
         for role, rows, cols in (
-            ("ffn_gate", shape.n_ff, n),
-            ("ffn_up", shape.n_ff, n),
-            ("ffn_down", n, shape.n_ff),
+            ("ffn_gate", n_ff, n),
+            ("ffn_up", n_ff, n),
+            ("ffn_down", n, n_ff),
         ):
-            name = p + role + ("_exps" if shape.n_expert else "")
-            yield matrix(name, role, rows, cols, n_expert=shape.n_expert)
+            name = p + role + ("_exps" if n_expert else "")
+            yield matrix(name, role, rows, cols, n_expert=n_expert)
             if has_expert_bias:
                 yield bias(name, shape.n_expert, rows)
-        if shape.n_ff_shared:
+        if shape.n_ff_shared and ARCHITECTURES[shape.arch].shared_expert == "weighted":
             yield RandomTensor(
                 p + "ffn_gate_inp_shexp.weight",
                 "f32",
                 (n,),
                 lambda rng: (rng.standard_normal(n) / np.sqrt(n)).astype(np.float32),
             )
+        if shape.n_ff_shared and n_expert:
             yield matrix(p + "ffn_gate_shexp", "ffn_gate", shape.n_ff_shared, n)
             yield matrix(p + "ffn_up_shexp", "ffn_up", shape.n_ff_shared, n)
             yield matrix(p + "ffn_down_shexp", "ffn_down", n, shape.n_ff_shared)
@@ -361,6 +387,16 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield matrix(p + "nextn.eh_proj", "eh_proj", n, 2 * n)
             for name in ("enorm", "hnorm", "shared_head_norm"):
                 yield vector(f"{p}nextn.{name}.weight", n)
+
+
+def _choice_bias(shape: Shape, prefix: str) -> RandomTensor:
+    """What is added to what experts are chosen by."""
+    n = shape.n_expert
+
+    def draw(rng: np.random.Generator) -> F32:
+        return rng.normal(0.0, shape.choice_bias, n).astype(np.float32)
+
+    return RandomTensor(prefix + "exp_probs_b.bias", "f32", (n,), draw)
 
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
@@ -520,7 +556,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
     if ARCHITECTURES[shape.arch].experts == "all":
-        writer.add_feed_forward_length(shape.n_ff * shape.n_used)
+        writer.add_feed_forward_length(shape.n_ff_dense or shape.n_ff * shape.n_used)
         writer.add_expert_feed_forward_length(shape.n_ff)
     else:
         writer.add_feed_forward_length(shape.n_ff)
@@ -535,6 +571,12 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
         writer.add_expert_used_count(shape.n_used)
+    if ARCHITECTURES[shape.arch].has_sigmoid:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_norm(shape.weights_norm)
+        writer.add_expert_weights_scale(shape.weights_scale)
+        writer.add_leading_dense_block_count(shape.n_dense)
+        writer.add_expert_shared_count(shape.n_ff_shared // shape.n_ff)
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
@@ -551,7 +593,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_ssm_inner_size(shape.n_v_head * shape.state_dim)
     if shape.n_mtp:
         writer.add_uint32(f"{shape.arch}.nextn_predict_layers", shape.n_mtp)
-    if shape.n_ff_shared:
+    if shape.n_ff_shared and ARCHITECTURES[shape.arch].shared_expert == "weighted":
         writer.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     if shape.window:
         writer.add_sliding_window(shape.window)

@@ -191,6 +191,7 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         ("qwen35-tiny", GOOD),
         ("qwen35-tiny", QUEUED),
         ("qwen35moe-tiny", GOOD),
+        ("glm4moe-tiny", GOOD),
     ],
 )
 async def test_sessions_of_other_models_go_to_the_gpu_and_back(

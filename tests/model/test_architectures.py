@@ -41,7 +41,7 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     spec = spec_of(tmp_path / "m.gguf", shape)
     assert spec.arch == arch
     assert (spec.experts is not None) == (row.experts == "all")
-    assert spec.attention.has_qk_norm == row.has_qk_norm
+    assert spec.attention.has_qk_norm == bool(row.has_qk_norm)
     assert spec.attention.rope.style == row.pairs
     without = [i for i, mixer in enumerate(spec.attentions) if not mixer.has_rope]
     assert without == ([3] if arch == "smollm3" else [])

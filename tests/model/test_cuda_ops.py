@@ -21,6 +21,7 @@ from batchengine.lanes.step_input import StepInput
 from batchengine.model import CpuOps, Ops, Stepper
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.weights import MoeSpec, MoeWeights
+from batchengine.weights.tensors import SharedRoles
 from batchengine.wire import lane as wire
 from bench.cuda.cases import packed_with_bytes, random_page, rows_of
 from bench.cuda.cases.experts import cpu_part
@@ -31,6 +32,7 @@ from bench.models.tensors import aligned
 from bench.simt.emulator import COMPILER, ROOT, Emulator, EmulatorFault, compile_kernels
 from kernels.cuda import driver, memory
 from kernels.cuda.driver import CudaGpu
+from kernels.cuda.experts import GATINGS
 from kernels.cuda.gpu import Gpu, GpuFault, Graph
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Scratch
@@ -49,6 +51,7 @@ SHAPES = {
     "gemma3": PRESETS["gemma3-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],
     "qwen35moe": PRESETS["qwen35moe-tiny"],
+    "glm4moe": PRESETS["glm4moe-tiny"],
 }
 
 
@@ -114,6 +117,8 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
         ("qwen35", False),
         ("qwen35", True),
         ("qwen35moe", True),
+        ("glm4moe", False),
+        ("glm4moe", True),
     ],
 )
 def test_a_step_gives_the_bits_of_the_cpu(
@@ -272,27 +277,61 @@ def test_a_layer_with_biases_of_selector_and_experts_has_the_bits_of_the_cpu(gpu
     selector = packed_with_bytes(pool, "f32", n_expert, width, rng)[0]
     weights = MoeWeights(norm, selector, *banks, *biases)
     x = rng.standard_normal((tokens, width), np.float32)
-
-    def added(ops: Ops, hidden: kernels.Rows, spec: MoeSpec, weights: MoeWeights) -> None:
-        buffers = MoeBuffers(ops, spec, [weights], tokens, width)
-        normed = ops.make_activations(tokens, width, True)
-        MoeFfn(ops, spec, weights, 1e-5, buffers).add(hidden, tokens, normed)
-
-    def on_cpu(spec: MoeSpec, weights: MoeWeights) -> bytes:
-        hidden = rows_of(x)
-        added(CpuOps(pool), hidden, spec, weights)
-        return hidden.view(tokens).tobytes()
-
+    on_cpu = partial(_moe_on_cpu, pool, x)
     ops = CudaOps(gpu, pool)
     ops.upload(*banks, selector, norm, *biases)
     hidden = ops.make_rows(tokens, width)
     gpu.copy_in(hidden.address, x)
-    added(cast(Ops, ops), cast(kernels.Rows, hidden), spec, weights)
+    _add_moe(cast(Ops, ops), cast(kernels.Rows, hidden), tokens, spec, weights)
     assert ops.read_rows(hidden, tokens).tobytes() == on_cpu(spec, weights)
     others = [on_cpu(replace(spec, activation="silu"), weights)]
     for name in ("selector_bias", "gate_bias", "up_bias", "down_bias"):
         others.append(on_cpu(spec, replace(weights, **{name: None})))
     assert len({on_cpu(spec, weights), *others}) == 6
+
+
+def test_a_layer_of_sigmoids_and_a_shared_expert_has_the_bits_of_the_cpu(gpu: Emulator) -> None:
+    """Gating, bias and shared expert reach the kernels: without one of them the bits are others."""
+    pool, rng, tokens, n_expert, width, n_ff = (
+        kernels.Pool(1), np.random.default_rng(9), 21, 6, 64, 96,
+    )  # fmt: skip
+    spec = MoeSpec(n_expert, 3, n_ff, 2.5, n_ff_shared=n_ff, gating="normed_sigmoid")
+    shapes = (n_expert * n_ff, width), (n_expert * n_ff, width), (n_expert * width, n_ff)
+    of_one = (n_ff, width), (n_ff, width), (width, n_ff)
+    banks = [packed_with_bytes(pool, "q4_0", *shape, rng)[0] for shape in shapes]
+    shared = SharedRoles(None, *[packed_with_bytes(pool, "q8_0", *s, rng)[0] for s in of_one])
+    norm, bias = (kernels.Vector(rng.standard_normal(n, np.float32)) for n in (width, n_expert))
+    selector = packed_with_bytes(pool, "f32", n_expert, width, rng)[0]
+    weights = MoeWeights(norm, selector, *banks, shared=shared, choice_bias=bias)
+    x = rng.standard_normal((tokens, width), np.float32)
+    on_cpu = partial(_moe_on_cpu, pool, x)
+    ops = CudaOps(gpu, pool)
+    ops.upload(*banks, selector, norm, bias, shared.gate, shared.up, shared.down)
+    hidden = ops.make_rows(tokens, width)
+    gpu.copy_in(hidden.address, x)
+    _add_moe(cast(Ops, ops), cast(kernels.Rows, hidden), tokens, spec, weights)
+    found = ops.read_rows(hidden, tokens).tobytes()
+    assert found == on_cpu(spec, weights)
+    others = [on_cpu(replace(spec, gating=gating), weights) for gating in GATINGS[1:2]]
+    others.append(on_cpu(replace(spec, gating="softmax"), replace(weights, choice_bias=None)))
+    for name in ("choice_bias", "shared"):
+        others.append(on_cpu(spec, replace(weights, **{name: None})))
+    assert len({found, *others}) == 5
+
+
+def _add_moe(
+    ops: Ops, hidden: kernels.Rows, tokens: int, spec: MoeSpec, weights: MoeWeights
+) -> None:
+    width = weights.norm.size
+    buffers = MoeBuffers(ops, spec, [weights], tokens, width)
+    normed = ops.make_activations(tokens, width, True)
+    MoeFfn(ops, spec, weights, 1e-5, buffers).add(hidden, tokens, normed)
+
+
+def _moe_on_cpu(pool: kernels.Pool, x: Any, spec: MoeSpec, weights: MoeWeights) -> bytes:
+    hidden = rows_of(x)
+    _add_moe(CpuOps(pool), hidden, len(x), spec, weights)
+    return hidden.view(len(x)).tobytes()
 
 
 def test_a_graph_of_a_decode_serves_other_experts(gpu: Emulator) -> None:

@@ -25,9 +25,10 @@ from batchengine.weights import (
     plan_tensors,
     read_spec,
 )
-from batchengine.weights.spec import BANK_ROWS_MAX, EXPERTS_MAX
+from batchengine.weights.ffn import BANK_ROWS_MAX, EXPERTS_MAX
 from batchengine.weights.tensors import MoeRoles
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
+from service.cli.plan import read_model
 from tests.hostile.rewrite import edited
 
 Edit = Callable[[dict[str, Any], dict[str, Any]], Any]
@@ -39,6 +40,7 @@ COUNTS = [reference.GGUFValueType.ARRAY, reference.GGUFValueType.INT32]
 
 QWEN3MOE = replace(PRESETS["moe-tiny"], n_layer=2, n_vocab=288)
 LLAMA = replace(QWEN3MOE, arch="llama", n_expert=8, n_used=2)
+GLM = PRESETS["glm4moe-tiny"]
 N, N_FF, N_EXPERT = QWEN3MOE.n_embd, QWEN3MOE.n_ff, QWEN3MOE.n_expert
 
 
@@ -203,6 +205,201 @@ def test_a_selector_may_have_any_float_type(kind: str, tmp_path: Path, pool: ker
     ffn = opened(path, pool, tmp_path / "c").layer[0].ffn
     assert isinstance(ffn, MoeRoles)
     assert ffn.selector.kind == kind
+
+
+# -- glm4moe: dense layers in front, sigmoids, a shared expert without a weight
+
+
+def test_a_file_of_glm4moe_has_dense_layers_and_experts_by_sigmoids(tmp_path: Path) -> None:
+    spec = read(written(GLM, tmp_path))
+    experts = MoeSpec(10, 3, 64, 2.5, n_ff_shared=64, gating="normed_sigmoid")
+    assert [layer.ffn for layer in spec.layers] == [DenseSpec(96), experts, experts, experts]
+    assert spec.experts == experts
+    attention = spec.attention
+    assert attention.has_qk_norm
+    assert (attention.rope.style, attention.rope.n_rot) == ("neox", 16)
+    assert "ff=64 experts=3/10" in repr(spec)
+
+
+@pytest.mark.parametrize(
+    ("edits", "gating", "scale", "n_ff_shared"),
+    [
+        ([put("glm4moe.expert_weights_norm", value=False, types=BOOL)], "sigmoid", 2.5, 64),
+        ([drop("glm4moe.expert_weights_norm")], "sigmoid", 2.5, 64),
+        ([drop("glm4moe.expert_gating_func")], "normed_sigmoid", 2.5, 64),
+        ([put("glm4moe.expert_gating_func", 0)], "normed_sigmoid", 2.5, 64),
+        ([drop("glm4moe.expert_weights_scale")], "normed_sigmoid", 1.0, 64),
+        ([put("glm4moe.expert_shared_count", 3)], "normed_sigmoid", 2.5, 192),
+        ([drop("glm4moe.expert_shared_count")], "normed_sigmoid", 2.5, 0),
+    ],
+)
+def test_the_keys_of_glm4moe_have_the_defaults_of_llama_cpp(
+    edits: list[Edit], gating: str, scale: float, n_ff_shared: int, tmp_path: Path
+) -> None:
+    experts = read(written(GLM, tmp_path, *edits)).experts
+    assert experts is not None
+    assert (experts.gating, experts.scale, experts.n_ff_shared) == (gating, scale, n_ff_shared)
+
+
+@pytest.mark.parametrize("n_dense", [0, 1, 3])
+def test_any_number_of_first_layers_may_be_dense(n_dense: int, tmp_path: Path) -> None:
+    shape = replace(GLM, n_dense=n_dense, n_mtp=0)
+    with GgufFile(written(shape, tmp_path)) as file:
+        spec = read_spec(file)
+        plan = plan_tensors(file, spec)
+    kinds = [isinstance(layer.ffn, MoeRoles) for layer in plan.layers]
+    assert kinds == [False] * n_dense + [True] * (GLM.n_layer - n_dense)
+    assert plan.layers[-1].ffn.banks[0].rows == 640
+
+
+def test_older_files_have_another_name_for_the_bias_of_the_choice(
+    tmp_path: Path, pool: kernels.Pool
+) -> None:
+    def renamed(_: Any, tensors: dict[str, Any]) -> None:
+        for i in range(GLM.n_dense, GLM.n_layer):
+            tensors[f"blk.{i}.exp_probs_b"] = tensors.pop(f"blk.{i}.exp_probs_b.bias")
+
+    with_ending = opened(written(GLM, tmp_path), pool, tmp_path / "c").layer
+    without = opened(written(GLM, tmp_path, renamed), pool, tmp_path / "d").layer
+    for layer in range(GLM.n_dense, GLM.n_layer):
+        one, other = with_ending[layer].ffn, without[layer].ffn
+        assert isinstance(one, MoeRoles)
+        assert isinstance(other, MoeRoles)
+        assert one.choice_bias is not None
+        assert other.choice_bias is not None
+        assert one.choice_bias.view().tobytes() == other.choice_bias.view().tobytes()
+
+
+def test_norms_of_heads_and_biases_are_there_if_the_file_has_them(tmp_path: Path) -> None:
+    """GLM-4.5-Air has no norms; a file without bias of the choice has none."""
+    shape = replace(GLM, qk_norm=False, bias=0.0, k_bias=0.0, choice_bias=0.0)
+    with GgufFile(written(shape, tmp_path)) as file:
+        spec = read_spec(file)
+        plan = plan_tensors(file, spec)
+    assert not spec.attention.has_qk_norm
+    ffn = plan.layers[1].ffn
+    assert isinstance(ffn, MoeRoles)
+    assert ffn.choice_bias is None
+    assert ffn.shared is not None
+    assert ffn.shared.selector is None
+    assert ffn.readers == [ffn.selector, ffn.shared.gate, ffn.shared.up]
+
+
+def test_a_step_of_glm4moe_counts_dense_layers_and_the_shared_expert_whole(tmp_path: Path) -> None:
+    """A token computes with all weights but those of the experts that it does not choose; those of
+    the block that predicts further tokens are none of the model."""
+    facts, size = read_model(written(GLM, tmp_path), 0)
+    assert (facts["experts"], facts["experts_used"], facts["layers"]) == (10, 3, 4)
+    one_expert, heads = 3 * GLM.n_ff * N, GLM.n_head * GLM.head_dim
+    kv = GLM.n_kv_head * GLM.head_dim
+    attention = N * (2 * heads + 2 * kv)
+    dense = 3 * GLM.n_ff_dense * N
+    ends = 2 * GLM.n_vocab * N
+    outside = 4 * attention + dense + ends + 3 * (N * 10 + one_expert)
+    assert facts["parameters"] == outside + 3 * 10 * one_expert
+    assert facts["parameters_used"] == outside + 3 * 3 * one_expert
+    shapes = ((640, N), (640, N), (10 * N, GLM.n_ff))
+    assert size.experts.n_bytes == 3 * sum(kernels.packed_bytes("q4_0", *of) for of in shapes)
+
+
+# name -> (code, words of the message, edit of a glm4moe file)
+WRONG_GLM: dict[str, tuple[str, tuple[str, ...], Edit]] = {
+    "groups": (
+        "BE1323",
+        ("glm4moe.expert_group_count = 2", "by groups"),
+        put("glm4moe.expert_group_count", 2),
+    ),
+    "softmax": (
+        "BE1323",
+        ("glm4moe.expert_gating_func = 1", "a sigmoid (2)"),
+        put("glm4moe.expert_gating_func", 1),
+    ),
+    "norm": (
+        "BE1322",
+        ("glm4moe.expert_weights_norm", "true or false"),
+        put("glm4moe.expert_weights_norm", 1),
+    ),
+    "all_dense": (
+        "BE1322",
+        ("glm4moe.leading_dense_block_count", "some of the 4 layers must have experts"),
+        put("glm4moe.leading_dense_block_count", 4),
+    ),
+    "more_dense": (
+        "BE1324",
+        ("blk.1.ffn_gate.weight",),
+        put("glm4moe.leading_dense_block_count", 2),
+    ),
+    "width": (
+        "BE1321",
+        ("glm4moe.expert_feed_forward_length",),
+        drop("glm4moe.expert_feed_forward_length"),
+    ),
+    "shared_width": (
+        "BE1323",
+        ("glm4moe.expert_shared_feed_forward_length = 64", "the width of the others"),
+        put("glm4moe.expert_shared_feed_forward_length", 64),
+    ),
+    "more_shared": (
+        "BE1325",
+        ("blk.1.ffn_gate_shexp.weight", "[96, 64]", "[96, 128]"),
+        put("glm4moe.expert_shared_count", 2),
+    ),
+    "bias_of_other_experts": (
+        "BE1325",
+        ("blk.2.exp_probs_b.bias", "[9]", "[10]"),
+        added("blk.2.exp_probs_b.bias", 9),
+    ),
+    "two_biases": (
+        "BE1328",
+        ("blk.2.exp_probs_b", "no role"),
+        added("blk.2.exp_probs_b", 10),
+    ),
+    "bias_of_a_dense_layer": (
+        "BE1328",
+        ("blk.0.exp_probs_b.bias", "no role"),
+        added("blk.0.exp_probs_b.bias", 10),
+    ),
+    "weight_of_the_shared_expert": (
+        "BE1328",
+        ("blk.1.ffn_gate_inp_shexp.weight", "no role"),
+        added("blk.1.ffn_gate_inp_shexp.weight", N),
+    ),
+    "a_norm_of_one_layer": (
+        "BE1324",
+        ("blk.2.attn_q_norm.weight",),
+        drop("blk.2.attn_q_norm.weight"),
+    ),
+    "part_of_a_head": (
+        "BE1323",
+        ("glm4moe.rope.dimension_count = 17",),
+        put("glm4moe.rope.dimension_count", 17),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_GLM)
+def test_a_wrong_file_of_glm4moe_is_refused_with_the_key_or_tensor(
+    name: str, tmp_path: Path
+) -> None:
+    code, words, edit = WRONG_GLM[name]
+    path = written(GLM, tmp_path, edit)
+    with GgufFile(path) as file, pytest.raises(BatchEngineError) as caught:
+        plan_tensors(file, read_spec(file))
+    assert caught.value.code == code, str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_bias_of_the_choice_that_is_no_number_is_refused(
+    tmp_path: Path, pool: kernels.Pool
+) -> None:
+    def edit(_: Any, tensors: dict[str, Any]) -> None:
+        tensors["blk.2.exp_probs_b.bias"][0][3] = np.inf
+
+    with pytest.raises(BatchEngineError) as caught:
+        opened(written(GLM, tmp_path, edit), pool, tmp_path / "c")
+    assert caught.value.code == "BE1327"
+    assert "blk.2.exp_probs_b.bias" in str(caught.value)
 
 
 # -- what is refused
@@ -453,7 +650,7 @@ def test_the_error_of_a_nonfinite_scale_names_the_bank(tmp_path: Path, pool: ker
 KEYS = [
     "expert_count", "expert_used_count", "expert_feed_forward_length", "feed_forward_length",
     "expert_weights_scale", "expert_weights_norm", "expert_gating_func", "expert_group_count",
-    "expert_shared_count", "leading_dense_block_count", "embedding_length",
+    "expert_shared_count", "leading_dense_block_count", "embedding_length", "rope.dimension_count",
 ]  # fmt: skip
 VALUES = st.one_of(
     st.integers(-(2**63), 2**64 - 1),
@@ -466,10 +663,12 @@ VALUES = st.one_of(
 )
 
 
-@pytest.fixture(scope="module")
-def any_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+@pytest.fixture(scope="module", params=[QWEN3MOE, GLM], ids=["qwen3moe", "glm4moe"])
+def any_model(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[GgufFile]:
     path = tmp_path_factory.mktemp("any") / "m.gguf"
-    write_synthetic(path, QWEN3MOE)
+    write_synthetic(path, request.param)
     with GgufFile(path) as file:
         yield file
 
@@ -481,7 +680,8 @@ def test_any_key_of_experts_is_accepted_or_refused(
 ) -> None:
     """The result is a spec whose tensors all exist, or one named error."""
     original = dict(any_model.values)
-    any_model.values |= {f"qwen3moe.{key}": value for key, value in changes.items()}
+    arch = any_model.text("general.architecture")
+    any_model.values |= {f"{arch}.{key}": value for key, value in changes.items()}
     try:
         spec = read_spec(any_model)
         plan = plan_tensors(any_model, spec)
@@ -494,4 +694,6 @@ def test_any_key_of_experts_is_accepted_or_refused(
     assert spec.experts is not None
     assert 1 <= spec.experts.n_used <= spec.experts.n_expert
     assert 1e-3 <= spec.experts.scale <= 1e3
-    assert all(isinstance(layer.ffn, MoeRoles) for layer in plan.layers)
+    kinds = [isinstance(layer.ffn, MoeRoles) for layer in plan.layers]
+    assert kinds == sorted(kinds)
+    assert kinds[-1]

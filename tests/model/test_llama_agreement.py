@@ -40,6 +40,7 @@ QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
 QWEN3MOE = replace(
     QWEN3, arch="qwen3moe", n_ff=128, n_expert=16, n_used=4, tied=False, kinds={"token_embd": "f32"}
 )
+WRITERS = "attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp"
 BANKS = ("ffn_gate", "ffn_up", "ffn_down")
 GPT_OSS = replace(
     QWEN3MOE, arch="gpt-oss", n_layer=3, n_embd=288, n_ff=160, bias=0.3, k_bias=0.3, window=40,
@@ -56,6 +57,10 @@ QWEN35 = replace(
 QWEN35MOE = replace(
     QWEN35, arch="qwen35moe", n_ff=128, n_expert=16, n_used=4, n_ff_shared=96,
     kinds={"token_embd": "f32"},
+)  # fmt: skip
+GLM4MOE = replace(
+    QWEN3MOE, arch="glm4moe", n_layer=4, head_dim=128, n_rot=64, bias=0.3, k_bias=0.3,
+    n_ff_shared=128, n_dense=1, n_ff_dense=320, choice_bias=0.3, weights_scale=2.5, qk_norm=True,
 )  # fmt: skip
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
@@ -169,6 +174,19 @@ SHAPES: dict[str, Shape] = {
         QWEN35, base="f32", n_layer=7, full_every=3, head_dim=256, n_head=3, n_kv_head=1
     ),
     "qwen35moe_mtp": replace(QWEN35MOE, base="f32", n_layer=3, full_every=2, n_mtp=1),
+    "glm4moe": GLM4MOE,
+    "glm4moe_f32": replace(GLM4MOE, base="f32"),
+    "glm4moe_air": replace(GLM4MOE, qk_norm=False, weights_scale=1.0, n_mtp=1),
+    "glm4moe_without_norm": replace(GLM4MOE, weights_norm=False, weights_scale=1.0),
+    "glm4moe_three_dense": replace(GLM4MOE, n_layer=5, n_dense=3, n_ff_shared=256),
+    "glm4moe_q4_k_m": replace(
+        GLM4MOE,
+        n_ff=256,
+        n_ff_shared=256,
+        base="q4_k",
+        n_ff_dense=608,
+        more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"},
+    ),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.
@@ -188,7 +206,8 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
 
     Where they are, the rounding of either implementation chooses, and the outputs of two experts
     have nothing in common. Here a token's embedding has a dimension for each expert, with the
-    numbers of a random order; no layer writes there, and the selector reads little else.
+    numbers of a random order; no layer writes there, and the selector reads little else. Where a
+    bias counts in the choice, one expert is always chosen by it, one never, and others not at all.
     """
     n, spacing = shape.n_expert, max(0.1, 4.0 / shape.n_expert)
     rng = np.random.default_rng(7)
@@ -200,15 +219,21 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
         embedding[:, :n] = rng.permuted(np.tile(levels, (len(embedding), 1)), axis=1)
         for i in range(shape.n_layer):
             prefix = f"blk.{i}."
+            if prefix + "exp_probs_b.bias" in tensors:
+                choice = tensors[prefix + "exp_probs_b.bias"][0]
+                choice[:] = 0
+                choice[rng.choice(n, 2, replace=False)] = 2, -2
             norm = tensors[prefix + ARCHITECTURES[shape.arch].ffn_norm][0]
-            selector = tensors[prefix + "ffn_gate_inp.weight"][0]
             for ending in ("weight", "bias"):
-                for role in ("attn_output", "ssm_out", "ffn_down_exps", "ffn_down_shexp"):
+                for role in WRITERS:
                     if f"{prefix}{role}.{ending}" in tensors:
                         written = tensors[f"{prefix}{role}.{ending}"][0]
                         rows = written.swapaxes(-2, 0) if ending == "weight" else written.T
                         rows[:n] = 0
             norm[:n] = 1.0
+            if i < shape.n_dense:
+                continue
+            selector = tensors[prefix + "ffn_gate_inp.weight"][0]
             selector[:] = rng.normal(0.0, spread, selector.shape)
             selector[np.arange(n), rng.permutation(n)] += 1.0
             if prefix + "ffn_gate_inp.bias" in tensors:
@@ -280,7 +305,7 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss", "qwen35_f32"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss", "qwen35_f32", "glm4moe"])
 def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """1,300 tokens: six pages, two super-pages to fold."""
     path = model_of(name, tmp_path)
@@ -292,7 +317,9 @@ def test_logits_agree_past_a_super_page(name: str, tmp_path: Path, cache_dir: Pa
     assert float(exact.min()) > COSINE_MIN
 
 
-@pytest.mark.parametrize("name", ["qwen3_untied", "qwen3moe", "llama_experts", "gpt_oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_untied", "qwen3moe", "llama_experts", "gpt_oss", "glm4moe"]
+)
 def test_greedy_tokens_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     """Of 960 tokens that llama.cpp chose greedily. Logits of random models have near ties, so 94 %
     are equal; but every token that leads by a fifth of the logits' deviation is."""
@@ -325,7 +352,7 @@ def test_greedy_tokens_agree(name: str, tmp_path: Path, cache_dir: Path) -> None
     assert np.array(agreed)[leads].all()
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "qwen3moe_many_experts", "llama_experts"])
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen3moe_many_experts", "llama_experts", "glm4moe"])
 def test_most_logits_agree_where_experts_are_nearly_equal(
     name: str, tmp_path: Path, cache_dir: Path
 ) -> None:
@@ -340,7 +367,7 @@ def test_most_logits_agree_where_experts_are_nearly_equal(
     assert share < 0.35
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "llama_experts", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3moe", "llama_experts", "gpt_oss", "glm4moe"])
 def test_with_another_number_of_experts_used_the_logits_disagree(
     name: str, tmp_path: Path, cache_dir: Path
 ) -> None:
@@ -425,6 +452,43 @@ def test_with_another_weight_of_the_shared_expert_the_logits_disagree(
     ours = ours_of(path, tokens, cache_dir)
     found = cosines(ours, theirs_of(edited(path, shared_expert_of_other_weight), tokens))
     assert float(np.median(found)) < 0.999
+
+
+def other_choice(_: Any, tensors: dict[str, Any]) -> None:
+    for i in range(GLM4MOE.n_dense, GLM4MOE.n_layer):
+        tensors[f"blk.{i}.exp_probs_b.bias"][0][:] *= -1.0
+
+
+def smaller_shared_expert(_: Any, tensors: dict[str, Any]) -> None:
+    tensors["blk.1.ffn_down_shexp.weight"][0][:] *= 0.5
+
+
+def without_norm(values: dict[str, Any], _: Any) -> None:
+    key = "glm4moe.expert_weights_norm"
+    values[key] = (False, values[key][1])
+
+
+def another_scale(values: dict[str, Any], _: Any) -> None:
+    key = "glm4moe.expert_weights_scale"
+    values[key] = (1.0, values[key][1])
+
+
+def less_turned(values: dict[str, Any], _: Any) -> None:
+    values["glm4moe.rope.dimension_count"] = (62, values["glm4moe.rope.dimension_count"][1])
+
+
+@pytest.mark.parametrize(
+    "edit", [other_choice, smaller_shared_expert, without_norm, another_scale, less_turned]
+)
+def test_with_another_choice_or_shared_expert_the_logits_disagree(
+    edit: Any, tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail."""
+    path = model_of("glm4moe_f32", tmp_path)
+    tokens = np.random.default_rng(5).integers(0, 320, 100).tolist()
+    found = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, edit), tokens))
+    print(f"AGREEMENT {edit.__name__} median={np.median(found):.6f} min={found.min():.6f}")
+    assert float(np.median(found)) < COSINE_MIN
 
 
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])

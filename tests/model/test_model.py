@@ -53,6 +53,7 @@ SHAPES = {
     "gpt_oss": PRESETS["gpt-oss-tiny"],
     "gemma3": PRESETS["gemma3-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],
+    "glm4moe": PRESETS["glm4moe-tiny"],
     "qwen35moe": PRESETS["qwen35moe-tiny"],  # its last layer is recurrent
 }
 

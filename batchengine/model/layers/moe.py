@@ -41,16 +41,18 @@ class MoeBuffers:
         self.shared: SharedBuffers | None = None
         if shared:
             keep_float = any(is_float(of.down) for of in shared)
+            weighted_max = tokens_max if spec.has_shared_weight else 0
             self.shared = SharedBuffers(
-                ops.make_rows(tokens_max, 1),
+                ops.make_rows(weighted_max, 1),
                 ops.make_rows(tokens_max, spec.n_ff_shared),
                 ops.make_activations(tokens_max, spec.n_ff_shared, keep_float),
-                ops.make_rows(tokens_max, n_embd),
+                ops.make_rows(weighted_max, n_embd),
             )
 
 
 class SharedBuffers(NamedTuple):
-    """Rows of the expert that every token uses: its weight, and what it makes of the token."""
+    """Rows of the expert that every token uses: its weight, and what it makes of the token. Without
+    a weight, what it makes is added at once, and `weight` and `output` are empty."""
 
     weight: kernels.Rows
     gated: kernels.Rows
@@ -71,12 +73,12 @@ class MoeFfn:
     def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
         """hidden += the weighted sum of what the chosen experts make of the normed rows, for the
         first `n` rows; then, if there is one, += what the shared expert makes of them, times the
-        sigmoid of its selector. `normed` keeps floats, which selectors read."""
+        sigmoid of its selector if it has one. `normed` keeps floats, which selectors read."""
         ops, w, buffers, spec = self.ops, self.weights, self.buffers, self.spec
         pairs, gated = buffers.pairs, buffers.gated
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
         ops.linear(normed, [w.selector], [w.selector_bias], n, buffers.logits)
-        ops.select_experts(buffers.logits, n, spec.scale, pairs)
+        ops.select_experts(buffers.logits, n, spec.scale, pairs, spec.gating, w.choice_bias)
         ops.gather_pairs(normed, pairs, buffers.gathered)
         biases = w.gate_bias, w.up_bias
         ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, spec.activation)
@@ -94,9 +96,13 @@ class MoeFfn:
         normed: kernels.Activations,
     ) -> None:
         ops = self.ops
-        ops.linear(normed, [w.selector], [None], n, buffers.weight)
+        if w.selector is not None:
+            ops.linear(normed, [w.selector], [None], n, buffers.weight)
         at = None, None, n, buffers.gated
         ops.linear_gated(normed, w.gate, w.up, *at, self.spec.activation)
         ops.quantise(buffers.gated, n, buffers.gated_q8)
+        if w.selector is None:
+            ops.linear_add(buffers.gated_q8, w.down, None, n, hidden)
+            return
         ops.linear(buffers.gated_q8, [w.down], [None], n, buffers.output)
         ops.gate_add(buffers.output, buffers.weight, n, hidden)

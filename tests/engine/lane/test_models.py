@@ -30,7 +30,14 @@ from tests.support.engines import (
 SHAPE = dataclasses.replace(PRESETS["moe-tiny"], n_vocab=2000, tied=True)
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
 OTHER = {"left": "right", "right": "left"}
-MODELS = ["moe-tiny", "gpt-oss-tiny", "gemma3-tiny", "qwen35-tiny", "qwen35moe-tiny"]
+MODELS = [
+    "moe-tiny",
+    "gpt-oss-tiny",
+    "gemma3-tiny",
+    "qwen35-tiny",
+    "qwen35moe-tiny",
+    "glm4moe-tiny",
+]
 SAMPLING = Sampling(temperature=0.7, seed=5)
 
 

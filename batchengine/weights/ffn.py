@@ -1,0 +1,199 @@
+"""Feed-forward parts, dense and of experts: what the keys of a file say of them.
+
+Refuses experts that are chosen, weighted or placed in another way than `MoeSpec` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from batchengine import errors
+from batchengine.gguf import GgufFile
+from batchengine.weights.architectures import ARCHITECTURES, Activation, Gating
+from batchengine.weights.keys import number_between, same_for_all_layers, unsupported
+
+EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
+BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A feed-forward part: down(activation(gate·x) * (up·x)), n_ff values wide in between.
+
+    has_post_norm: the output is normed before it is added.
+    """
+
+    n_ff: int
+    activation: Activation = "silu"
+    has_post_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """A mixture of experts: n_expert feed-forward parts of n_ff values each.
+
+    A selector chooses n_used of them for each token. Their outputs are summed with weights, times
+    scale: by `gating` the softmax over the chosen, or the sigmoid of each one's logit, "normed" by
+    the sum over the chosen. activation: what becomes of the gate and up products, by the name that
+    kernels have for it. has_bias: the products of the selector and of each expert have biases.
+    n_ff_shared: width of one more expert, which every token uses; 0 = there is none.
+    has_shared_weight: it has a weight of its own for each token.
+    """
+
+    n_expert: int
+    n_used: int
+    n_ff: int
+    scale: float
+    activation: Activation = "silu"
+    has_bias: bool = False
+    n_ff_shared: int = 0
+    gating: Gating = "softmax"
+    has_shared_weight: bool = False
+
+
+FfnSpec = DenseSpec | MoeSpec
+
+
+def read_ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
+    """The feed-forward part of all layers, or of those that have experts if some have none."""
+    key = f"{arch}.expert_count"
+    row = ARCHITECTURES[arch]
+    experts = row.experts
+    n_expert = gguf.integer(key, None if experts == "all" else 0)
+    if n_expert == 0 and experts != "all":
+        return read_dense(gguf, arch, n_layer)
+    if experts == "none":
+        known = [name for name, row in ARCHITECTURES.items() if row.experts != "none"]
+        why = f"experts are supported in {', '.join(known)}"
+        raise unsupported(gguf, key, n_expert, why, "use a dense model, or one of these")
+    if not 2 <= n_expert <= EXPERTS_MAX:
+        raise unsupported(gguf, key, n_expert, f"2 to {EXPERTS_MAX} experts are supported")
+    _refuse_other_mixtures(gguf, arch)
+    used_key = f"{arch}.expert_used_count"
+    n_used = same_for_all_layers(gguf, used_key, None, n_layer)
+    if n_used > n_expert:
+        why = f"a token can use {n_expert} experts at most"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=used_key, value=n_used, why=why)
+    n_ff = _expert_width(gguf, arch, n_used, n_layer)
+    rows = n_expert * max(n_ff, n_embd)
+    if rows > BANK_ROWS_MAX:
+        why = f"with these widths they have {rows:,} rows in one tensor, {BANK_ROWS_MAX:,} at most"
+        raise unsupported(gguf, key, n_expert, why)
+    scale_key = f"{arch}.expert_weights_scale"
+    is_given = gguf.number(scale_key, 0.0) != 0.0  # 0 is the format's "not given"
+    scale = number_between(gguf, scale_key, None, 1e-3, 1e3) if is_given else 1.0
+    return MoeSpec(
+        n_expert,
+        n_used,
+        n_ff,
+        scale,
+        row.activation,
+        row.has_expert_bias,
+        _shared_width(gguf, arch, n_ff, n_layer),
+        _gating(gguf, arch),
+        row.shared_expert == "weighted",
+    )
+
+
+def read_dense(gguf: GgufFile, arch: str, n_layer: int) -> DenseSpec:
+    """The feed-forward part of layers without experts."""
+    row = ARCHITECTURES[arch]
+    n_ff = _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer)
+    return DenseSpec(n_ff, row.activation, row.has_post_norms)
+
+
+def count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
+    """How many of the first layers have no experts, in a model whose others have."""
+    if not ARCHITECTURES[arch].starts_dense:
+        return 0
+    key = f"{arch}.leading_dense_block_count"
+    count = gguf.integer(key, 0)
+    if not 0 <= count < n_layer:
+        why = f"some of the {n_layer} layers must have experts"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=count, why=why)
+    return count
+
+
+def _gating(gguf: GgufFile, arch: str) -> Gating:
+    """How the weights of experts come from the selector's logits."""
+    if not ARCHITECTURES[arch].has_sigmoid:
+        return "softmax"
+    is_normed = gguf.values.get(f"{arch}.expert_weights_norm", False)
+    return "normed_sigmoid" if is_normed else "sigmoid"
+
+
+def _shared_width(gguf: GgufFile, arch: str, n_ff: int, n_layer: int) -> int:
+    """n_ff of the expert that every token uses; several, of n_ff each, are one that is wider."""
+    kind = ARCHITECTURES[arch].shared_expert
+    if kind == "weighted":
+        return _ffn_width(gguf, f"{arch}.expert_shared_feed_forward_length", n_layer)
+    return gguf.integer(f"{arch}.expert_shared_count", 0) * n_ff if kind == "plain" else 0
+
+
+_SHARED = (
+    ("expert_shared_count", 0, "experts that every token uses are not supported"),
+    ("expert_shared_feed_forward_length", 0, "experts that every token uses are not supported"),
+)
+_ONE_SHARED = (("expert_shared_count", 1, "one expert that every token uses is supported"),)
+_SOME_SHARED = (
+    ("expert_shared_count", EXPERTS_MAX, "so many experts that every token uses are not supported"),
+    ("expert_shared_feed_forward_length", 0, "these experts have the width of the others"),
+)
+_ALL_HAVE = ("leading_dense_block_count", 0, "every layer must have experts")
+# Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
+_OTHER_MIXTURES = (
+    ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
+    ("interleave_moe_layer_step", 1, "every layer must have experts"),
+)
+
+
+def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
+    """Raises for experts that are chosen, weighted or placed in another way than `MoeSpec` says."""
+    row = ARCHITECTURES[arch]
+    shared = {"none": _SHARED, "weighted": _ONE_SHARED, "plain": _SOME_SHARED}[row.shared_expert]
+    dense = () if row.starts_dense else (_ALL_HAVE,)
+    for name, most, why in (*shared, *dense, *_OTHER_MIXTURES):
+        value = gguf.integer(f"{arch}.{name}", 0)
+        if not 0 <= value <= most:
+            raise unsupported(gguf, f"{arch}.{name}", value, why)
+    function = gguf.integer(f"{arch}.expert_gating_func", 0)
+    if row.has_sigmoid:
+        if function not in (0, 2):
+            why = "the weights of experts must come from a sigmoid (2)"
+            raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)
+        norm = gguf.values.get(f"{arch}.expert_weights_norm", False)
+        if not isinstance(norm, bool):
+            key, why = f"{arch}.expert_weights_norm", "it must be true or false"
+            raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=norm, why=why)
+        return
+    # 3, a softmax over the chosen ones, is what one over all becomes when the weights are normed.
+    if function not in (0, 1, 3):
+        why = "the weights of experts must come from a softmax (1 or 3)"
+        raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)
+    if gguf.values.get(f"{arch}.expert_weights_norm", True) is not True:
+        why = "the weights of the chosen experts must have the sum 1"
+        raise unsupported(gguf, f"{arch}.expert_weights_norm", "false", why)
+
+
+def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:
+    """n_ff of one expert. Without a key of its own, feed_forward_length is the width of all that a
+    token uses where every model has experts, and that of one expert elsewhere; where the first
+    layers may be dense it is theirs."""
+    key, row = f"{arch}.expert_feed_forward_length", ARCHITECTURES[arch]
+    is_array = isinstance(gguf.values.get(key), np.ndarray)
+    if is_array or row.starts_dense or gguf.integer(key, 0) != 0:
+        return _ffn_width(gguf, key, n_layer)
+    parts = n_used if row.experts == "all" else 1
+    return _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer, parts)
+
+
+def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
+    """n_ff by a key that counts `parts` of them."""
+    value = same_for_all_layers(gguf, key, None, n_layer)
+    n_ff = value // parts
+    if n_ff == 0 or n_ff % 32:
+        of_one = f" for each of {parts} experts" if parts > 1 else ""
+        raise unsupported(gguf, key, value, f"a multiple of 32{of_one} is needed")
+    return n_ff
