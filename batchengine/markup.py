@@ -14,17 +14,20 @@ from typing import Literal
 
 # What follows a marker that begins calls:
 # object    JSON {"name", "arguments"} or <function=NAME>, closed by the markup's `closing`
+# pairs     NAME, parameters as <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>, closed likewise;
+#           a marker of objects begins them, too
 # function  NAME>, parameters as <parameter=KEY>VALUE</parameter>, closed by </function>
 # objects   JSON {"name", "parameters"}, several with a semicolon between them
 # list      a JSON list of such objects, or NAME[ARGS]{...}
 # named     function SEP NAME and a block of code with JSON, or NAME SEP JSON, between two marks
 # channel   a message of its own: its head names channel and recipient, its body is JSON
-CallForm = Literal["object", "function", "objects", "list", "named", "channel"]
+CallForm = Literal["object", "pairs", "function", "objects", "list", "named", "channel"]
 
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 SEED_TAG, SEED_TAG_END = "<seed:tool_call>", "</seed:tool_call>"
 FUNCTION = "<function="
+KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -51,7 +54,8 @@ class Markup:
     with a JSON object of a call's fields is a call, or with [NAME(KEY=VALUE, ...)]. `writes`: the
     form in which a model is made to call. `reasoning`: pairs of markers around reasoning, which
     stands before all else. `inner`: further markers, inside calls; `closing`: that which may stand
-    behind a call of the form "object" or "function".
+    behind a call of the form "object", "pairs" or "function". `line`: what stands between the parts
+    of calls of pairs, and between two of them.
     """
 
     name: str
@@ -61,6 +65,7 @@ class Markup:
     bare: bool = False
     inner: tuple[str, ...] = ()
     closing: str = TAG_END
+    line: str = "\n"
 
     @property
     def opening(self) -> str:
@@ -70,12 +75,12 @@ class Markup:
     @property
     def form(self) -> CallForm:
         """The form behind `opening`."""
-        return "object" if self.writes == "function" else self.writes
+        return "object" if self.writes in ("function", "pairs") else self.writes
 
     @property
     def has_bare_values(self) -> bool:
         """Whether text may stand without quotes in its calls."""
-        return self.name in ("xml", "seed", "generic")
+        return self.name in ("xml", "seed", "glm", "glm_inline", "generic")
 
     @property
     def markers(self) -> frozenset[str]:
@@ -85,6 +90,7 @@ class Markup:
 
 
 _TAGGED: dict[str, CallForm] = {TAG: "object", FUNCTION: "function"}
+_PAIRS = (TAG_END, KEY, KEY_END, VALUE, VALUE_END)
 _BRACKETS = (ARGS, CALL_ID, "[/TOOL_CALLS]")
 
 MARKUPS = {
@@ -100,6 +106,8 @@ MARKUPS = {
             inner=(SEED_TAG_END,),
             closing=SEED_TAG_END,
         ),
+        Markup("glm", "pairs", _TAGGED, inner=_PAIRS),
+        Markup("glm_inline", "pairs", _TAGGED, inner=_PAIRS, line=""),
         Markup(
             "llama",
             "objects",
@@ -141,6 +149,8 @@ _SIGNS = (
     ("harmony", re.compile(re.escape(CHANNEL))),
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("seed", re.compile(re.escape(SEED_TAG))),
+    ("glm_inline", re.compile(re.escape(KEY_END + VALUE))),
+    ("glm", re.compile(re.escape(KEY))),
     ("xml", re.compile(r"<function=|<parameter=")),
     ("hermes", re.compile(re.escape(TAG))),
     ("mistral", re.compile(r"\[TOOL_CALLS\]|\[AVAILABLE_TOOLS\]")),

@@ -42,6 +42,8 @@ _ENDS = (
     *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
     *("<｜end▁of▁sentence｜>", "[e~["),
 )
+# Marks of GLM that begin the message behind an answer, and so end it.
+_NEXT_MESSAGE = (b"<|user|>", b"<|observation|>")
 # Marks of fill-in-the-middle: by role, the texts that stand for it. The last three end a turn.
 _FILL = {
     "fim_pre": (
@@ -196,6 +198,9 @@ def _ends(
             ends.add(token)
             kinds[token] = CONTROL
     ends.update(special[name] for name in ("eos", "eot", "eom") if name in special)
+    if all(mark in ids for mark in _NEXT_MESSAGE):
+        ends.update(ids[mark] for mark in _NEXT_MESSAGE)
+        kinds.update((ids[mark], CONTROL) for mark in _NEXT_MESSAGE)
     closes = frozenset(ends)
     if _named(ids, "<|return|>", "<|call|>") or _named(ids, "<|calls|>", "<|flush|>"):
         ends.discard(ids.get(b"<|end|>", -1))

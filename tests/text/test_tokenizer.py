@@ -249,9 +249,10 @@ WORDS = (
 )
 
 
-@pytest.mark.parametrize(
-    "pre", ["gpt-2", "smollm", "qwen2", "qwen35", "llama-bpe", "tekken", "gpt-4o"]
-)
+PRES = "gpt-2 smollm qwen2 qwen35 llama-bpe glm4 chatglm-bpe tekken gpt-4o"
+
+
+@pytest.mark.parametrize("pre", PRES.split())
 def test_ids_are_those_of_llama_cpp(pre: str, pairs_path: Path, tmp_path: Path) -> None:
     """Every pair of a list of hostile words, and random texts; `bench tokenizer` has the rest."""
     path = relabelled(pairs_path, tmp_path / "other.gguf", pre)

@@ -94,3 +94,35 @@ def test_what_an_encoder_would_miss_is_refused_when_the_file_is_read(
     with pytest.raises(BatchEngineError, match=why) as caught:
         read_facts(path)
     assert caught.value.code == "BE1501"
+
+
+@pytest.mark.parametrize(("pre", "is_whole"), [("glm4", True), ("chatglm-bpe", False)])
+def test_words_of_glm_4_that_are_tokens_stay_whole(
+    pre: str, is_whole: bool, tmp_path: Path
+) -> None:
+    """Older vocabularies of GLM, whose pre-tokenizer has another name, are merged."""
+    tokens = [*BYTES, ("abcd", NORMAL), ("th", NORMAL)]
+    path = write_vocab(tmp_path / "v.gguf", "gpt2", tokens, tokenizer_pre=pre, token_merges=["t h"])
+    assert (256 in compare(path, "abcd th 12345")) == is_whole
+
+
+def test_the_marks_of_the_next_message_end_an_answer_of_glm(tmp_path: Path) -> None:
+    """Whatever kinds the file gives them, and also where it names the end of a text alone."""
+    marks = ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|observation|>"]
+    tokens = [*BYTES, ("th", NORMAL), *((mark, USER) for mark in marks)]
+    path = write_vocab(
+        tmp_path / "v.gguf",
+        "gpt2",
+        tokens,
+        tokenizer_pre="glm4",
+        token_merges=["t h"],
+        eos_token_id=257,
+    )
+    facts = read_facts(path)
+    assert facts.ends == facts.closes == {257, 260, 262}
+    assert {260, 262} <= Tokenizer(path).control
+    others = [*BYTES, ("th", NORMAL), ("<|end|>", CONTROL), ("<|user|>", CONTROL)]
+    path = write_vocab(
+        tmp_path / "phi.gguf", "gpt2", others, tokenizer_pre="qwen2", token_merges=["t h"]
+    )
+    assert read_facts(path).ends == {257}

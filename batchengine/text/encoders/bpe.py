@@ -45,11 +45,14 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
 }
 # Words that are tokens stay whole, whatever the merges say.
-_WHOLE_WORDS = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"))
+_WHOLE_WORDS = frozenset(
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "glm4")
+)
 
 _PART_CHARS = 1 << 16
 

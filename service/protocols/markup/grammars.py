@@ -27,9 +27,13 @@ from batchengine.markup import (
     CONSTRAIN,
     END,
     FUNCTIONS,
+    KEY,
+    KEY_END,
     MESSAGE,
     START,
     TOOL_CALLS,
+    VALUE,
+    VALUE_END,
     Markup,
 )
 
@@ -140,7 +144,9 @@ def constraint_of(
         thought = rules.up_to("thought", closing)
         rules.add("BLANK", r"/[ \n]*/")
         lead = f"{thought} BLANK"
-        lead = lead if in_reasoning else f"({rules.marker(opening)} {lead})?"
+        # Templates of pairs in lines have a line end in front of reasoning, too.
+        line = f"{_line(rules)}? " if markup.writes == "pairs" and markup.line else ""
+        lead = lead if in_reasoning else f"({line}{rules.marker(opening)} {lead})?"
         start = f"{lead} {answer}"
     return Constraint("lark", "\n".join([f"start: {start}", *rules.lines, ""]))
 
@@ -195,6 +201,8 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
                 body = f"{_literal(chr(10))} {body} {_literal(chr(10))} {end}"
             case "function":
                 body = _function(rules, number, tool)
+            case "pairs":
+                body = _pairs(rules, number, tool)
             case "objects":
                 body = _object(rules, number, name, schema, "parameters")
             case "list" if rules.control_id(ARGS) is not None:
@@ -212,6 +220,8 @@ def _forms(rules: _Rules, calls: Calls) -> tuple[str, str, str]:
     match writes:
         case "object" | "function":
             return rules.marker(markup.opening), body, _literal("\n")
+        case "pairs":
+            return rules.marker(markup.opening), body, _line(rules)
         case "objects":
             return "", body, _literal("; ")
         case "named":
@@ -300,33 +310,69 @@ def _object(rules: _Rules, number: int, name: str, schema: dict[str, Any], key: 
 
 
 def _function(rules: _Rules, number: int, tool: dict[str, Any]) -> str:
-    """<function=NAME> with the parameters in the order of the schema."""
+    """<function=NAME> with its parameters."""
+    name = tool["function"]["name"]
+    body = _parameters(
+        rules,
+        number,
+        tool,
+        head=lambda key: _literal(f"<parameter={key}>\n"),
+        end="\n</parameter>\n",
+    )
+    closing = rules.marker(rules.markup.closing)
+    return " ".join([_literal(f"\n<function={name}>\n"), *body, _literal("</function>\n"), closing])
+
+
+def _pairs(rules: _Rules, number: int, tool: dict[str, Any]) -> str:
+    """NAME with its parameters as pairs of keys and values."""
+    line, marker = _line(rules), rules.marker
+    between = f"{marker(KEY_END)} {line} {marker(VALUE)}"
+    body = _parameters(
+        rules,
+        number,
+        tool,
+        head=lambda key: f"{line} {marker(KEY)} {_literal(key)} {between}",
+        end=VALUE_END,
+    )
+    return " ".join([_literal(tool["function"]["name"]), *body, line, marker(rules.markup.closing)])
+
+
+def _line(rules: _Rules) -> str:
+    return _literal(rules.markup.line) if rules.markup.line else ""
+
+
+def _parameters(
+    rules: _Rules, number: int, tool: dict[str, Any], *, head: Callable[[str], str], end: str
+) -> list[str]:
+    """The parameters in the order of the schema, each behind its `head`, up to `end`."""
     name, schema = tool["function"]["name"], _schema(tool)
     listed: object = schema.get("properties")
     fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    body = [_literal(f"\n<function={name}>\n")]
+    close, is_token = rules.marker(end), rules.control_id(end) is not None
+    body: list[str] = []
     for slot, (key, given) in enumerate(fields.items()):
         if given is False:  # no value may be given
             continue
         value = cast("dict[str, Any]", given) if isinstance(given, dict) else {}  # true: any value
-        end = "\n</parameter>\n"
         rule = f"value{number}x{slot}"
         kind, options = value.get("type"), value.get("enum")
         if kind == "string" and options and all(isinstance(one, str) for one in options):
-            made = rules.add(rule, " | ".join(_literal(one + end) for one in options))
+            made = rules.add(rule, " | ".join(_literal(one) for one in options)) + f" {close}"
         elif kind == "string" and PATTERN in tool:
-            pattern = value["pattern"][1:-1] + end  # one terminal: either may begin with a line end
+            # One terminal with text behind it: either may begin with a line end.
+            pattern = value["pattern"][1:-1] + ("" if is_token else end)
             made = rules.add(f"VALUE{number}", f"/{_slashed(pattern)}/")
+            made += f" {close}" if is_token else ""
         elif kind == "string":
             made = rules.up_to(rule, end)
         else:
-            made = rules.add(rule, _json(value | shared, EXACT, name)) + f" {_literal(end)}"
-        parameter = f"{_literal(f'<parameter={key}>' + chr(10))} {made}"
+            made = rules.add(rule, _json(value | shared, EXACT, name)) + f" {close}"
+        parameter = f"{head(key)} {made}"
         body.append(parameter if key in needed else f"({parameter})?")
-    return " ".join([*body, _literal("</function>\n"), rules.marker(rules.markup.closing)])
+    return body
 
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,6 @@ import ast
 import json
 import re
 from collections.abc import Callable
-from typing import cast
-
-import msgspec
 
 from batchengine.core import OutputForm
 from batchengine.markup import (
@@ -26,12 +23,22 @@ from batchengine.markup import (
     CALL_SEP,
     CALLS_END,
     FUNCTION,
+    KEY,
     MARKUPS,
     CallForm,
     Markup,
 )
 from service.protocols.markup.harmony import HarmonyParser
 from service.protocols.markup.reader import AnswerReader, Reading
+from service.protocols.markup.values import (
+    NAME_CHARS_MAX,
+    PARAMETER,
+    TAG_NAME,
+    Values,
+    as_value,
+    decoded,
+    quoted,
+)
 from service.protocols.output import (
     ArgumentsParser,
     CallArguments,
@@ -43,15 +50,12 @@ from service.protocols.output import (
     Text,
 )
 
-NAME_CHARS_MAX = 256
 _NAME = re.compile(r"[\w.:/-]")
 _PYTHON_NAME = re.compile(r"[\w.]")
-_TAG_NAME = re.compile(r"[^<>\n]")
 _NAME_KEYS = ("name", "function", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _OTHER_KEYS = ("type", "id")  # of a call that has no marker in front
-_PARAMETER, _PARAMETER_END, _FUNCTION_END = "<parameter=", "</parameter>", "</function>"
-_WORDS = {"True": "true", "False": "false", "None": "null"}
+_FUNCTION_END = "</function>"
 
 
 class MarkupParser(AnswerReader):
@@ -146,6 +150,11 @@ class MarkupParser(AnswerReader):
     def _arguments(self, text: str) -> None:
         self._parts.add(CallArguments(self._calls, text))
 
+    def _values(self, name: str) -> Values:
+        """The reader of the arguments of a call of this tool that are no JSON object."""
+        texts = self._form.text_parameters.get(name, ())
+        return Values(self._reader, texts, self._arguments, lambda: self._is_cut)
+
     def _call(self, form: CallForm, marker: str) -> Reading[None]:
         """One call, or several, behind `marker`, which is text if there is none."""
         forms: dict[CallForm, Callable[[str], Reading[None]]] = {
@@ -171,8 +180,30 @@ class MarkupParser(AnswerReader):
                 marker = space = ""
                 following = yield from reader.space()
             yield from reader.has(self._markup.closing)
+        elif self._markup.writes == "pairs":
+            yield from self._pairs(marker + space)
         else:
             self._no_call(marker + space)
+
+    def _pairs(self, marker: str) -> Reading[None]:
+        """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..., white space between or not."""
+        reader = self._reader
+        reader.keep()
+        name = yield from reader.word(_NAME, NAME_CHARS_MAX)
+        yield from reader.space()
+        has_any = bool(name) and (yield from reader.has(KEY))
+        if not has_any and not (name and (yield from reader.has(self._markup.closing))):
+            self._no_call(marker + reader.kept())
+            return
+        reader.kept()
+        self._start(name)
+        if has_any:
+            yield from self._values(name).pairs()
+            yield from reader.space()
+            yield from reader.has(self._markup.closing)
+        else:
+            self._arguments("{}")
+        self._calls += 1
 
     def _objects(self, prefix: str, strict: bool = False) -> Reading[None]:
         """Objects with a semicolon between them, if there is one."""
@@ -232,10 +263,10 @@ class MarkupParser(AnswerReader):
             if not is_begun and not (yield from reader.has(CALL_BEGIN)):
                 break
             is_begun = False
-            name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
+            name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
             has_name = yield from reader.has(CALL_SEP)
             if has_name and name == "function":
-                name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
+                name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
                 yield from reader.space()
                 yield from reader.has("```json")
             if not has_name or not name.strip() or (yield from reader.space()) != "{":
@@ -281,7 +312,7 @@ class MarkupParser(AnswerReader):
                 value = yield from reader.python_value()
                 if value is None:
                     return
-                self._arguments(f"{before}{_quoted(key)}: {_from_python(value)}")
+                self._arguments(f"{before}{quoted(key)}: {_from_python(value)}")
                 before = ", "
                 key = (yield from self._keyword()) if (yield from reader.has(",")) else ""
             if self._is_cut:
@@ -367,7 +398,7 @@ class MarkupParser(AnswerReader):
         """NAME><parameter=KEY>VALUE</parameter>...</function> or NAME>{...}</function>."""
         reader = self._reader
         reader.keep()
-        name = yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)
+        name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
         if not name.strip() or not (yield from reader.has(">")):
             self._no_call(marker + reader.kept())
             return
@@ -377,73 +408,26 @@ class MarkupParser(AnswerReader):
             self._start(name)
             yield from reader.json_value(self._arguments)
         else:
-            has_any = yield from reader.has(_PARAMETER)
+            has_any = yield from reader.has(PARAMETER)
             if self._is_cut and not has_any:
                 self._hides = True
                 return
             reader.kept()
             self._start(name)
-            yield from self._parameters(self._form.text_parameters.get(name, ()), has_any)
+            yield from self._values(name).parameters(has_any)
         yield from reader.space()
         if (yield from reader.has(_FUNCTION_END)):
             yield from reader.space()
         yield from reader.has(self._markup.closing)
         self._calls += 1
 
-    def _parameters(self, texts: tuple[str, ...], has_any: bool) -> Reading[None]:
-        """The parameters behind the beginning of the first, if there is any."""
-        reader, before = self._reader, "{"
-        while has_any:
-            key = (yield from reader.word(_TAG_NAME, NAME_CHARS_MAX)).strip()
-            yield from reader.has(">")
-            yield from reader.has("\n")
-            self._arguments(f"{before}{_quoted(key)}: ")
-            if not (yield from self._parameter(key in texts)):
-                return
-            before = ", "
-            if (yield from reader.space()) == "":
-                return
-            has_any = yield from reader.has(_PARAMETER)
-            if self._is_cut and not has_any:
-                return
-        self._arguments("{}" if before == "{" else "}")
-
-    def _parameter(self, is_text: bool) -> Reading[bool]:
-        """One value; False where the answer ends inside it."""
-        ends = ("\n" + _PARAMETER_END, _PARAMETER_END)
-        if is_text:
-            self._arguments('"')
-            ended = yield from self._reader.until(ends, self._quote)
-            if ended:
-                self._arguments('"')
-            return bool(ended)
-        value: list[str] = []
-        ended = yield from self._reader.until(ends, value.append)
-        if ended:
-            self._arguments(_as_value("".join(value)))
-        return bool(ended)
-
-    def _quote(self, text: str) -> None:
-        self._arguments(_quoted(text)[1:-1])
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
 
 def _as_object(arguments: str) -> str:
     """Arguments that came in front of the name, as text, or not at all, as a JSON object."""
-    value = _decoded(arguments or "{}")
+    value = decoded(arguments or "{}")
     if isinstance(value, str):
-        arguments, value = value, _decoded(value or "{}")
+        arguments, value = value, decoded(value or "{}")
     return "{}" if value is None or arguments == "" else arguments
-
-
-def _as_value(text: str) -> str:
-    """A value without quotes as JSON: itself if it is JSON, else text."""
-    bare = text.strip()
-    bare = _WORDS.get(bare, bare)
-    return bare if bare == "null" or _decoded(bare) is not None else _quoted(text)
 
 
 def _from_python(text: str) -> str:
@@ -452,16 +436,8 @@ def _from_python(text: str) -> str:
         value = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
         value.encode()  # half a surrogate cannot be
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return _as_value(text)
+        return as_value(text)
     return value
-
-
-def _decoded(text: str) -> object:
-    """The value of JSON text; None where it is none, or null."""
-    try:
-        return cast("object", msgspec.json.decode(text))
-    except (msgspec.DecodeError, RecursionError):
-        return None
 
 
 def parser_of(form: OutputForm) -> OutputParser:

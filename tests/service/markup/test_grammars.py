@@ -13,13 +13,21 @@ import pytest
 
 from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.markup import MARKUPS
-from service.protocols.markup.grammars import Calls, constraint_of
+from service.protocols.markup.grammars import PATTERN, Calls, constraint_of
 from service.protocols.markup.parser import parser_of
 from service.protocols.output import OutputPart, arguments_of, calls_of, plain_text
 
 llguidance = pytest.importorskip("llguidance")
 
-CONTROL = {"[TOOL_CALLS]": 257, "[ARGS]": 258, "[THINK]": 259, "[/THINK]": 260}
+CONTROL = {
+    name: 257 + number
+    for number, name in enumerate(
+        (
+            *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>"),
+            *("<arg_value>", "</arg_value>"),
+        )
+    )
+}
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -55,9 +63,11 @@ class Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def ids(text: str) -> list[int]:
-    pieces = re.split("(" + "|".join(map(re.escape, CONTROL)) + ")", text)
-    return [i for p in pieces for i in ([CONTROL[p]] if p in CONTROL else list(p.encode()))]
+def ids(text: str, grammar: str) -> list[int]:
+    """The tokens of a text. Marks of GLM are text in a vocabulary whose grammar has them so."""
+    tokens = {name: i for name, i in CONTROL.items() if name[0] == "[" or f"<[{i}]>" in grammar}
+    pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text)
+    return [i for p in pieces for i in ([tokens[p]] if p in tokens else list(p.encode()))]
 
 
 def allows(constraint: Constraint | None, text: str) -> bool:
@@ -67,7 +77,7 @@ def allows(constraint: Constraint | None, text: str) -> bool:
     grammar = getattr(llguidance.LLMatcher, f"grammar_from_{constraint.kind}")(constraint.text)
     matcher = llguidance.LLMatcher(made, grammar)
     assert not matcher.get_error(), matcher.get_error()
-    tokens = ids(text)
+    tokens = ids(text, constraint.text)
     if matcher.validate_tokens(tokens) < len(tokens):
         return False
     matcher.consume_tokens(tokens)
@@ -105,6 +115,11 @@ XML = (
     "<parameter=unit>\nC\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )  # fmt: skip
 SEED = XML.replace("tool_call>", "seed:tool_call>")
+GLM = (
+    "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>unit</arg_key>"
+    "\n<arg_value>C</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
+)  # fmt: skip
+GLM_INLINE = GLM.replace("\n", "")
 LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
 MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
 OLD_MISTRAL = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
@@ -118,6 +133,9 @@ FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("generic", no_control, HERMES, f"{HERMES}\n{HERMES}"),
     ("xml", no_control, XML, f"{XML}\n{XML}"),
     ("seed", no_control, SEED, f"{SEED}\n{SEED}"),
+    ("glm", no_control, GLM, f"{GLM}\n{GLM}"),
+    ("glm_inline", no_control, GLM_INLINE, GLM_INLINE * 2),
+    ("glm", CONTROL.get, GLM, f"{GLM}\n{GLM}"),
     ("llama", no_control, LLAMA, f"{LLAMA}; {LLAMA}"),
     ("mistral", CONTROL.get, MISTRAL, MISTRAL + MISTRAL),
     ("deepseek", no_control, f"{BEGIN}{DEEPSEEK}{END}", f"{BEGIN}{DEEPSEEK}\n{DEEPSEEK}{END}"),
@@ -234,6 +252,9 @@ def test_reasoning_is_free_in_front() -> None:
     assert allows(grammar("hermes", may=True), f"<think>\nSo.\n</think>\n\n{HERMES}")
     assert allows(grammar("hermes", inside=True), f"So.\n</think>\n\n{HERMES}")
     assert not allows(grammar("hermes", inside=True), HERMES)
+    for line in ("", "\n"):
+        assert allows(grammar("glm", may=True), f"{line}<think>So.</think>\n{GLM}")
+    assert allows(grammar("glm_inline", may=True), f"<think>So.</think>{GLM_INLINE}")
     thought = f"[THINK]So.[/THINK]{MISTRAL}"
     assert allows(grammar("mistral", CONTROL.get, may=True), thought)
 
@@ -330,6 +351,57 @@ def test_properties_whose_schema_is_no_object() -> None:
     assert allows(made, call("any", '{"a": [1]}'))
     assert allows(made, call("odd", "3"))
     assert not allows(made, call("none", "3"))
+
+
+@pytest.mark.parametrize("control_id", [no_control, CONTROL.get])
+def test_values_of_pairs_follow_their_schemas(control_id: Callable[[str], int | None]) -> None:
+    """A text is as it is, also with line ends and marks of other forms; other values are JSON."""
+    fields = {"a": {"type": "string"}, "b": {"type": "array", "items": {"type": "integer"}}}
+    function = {"name": "f", "parameters": {"properties": fields, "required": ["a", "b"]}}
+    tool: Any = {"type": "function", "function": function}
+    calls = Calls([tool, NOW], required=True, parallel=False)
+    made = constraint_of(
+        MARKUPS["glm"],
+        control_id,
+        in_reasoning=False,
+        may_reason=False,
+        calls=calls,
+        response=None,
+    )
+
+    def call(a: str, b: str) -> str:
+        first = f"<arg_key>a</arg_key>\n<arg_value>{a}</arg_value>"
+        second = f"<arg_key>b</arg_key>\n<arg_value>{b}</arg_value>"
+        return f"<tool_call>f\n{first}\n{second}\n</tool_call>"
+
+    text = '\n x "</parameter>\n'
+    assert allows(made, call(text, "[1, 2]"))
+    assert allows(made, call("", "[]"))
+    assert not allows(made, call("x", '["1"]'))
+    assert not allows(made, call("x", "1"))
+    assert allows(made, "<tool_call>now\n</tool_call>")
+    parser = parser_of(OutputForm("glm", calls=True, text_parameters={"f": ("a",)}))
+    parts = [*parser.push(call(text, "[1, 2]")), *parser.flush()]
+    assert json.loads(arguments_of(parts)[0]) == {"a": text, "b": [1, 2]}
+
+
+@pytest.mark.parametrize("control_id", [no_control, CONTROL.get])
+def test_a_pattern_of_a_text_among_pairs(control_id: Callable[[str], int | None]) -> None:
+    function = {"name": "f", "parameters": {"required": ["input"]}}
+    tool: Any = {"type": "function", "function": function, PATTERN: "^a/[0-9]+\n?$"}
+    calls = Calls([tool], required=True, parallel=False)
+    made = constraint_of(
+        MARKUPS["glm"],
+        control_id,
+        in_reasoning=False,
+        may_reason=False,
+        calls=calls,
+        response=None,
+    )
+    head, end = "<tool_call>f\n<arg_key>input</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"
+    assert allows(made, f"{head}a/12\n{end}")
+    assert allows(made, f"{head}a/12{end}")
+    assert not allows(made, f"{head}b/12{end}")
 
 
 def test_nothing_is_constrained_without_need() -> None:

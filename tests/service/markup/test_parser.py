@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from typing import Any
 
@@ -57,6 +58,14 @@ XML = (
     "<parameter=deep>\n{\"a\": [1]}\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
     "</function>\n</tool_call>"
 )  # fmt: skip
+GLM = (
+    "<tool_call>search\n<arg_key>query</arg_key>\n"
+    "<arg_value>line 1\n\"2\" </function></arg_value>\n"
+    "<arg_key>limit</arg_key>\n<arg_value>3</arg_value>\n<arg_key>code</arg_key>\n"
+    "<arg_value>007</arg_value>\n<arg_key>deep</arg_key>\n<arg_value>{\"a\": [1]}</arg_value>\n"
+    "<arg_key>flag</arg_key>\n<arg_value>true</arg_value>\n</tool_call>"
+)  # fmt: skip
+GLM_INLINE = re.sub(r"\n(?=<)", "", GLM)
 XML_ARGUMENTS = {
     "query": 'line 1\n"2" </function>', "limit": 3, "code": "007", "deep": {"a": [1]}, "flag": True,
 }  # fmt: skip
@@ -84,6 +93,35 @@ RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
     ("xml", XML, ("", "", [("search", XML_ARGUMENTS)])),
     ("xml", XML.removeprefix("<tool_call>\n"), ("", "", [("search", XML_ARGUMENTS)])),
     ("xml", "<tool_call><function=now></function></tool_call>", ("", "", [("now", {})])),
+    (
+        "glm",
+        f"\n<think>why\n</think>\nhm\n{GLM}\n<tool_call>now\n</tool_call>",
+        ("why", "hm", [("search", XML_ARGUMENTS), ("now", {})]),
+    ),
+    (
+        "glm_inline",
+        f"<think>why</think>hm{GLM_INLINE}<tool_call>now</tool_call>",
+        ("why", "hm", [("search", XML_ARGUMENTS), ("now", {})]),
+    ),
+    ("glm", GLM_INLINE, ("", "", [("search", XML_ARGUMENTS)])),
+    ("glm_inline", GLM, ("", "", [("search", XML_ARGUMENTS)])),
+    (
+        "glm",
+        GLM.removesuffix("\n</tool_call>") + " Done.",
+        ("", "Done.", [("search", XML_ARGUMENTS)]),
+    ),
+    ("glm", XML, ("", "", [("search", XML_ARGUMENTS)])),
+    (
+        "glm",
+        f'<tool_call>{{"name": "search", "arguments": {SEARCH}}}</tool_call>',
+        ("", "", [("search", ARGUMENTS)]),
+    ),
+    (
+        "glm",
+        "<tool_call>search\n<arg_key>query</arg_key><arg_value></arg_value>"
+        "<arg_key>code</arg_key><arg_value> <arg_key>x</tool_call></arg_value></tool_call>",
+        ("", "", [("search", {"query": "", "code": " <arg_key>x</tool_call>"})]),
+    ),
     (
         "seed",
         f"<seed:think>why</seed:think>hm {XML.replace('tool_call>', 'seed:tool_call>')}",
@@ -175,6 +213,11 @@ BROKEN = [
     ("hermes", '<tool_call>{"name": ""}'),
     ("xml", "<tool_call>\n<function=a\nb>"),
     ("xml", "<function=>x"),
+    ("glm", "<tool_call> no call </tool_call>"),
+    ("glm", "<tool_call></tool_call>"),
+    ("glm", "<tool_call>f\n<arg_value>1</arg_value></tool_call>"),
+    ("glm", "<tool_call>f"),
+    ("hermes", "<tool_call>f</tool_call>"),
     ("llama", '<|python_tag|>search.call(query="x")'),
     ("llama", '{"name": "f", "parameters'),
     ("mistral", "[TOOL_CALLS] what?"),
@@ -207,6 +250,35 @@ def test_a_call_that_is_cut_off_keeps_what_was_written() -> None:
     assert arguments_of(parts)[0] == '{"a": "x'
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("<arg_key>a", "{"),
+        ("<arg_key>a</arg_key>", "{"),
+        ("<arg_key>a</arg_key> b", "{"),
+        ("<arg_key>a</arg_key><arg_value>", '{"a": '),
+        ("<arg_key>a</arg_key><arg_value>1", '{"a": '),
+        ("<arg_key>a</arg_key><arg_value>1</arg_value>", '{"a": 1'),
+        ("<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>", '{"a": 1, '),
+        ("<arg_key>t</arg_key><arg_value>x</arg_v", '{"t": "x</arg_v'),
+    ],
+)
+def test_pairs_that_are_wrong_or_end_early_are_no_json(text: str, arguments: str) -> None:
+    """No client runs such a call."""
+    parts = parts_of(f"<tool_call>f\n{text}", markup="glm", text_parameters={"f": ("t",)})
+    assert arguments_of(parts)[0] == arguments
+
+
+def test_values_of_pairs_come_while_they_are_written() -> None:
+    parser = parser_of(OutputForm("glm", calls=True, text_parameters={"f": ("t",)}))
+    assert parser.push("Hi <tool_call>f\n<arg_k") == [("Hi",)]
+    found = parser.push('ey>t</arg_key>\n<arg_value>a"')
+    assert [type(part) for part in found[1:]] == [CallArguments] * len(found[1:])
+    assert parser.push("b</arg") == [CallArguments(0, "b")]
+    assert parser.push("_value>") == [CallArguments(0, '"')]
+    assert parser.push("</tool_call>") == [CallArguments(0, "}")]
+
+
 def test_raw_line_breaks_in_arguments_are_escaped() -> None:
     parts = parts_of('<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>')
     assert summary(parts)[2] == [("f", {"a": "x\ny\t"})]
@@ -233,7 +305,8 @@ def test_arguments_come_while_they_are_written() -> None:
 
 MARKUP = st.sampled_from(
     [
-        *sorted(MARKUPS["generic"].markers), "<think>", "</think>", "[THINK]", "[/THINK]",
+        *sorted(MARKUPS["generic"].markers | MARKUPS["glm"].markers),
+        "<think>", "</think>", "[THINK]", "[/THINK]",
         "</function>", "<parameter=", "</parameter>", ">", "{", "}", "[", "]", '"', "\\", ":", ",",
         ";", '"name"', '"arguments"', '"parameters"', '"function"', "f", " ", "\n", "1", "true",
         '{"name": "f", "arguments": {"a": 1}}', "é", "<",
@@ -281,6 +354,10 @@ def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
         "<｜tool▁call▁begin｜>function" * 20_000,
         "<tool_call>{" + " " * 100_000,
         "<function=f><parameter=a>" + "\n" * 50_000 + "</parameter" * 5_000,
+        "<tool_call>f<arg_key>" + "a" * 50_000,
+        "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 5_000,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_valu" * 10_000,
+        "<tool_call>f " * 20_000,
         "<|start|>" * 20_000,
         "<|channel|>analysis" * 20_000,
         "<|channel|>final<|message|>" + "<|end|> " * 20_000,
@@ -289,7 +366,8 @@ def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
 )
 def test_hostile_answers_cost_time_in_proportion(text: str) -> None:
     began = time.process_time()
-    parts_of(text, list(range(0, len(text), 7)), markup="harmony" if "|" in text else "hermes")
+    markup = "harmony" if "|" in text else "glm" if "_call>f" in text else "hermes"
+    parts_of(text, list(range(0, len(text), 7)), markup=markup)
     assert time.process_time() - began < 5.0
 
 
@@ -311,6 +389,9 @@ def test_a_markup_is_chosen_by_template_then_vocabulary() -> None:
 
     assert markup_of("x <tool_call> y", no_token).name == "hermes"
     assert markup_of("<tool_call>\n<function=", no_token).name == "xml"
+    assert markup_of("<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>", no_token).name == "glm"
+    inline = "<tool_call>f<arg_key>k</arg_key><arg_value>"
+    assert markup_of(inline, no_token).name == "glm_inline"
     assert markup_of("<seed:tool_call>\n<function=", no_token).name == "seed"
     assert markup_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
     assert markup_of("<|start_header_id|>", no_token).name == "llama"
