@@ -87,6 +87,19 @@ def test_the_plan_of_a_model_with_experts(
     assert dense["step_bytes"] == dense["batch_step_bytes"]
 
 
+def test_the_plan_of_a_model_whose_first_layers_are_dense(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """GLM-4.5-Air as Q4_0: a token uses the dense layer and the shared experts whole."""
+    path = tmp_path / "m.gguf"
+    write_sparse(path, PRESETS["glm4moe-106b-a12b"])
+    main.run(["plan", str(path), "--gpu", "h200", "--json"])
+    model = json.loads(capsys.readouterr().out)["model"]
+    assert model["parameters"] / 1e9 == pytest.approx(106.85, abs=0.01)
+    assert model["parameters_used"] / 1e9 == pytest.approx(13.42, abs=0.01)  # two ends, too
+    assert (model["experts"], model["experts_used"], model["layers"]) == (128, 8, 46)
+
+
 def test_a_model_that_does_not_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

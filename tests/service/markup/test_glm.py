@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from batchengine.core import OutputForm
 from batchengine.text.encoder import TextEncoder
@@ -20,6 +22,7 @@ from service.protocols.output import arguments_of, calls_of, plain_text
 from service.protocols.protocol import PromptLimits
 from service.protocols.requests import Prompt
 from tests.service.markup.test_grammars import NOW, WEATHER
+from tests.service.markup.test_parser import parts_of, summary
 from tests.text.harmony import shown
 from tests.text.test_tokenizer import CONTROL, NORMAL, USER, byte_alphabet, write_vocab
 
@@ -154,3 +157,23 @@ def test_text_in_front_of_a_call_is_shown(markup: str) -> None:
     parts = [*parser.push("Wait.\n<tool_call>now</tool_call>\n"), *parser.flush()]
     assert plain_text(parts) == "Wait."
     assert [call.name for call in calls_of(parts)] == ["now"]
+
+
+TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+OTHERS = st.none() | st.booleans() | st.integers(-9, 9) | st.lists(TEXTS, max_size=2)
+
+
+@settings(deadline=None)
+@given(
+    arguments=st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), TEXTS | OTHERS),
+    line=st.sampled_from(["", "\n", " \n"]),
+    cuts=st.lists(st.integers(0, 1000), max_size=8),
+)
+def test_any_values_are_read_back(arguments: dict[str, Any], line: str, cuts: list[int]) -> None:
+    """Texts stay as they are, white space and quotes included; an end of a value is in none."""
+    texts = tuple(key for key, value in arguments.items() if isinstance(value, str))
+    answer = f"Hm.\n{written(line, **arguments)}"
+    fields: dict[str, Any] = {"markup": "glm", "text_parameters": {"weather": texts}}
+    parts = parts_of(answer, cuts, **fields)
+    assert summary(parts) == ("", "Hm.", [("weather", arguments)])
+    assert parts_of(answer, list(range(len(answer))), **fields) == parts
