@@ -88,15 +88,15 @@ class CpuDevice(HostDevice):
         if wanted.entries:
             stepper.logits(len(wanted.entries))
         choices, late = choose(stepper, batch, wanted)
-        rows, nonfinite, rejected = sampled(batch, wanted, choices, nonfinite)
+        rows, nonfinite, unmasked, rejected = sampled(batch, wanted, choices, nonfinite, late)
         digests = stepper.row_digests(seeds)
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]
-        unmasked = [index for index in late if index not in (*nonfinite, *unreachable)]
+            unmasked = [index for index in unmasked if index not in unreachable]
         scores, bad = scored(stepper, batch, [*nonfinite, *unreachable, *unmasked])
         rows, nonfinite = without(rows, batch, bad), sorted([*nonfinite, *bad])
         output = StepOutput(
-            tuple(without(rows, batch, [*unreachable, *unmasked])),
+            tuple(without(rows, batch, unreachable)),
             tuple(nonfinite),
             tuple(unreachable),
             routed.waited_us if routed else 0,

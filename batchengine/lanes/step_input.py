@@ -26,7 +26,8 @@ SLOT_MASK = (1 << 32) - 1
 U64Array = NDArray[np.uint64]
 I32Array = NDArray[np.int32]
 Mask = NDArray[np.uint32]
-Masks = Callable[[Sequence[wire.Entry]], list[Mask | None]]
+MaskKey = tuple[int, int]  # session and position of the token
+Masks = Callable[[Sequence[MaskKey | None]], list[Mask | None]]
 
 
 class BadStep(BatchEngineError):
@@ -51,9 +52,9 @@ class StepLimits:
     has_links: bool = False
 
 
-def no_masks(entries: Sequence[wire.Entry]) -> list[Mask | None]:
-    """Masks of entries, none of which has one."""
-    return [None] * len(entries)
+def no_masks(keys: Sequence[MaskKey | None]) -> list[Mask | None]:
+    """Masks of a step without any."""
+    return [None] * len(keys)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class StepInput:
     """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages).
 
     imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
-    masks: waits for the masks of entries; None for those that have none, or whose mask is late.
+    masks: waits for masks; None for keys that are None, and for masks that are late.
     scored: for each entry the tokens behind its leading ones whose log-probabilities are wanted; of
     no entries: none. untaken: indices of entries with `takes_sample` for whose session the step
     before sampled no token; their rows get no record.
@@ -205,7 +206,7 @@ def _check_draft(entry: wire.Entry) -> None:
     end = entry.start + entry.n_tokens
     if not 0 < entry.drafts < min(entry.n_tokens, end % PAGE_TOKENS):
         raise BadStep(f"session {entry.session}: {entry.drafts} of {entry.n_tokens} are a draft")
-    has_more = entry.masked or entry.banned or entry.segments or entry.scored or entry.takes_sample
+    has_more = entry.banned or entry.segments or entry.scored or entry.takes_sample
     if entry.sampling is None or has_more:
         raise BadStep(f"session {entry.session}: a draft, and the entry is no plain one")
 

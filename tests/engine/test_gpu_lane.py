@@ -14,7 +14,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.config import LaneConfig
-from batchengine.core import BatchEngineError, Sampling
+from batchengine.core import BatchEngineError, Constraint, Sampling
 from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
 from bench.models.synthetic import PRESETS, write_synthetic
@@ -158,6 +158,18 @@ async def test_drafts_on_a_gpu(site: Site, reference: Reference) -> None:
     assert again.tokens == reference.tokens(more, 20)
     for one, answer in zip(longer[1:], answers, strict=True):
         assert answer.tokens == reference.tokens(one, 12)
+
+
+@pytest.mark.usefixtures("cheap_drafts")
+async def test_drafts_of_a_constrained_answer_on_a_gpu(site: Site, reference: Reference) -> None:
+    async with gpu_engine(site, drafts=6) as engine:
+        (longer,) = await prepared(engine, [words(3, 60)])
+        asked = constrained(longer, Constraint("regex", "(la ){30}"), session="s0")
+        answer = await read(engine.submit(asked))
+        assert answer.done is not None
+        assert answer.done.usage.lane == "gpu"
+        assert engine.state.lanes[1].meter.accepted
+    assert answer.tokens == expected(reference, asked)
 
 
 async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Reference) -> None:

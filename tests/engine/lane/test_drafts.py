@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -254,21 +255,46 @@ def test_rows_behind_each_token_of_a_draft_are_wanted(monkeypatch: pytest.Monkey
     sampling = Sampling(temperature=1.0, presence_penalty=1.0, penalty_tokens=3)
     batch = step_of(
         wire.Entry(1, 1, 4, 2, 1, None),
-        wire.Entry(2, 1, 8, 3, 1, sampling, 2, drafts=2),
+        wire.Entry(2, 1, 8, 3, 1, sampling, 2, masked=True, drafts=2),
         wire.Entry(3, 1, 9, 1, 1, GREEDY),
         tokens=[1, 2, 30, 31, 32, 4],
         history=[29, 30],
     )
     wanted = wanted_rows(batch)
     assert (wanted.entries, wanted.rows.tolist()) == ([1, 1, 1, 2], [2, 3, 4, 5])
-    asked: list[tuple[int, list[int] | None]] = []
+    assert wanted.masks == [(2, 9), (2, 10), (2, 11), None]
+    asked: list[tuple[int, list[int] | None, int]] = []
 
-    def keep(_sampling: Sampling, *, position: int, history: Any, **_: Any) -> None:
-        asked.append((position, None if history is None else history.tolist()))
+    def keep(_sampling: Sampling, *, position: int, history: Any, mask: Any, **_: Any) -> None:
+        asked.append((position, None if history is None else history.tolist(), mask))
 
     monkeypatch.setattr(host_device, "sample_spec", keep)
-    sample_specs(batch, [None] * 3, wanted)
-    assert asked == [(9, [29, 30]), (10, [29, 30, 31]), (11, [30, 31, 32]), (10, None)]
+    masks: Any = [7, 8, 9, 0]
+    sample_specs(batch, masks, wanted)
+    assert asked == [(9, [29, 30], 7), (10, [29, 30, 31], 8), (11, [30, 31, 32], 9), (10, None, 0)]
+
+
+def test_what_was_drafted_is_kept_up_to_the_first_mask_that_is_late() -> None:
+    """Without the first mask there is no token. The masks of other entries do not matter."""
+    entries = [wire.Entry(i, 1, 8, 3, 1, GREEDY, masked=True, drafts=2) for i in (1, 2)]
+    batch = step_of(*entries, tokens=[30, 31, 32, 40, 41, 42])
+    wanted = wanted_rows(batch)
+    right: Any = [SimpleNamespace(token=t, logprob=0.0, top=(), nonfinite=False) for t in
+                  (31, 32, 33, 41, 42, 43)]  # fmt: skip
+
+    def kept(*late: int) -> tuple[list[int], list[int], list[int], dict[int, int]]:
+        rows, nonfinite, unmasked, rejected = host_device.sampled(batch, wanted, right, [], late)
+        assert not nonfinite
+        of = [[row.token for row in rows if row.session == key] for key in (1, 2)]
+        return of[0], of[1], unmasked, dict(rejected)
+
+    assert kept() == ([31, 32, 33], [41, 42, 43], [], {})
+    assert kept(1) == ([31], [41, 42, 43], [], {0: 2})
+    assert kept(2, 4) == ([31, 32], [41], [], {0: 1, 1: 2})
+    assert kept(0) == ([], [41, 42, 43], [0], {})
+    assert kept(0, 1, 2, 5) == ([], [41, 42], [0], {1: 1})
+    right[0].nonfinite = True
+    assert host_device.sampled(batch, wanted, right, [], (0,))[1:3] == ([0], [])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +306,6 @@ def test_rows_behind_each_token_of_a_draft_are_wanted(monkeypatch: pytest.Monkey
         (wire.Entry(1, 1, 254, 4, 2, GREEDY, drafts=2), "are a draft"),  # is in two pages
         (wire.Entry(1, 1, 255, 4, 2, GREEDY, drafts=3), "are a draft"),  # in another page
         (wire.Entry(1, 1, 4, 3, 1, None, drafts=2), "no plain one"),
-        (wire.Entry(1, 1, 4, 3, 1, GREEDY, masked=True, drafts=2), "no plain one"),
         (wire.Entry(1, 1, 4, 3, 1, GREEDY, banned=(3,), drafts=2), "no plain one"),
         (wire.Entry(1, 1, 4, 17, 1, GREEDY, drafts=LOGITS_ROWS_MIN), "rows with logits"),
     ],

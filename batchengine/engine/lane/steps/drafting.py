@@ -111,7 +111,9 @@ class Drafting:
         is_scored = turn.scores is not None and not turn.scores.is_complete
         is_bound = kv.held or kv.later or kv.pending or turn.shared_with or is_scored
         is_bound = is_bound or session.suspect or turn.drafts.is_off or turn.banned(end)
-        if is_bound or turn.matcher is not None or not end % PAGE_TOKENS:
+        if (matcher := turn.matcher) is not None:
+            is_bound = is_bound or turn.masks_are_slow or not matcher.may_follow
+        if is_bound or not end % PAGE_TOKENS:
             return 0
         left = generation.request.tokens_max - generation.completion_tokens - 1
         return min(self._tokens_max, left, PAGE_TOKENS - 1 - end % PAGE_TOKENS)

@@ -260,10 +260,17 @@ class StepWriter:
 
         What follows one that ends or pauses the turn is dropped.
         """
-        session = turn.session
+        session, n_before = turn.session, len(turn.session.tokens)
         if draft.tokens:
             turn.drafts.odds.learn(draft.matched, len(draft.tokens), len(rows) - 1)
             self._meter.drafted += len(draft.tokens)
+        self._add_rows(turn, rows, now_ms)
+        if turn.matcher is not None and self._seats.holds(turn):
+            turn.matcher.accept(session.tokens[n_before:])
+            turn.is_late = False
+
+    def _add_rows(self, turn: Turn, rows: Sequence[wire.SampledRow], now_ms: float) -> None:
+        session = turn.session
         for n, row in enumerate(rows):
             if n:
                 session.advance(1, self._lane_name)
@@ -378,9 +385,6 @@ class StepWriter:
         if finish:
             self._seats.leave(turn)
             return
-        if turn.matcher is not None:
-            turn.matcher.accept(row.token)
-            turn.is_late = False
         if generation.full:
             turn.paused = True
             generation.paused_since_ms = now_ms
