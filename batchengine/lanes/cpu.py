@@ -82,7 +82,7 @@ class CpuDevice(HostDevice):
         if batch.is_routed and self._ring is not None:
             routed = self._ring.route(batch, addresses)
         attend, states = routed.attend if routed else None, memory.states.addresses(batch)
-        stepper.set(batch.tokens, batch.shape, addresses, attend, states)
+        stepper.set(batch.tokens, batch.shape, addresses, attend, states, batch.drafts)
         nonfinite = stepper.run(wanted.rows)
         unreachable = routed.end() if routed else []
         if wanted.entries:
@@ -95,6 +95,7 @@ class CpuDevice(HostDevice):
             unmasked = [index for index in unmasked if index not in unreachable]
         scores, bad = scored(stepper, batch, [*nonfinite, *unreachable, *unmasked])
         rows, nonfinite = without(rows, batch, bad), sorted([*nonfinite, *bad])
+        stepper.rewind(rejected)
         output = StepOutput(
             tuple(without(rows, batch, unreachable)),
             tuple(nonfinite),

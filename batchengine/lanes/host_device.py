@@ -283,7 +283,7 @@ def sampled(
             cut.add(index)
         if index not in cut:
             found.setdefault(index, []).append(choice)
-    if batch.has_drafts:
+    if any(batch.drafts):
         ends = np.cumsum(batch.shape[:, 0]).tolist()
         for index, of in found.items():
             draft = batch.tokens[ends[index] - batch.entries[index].drafts : ends[index]].tolist()

@@ -81,9 +81,9 @@ class StepInput:
     untaken: tuple[int, ...] = ()
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether any entry has a draft."""
-        return any(entry.drafts for entry in self.entries)
+    def drafts(self) -> list[int]:
+        """How many of the last tokens of each entry are a draft."""
+        return [entry.drafts for entry in self.entries]
 
 
 @dataclass(slots=True)
@@ -201,10 +201,10 @@ def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:
 
 
 def _check_draft(entry: wire.Entry) -> None:
-    """Raise BadStep for a draft without a token before it, or that ends a page, or in an entry that
-    needs more than its tokens to sample."""
+    """Raise BadStep unless a draft follows one token, in its page, which it does not fill; or in an
+    entry that needs more than its tokens to sample."""
     end = entry.start + entry.n_tokens
-    if not 0 < entry.drafts < min(entry.n_tokens, end % PAGE_TOKENS):
+    if not 0 < entry.drafts == entry.n_tokens - 1 < end % PAGE_TOKENS:
         raise BadStep(f"session {entry.session}: {entry.drafts} of {entry.n_tokens} are a draft")
     has_more = entry.banned or entry.segments or entry.scored or entry.takes_sample
     if entry.sampling is None or has_more:

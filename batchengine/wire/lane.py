@@ -182,9 +182,9 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     other. `scored`: for so many of its leading tokens the log-probability of the token that follows
     is wanted, which is in the payload, and the `scored_best` best ones there. `state_read` is the
     slot with the recurrent state at `start`, -1 at position 0; the state behind the tokens is
-    written to `state_written`, another slot. Both are -1 for a model without. The last `drafts` of
-    the tokens are a draft: a token is sampled behind the one before it and behind each of its own,
-    up to the first that differs from the draft.
+    written to `state_written`, another slot. Both are -1 for a model without. With `drafts`
+    the tokens are one and so many of a draft behind it: a token is sampled behind each of them, up
+    to the first that differs from the draft. `state_written` is the state behind those that do not.
     """
 
     session: int

@@ -222,14 +222,9 @@ class HashDevice(HostDevice):
             zip(batch.entries, batch.shape.tolist(), strict=True)
         ):
             pages = [self._page(a) for a in all_pages[first_page : first_page + n_pages]]
-            span = slice(first_token, first_token + count)
-            if states is None:
-                rows = self._append(pages, start, tokens[span])
-            else:
-                read, written = states[index].tolist()
-                is_good = self._is_state(read, pages, start)
-                rows = self._append(pages, start, tokens[span], is_good=is_good)
-                self._state_at(written)[:] = self._state_of(rows[-1], start + count)
+            span, wrong = slice(first_token, first_token + count), 0
+            is_good = states is None or self._is_state(int(states[index, 0]), pages, start)
+            rows = self._append(pages, start, tokens[span], is_good=is_good)
             digests[span] = [
                 xxhash.xxh3_64_intdigest(row, seed)
                 for row, seed in zip(rows, all_seeds[span], strict=True)
@@ -251,6 +246,10 @@ class HashDevice(HostDevice):
                 ]
                 if chosen and (wrong := len(draft) + 1 - len(chosen)):
                     rejected.append((index, wrong))
+            if states is not None:
+                kept = int(count) - wrong
+                state = self._state_of(rows[kept - 1], int(start) + kept)
+                self._state_at(int(states[index, 1]))[:] = state
             first_token, first_page = first_token + count, first_page + n_pages
         self.at("before_records")
         output = StepOutput(

@@ -166,7 +166,7 @@ class GpuLane:
         pages = self._cache.addresses(batch.codes, addresses, unwritten(batch.shape))
         tokens = {int(ends[entry]) - 1: row for entry, row in taken.items()}
         inputs = batch.tokens, batch.shape, pages, wanted.rows
-        bad_rows, rows = self._steps.begin(*inputs, tokens, states)
+        bad_rows, rows = self._steps.begin(*inputs, tokens, states, batch.drafts)
         self._cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
         samplers = enumerate(wanted.entries)
         histories = {row: taken[entry] for row, entry in samplers if entry in taken}
@@ -182,7 +182,7 @@ class GpuLane:
 
     def choose(self, batch: StepInput, launched: Launched, sampling: GpuSampling) -> StepOutput:
         """Wait for what was sampled; everything of the step is on the host then. Raises MemoryError
-        if there are scores."""
+        if there are scores or drafts."""
         sampling.end.wait()
         nonfinite = nonfinite_entries(launched.ends, launched.wanted.rows, launched.bad_rows)
         chosen, nonfinite, unmasked, rejected = sampled(
@@ -190,6 +190,7 @@ class GpuLane:
         )
         scores, bad = scored(self._steps.stepper, batch, [*nonfinite, *unmasked])
         chosen, nonfinite = without(chosen, batch, bad), sorted([*nonfinite, *bad])
+        self._steps.stepper.rewind(rejected)
         return StepOutput(
             tuple(chosen),
             tuple(nonfinite),

@@ -168,12 +168,23 @@ def test_a_model_that_says_few_tokens_is_drafted_all_the_time() -> None:
     play(scene, repeats=2, router__dwell_s=0.0)
 
 
-def test_a_model_with_recurrent_state_has_no_drafts() -> None:
-    async def scene(stage: Stage) -> None:
-        await stage.answer(words(1, 300), 200)
-        assert not sum_of(stage, "drafted")
+def test_a_state_is_the_one_behind_the_tokens_of_a_draft_that_were_right() -> None:
+    """HashLM with recurrent state, which says other tokens behind a state of other rows."""
 
-    play(scene, recurrent=4096, repeats=2)
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 300)
+        asked = stage.ask(prompt, 300, "s")
+        reading = stage.start(asked)
+        for n in range(30, 270, 30):
+            await stage.computed(asked, n)
+            if n % 90:
+                await stage.up.promote("", "s", to=stage.other("s"))
+            else:
+                stage.process(stage.home("s")).end(-9)
+        await reading
+        assert 0 < sum_of(stage, "accepted") < sum_of(stage, "drafted")
+
+    play(scene, recurrent=4096, repeats=2, router__dwell_s=0.0)
 
 
 @pytest.mark.parametrize(
