@@ -197,6 +197,7 @@ class Stepper:
         self.model = model
         self.logits_max = logits_max or entries_max
         self.batch = ops.make_batch(tokens_max, entries_max, pages_max)
+        self._limits = tokens_max, entries_max, entries_max  # of a batch of which a page is named
         self.rows = ops.make_kv_rows(tokens_max, model.shape)
         self._layers = make_layers(ops, model, self.rows, tokens_max, self.logits_max)
         n_embd, weights = model.spec.n_embd, model.weights
@@ -286,7 +287,7 @@ class Stepper:
 
     @functools.cached_property
     def _rewound(self) -> kernels.Batch:
-        return self.ops.make_batch(self.logits_max, self.logits_max, self.logits_max)
+        return self.ops.make_batch(*self._limits)
 
     def embed(self) -> None:
         """Fills the residual stream with the embeddings of the step's tokens."""
