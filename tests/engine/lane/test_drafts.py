@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +18,13 @@ from batchengine.core import GREEDY, PAGE_TOKENS, Sampling, TokenEvent
 from batchengine.engine import Engine
 from batchengine.engine.lane.steps.meter import StepMeter
 from batchengine.engine.lane.steps.writer import StepWriter
+from batchengine.engine.turns.drafts import TurnDrafts
 from batchengine.engine.turns.stream import Generation
 from batchengine.lanes import host_device
 from batchengine.lanes.host_device import n_accepted, sample_specs, wanted_rows
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.policy.cost import CostModel
+from batchengine.policy.drafts import NO_DRAFT, Draft
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, LOGITS_ROWS_MIN
 from tests.simulation.stage import Stage, play
@@ -94,6 +97,32 @@ async def test_tokens_are_those_without_drafts(
         assert answer.tokens == without.tokens
         assert sampled(answer) == sampled(without)
         assert (answer.text, answer.reason) == (without.text, without.reason)
+
+
+async def test_a_prediction_of_the_client_changes_no_token(
+    site: Site, reference: Reference
+) -> None:
+    """One that is right is what drafts are made of from the first token on."""
+    prompt = words(5, 80)
+    expected = reference.tokens(prompt, 100)
+    wrong, part = words(6, 100), [*expected[:40], *words(7, 5), *expected[40:]]
+    async with running_engine(site) as engine:
+        accepted: list[int] = []
+        for predicted in ((), expected, wrong, part):
+            asked = replace(request(prompt, 100), predicted=tuple(predicted))
+            before = meter_of(engine).accepted
+            answer = await read(engine.submit(asked))
+            assert answer.tokens == expected
+            accepted.append(meter_of(engine).accepted - before)
+        assert accepted[1] > 70 > accepted[0]
+        assert accepted[3] > accepted[0]
+
+
+def test_a_prediction_follows_the_prompt() -> None:
+    drafts = TurnDrafts((7, 8, 9), 4)
+    assert drafts.find([1, 2, 3, 4], 5) == Draft((7, 8, 9, 1, 2), 4)
+    assert drafts.find([1, 2, 3, 4, 7, 8], 2) == Draft((9, 1), 6)
+    assert TurnDrafts((7,), 1).find([1], 5) == NO_DRAFT
 
 
 async def test_an_answer_ends_inside_a_draft(site: Site, reference: Reference) -> None:
