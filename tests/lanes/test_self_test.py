@@ -37,6 +37,19 @@ def test_this_build_has_no_fault(level: str) -> None:
     kernels.set_isa(best)
 
 
+def test_other_bits_of_a_kind_that_arith_id_does_not_cover_are_a_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = kernels.Pool(1)
+    *records, (name, output) = kernels.golden_records_of_later_kinds(pool)
+    changed = [*records, (name, output[:-1] + bytes([output[-1] ^ 1]))]
+    monkeypatch.setattr(kernels, "golden_records_of_later_kinds", lambda pool: changed)
+    assert kernels.arithmetic_faults(pool) == [
+        f"{kernels.isa()}: products of iq4_xs have other bits"
+    ]
+    pool.close()
+
+
 def test_code_that_fuses_operations_is_refused(
     pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,17 @@ SHAPES: dict[str, Shape] = {
     "q5_0": replace(QWEN3, base="q5_0"),
     "q5_1": replace(QWEN3, base="q5_1"),
     "iq4_nl": replace(LLAMA, base="iq4_nl"),
+    "iq4_xs": replace(LLAMA, base="iq4_xs"),
+    "pure_iq4_xs": replace(QWEN3, base="iq4_xs", kinds={"token_embd": "iq4_xs"}),
+    # The mix of an IQ4_XS file: attn_v and some layers' ffn_down in Q5_K, the head in Q6_K. Rows
+    # of 608 fall back to IQ4_NL and Q5_1.
+    "iq4_xs_mix": replace(
+        QWEN3,
+        n_ff=608,
+        base="iq4_xs",
+        kinds={"attn_v": "q5_k"},
+        more_bits={"ffn_down": "q5_k"},
+    ),
     "mxfp4": replace(LLAMA, base="mxfp4"),
     "pure_mxfp4": replace(QWEN3, base="mxfp4", kinds={"token_embd": "mxfp4"}),
     "q4_k": replace(QWEN3, base="q4_k"),
@@ -124,6 +135,9 @@ SHAPES: dict[str, Shape] = {
     "qwen3moe": QWEN3MOE,
     "qwen3moe_q4_k_m": replace(
         QWEN3MOE, n_ff=256, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
+    ),
+    "qwen3moe_iq4_xs": replace(
+        QWEN3MOE, n_ff=256, base="iq4_xs", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}
     ),
     # Banks of experts in MXFP4 beside Q8_0, as files of gpt-oss.
     "qwen3moe_mxfp4": replace(

@@ -587,7 +587,7 @@ def test_the_error_of_a_nonfinite_scale_names_tensor_row_and_block(
 # kind -> byte offset inside row 3 of a block's scale (or of a number) that becomes infinite
 SCALE_AT = {
     "q4_1": 2, "q5_0": 22, "q5_1": 2, "q8_0": 34, "iq4_nl": 18, "q4_k": 2, "q5_k": 0, "q6_k": 208,
-    "mxfp4": 17, "f16": 10, "bf16": 10, "f32": 12,
+    "mxfp4": 17, "iq4_xs": 0, "f16": 10, "bf16": 10, "f32": 12,
 }  # fmt: skip
 
 

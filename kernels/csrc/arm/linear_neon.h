@@ -176,6 +176,26 @@ struct WeightsQ5_K : SuperUnit<PackedQ5_K> {
     }
 };
 
+// Signed bytes of four rows as int32.
+SIMD_FN int32x4_t signed_bytes_at(const int8_t* bytes) {
+    uint32_t four;
+    std::memcpy(&four, bytes, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(vcreate_u8(four)))));
+}
+
+// As SuperUnit, without a minimum.
+struct WeightsIQ4_XS : Unit<PackedIQ4_XS> {
+    static constexpr size_t BLOCKS = 8;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return values_of<G>(IQ4_VALUES, of(unit).q[i][G % 4][row]);
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return vmulq_f32(vld1q_f32(of(unit).d + row),
+                         vcvtq_f32_s32(signed_bytes_at(of(unit).scale[i] + row)));
+    }
+};
+
 struct WeightsQ6_K : Unit<PackedQ6_K> {
     static constexpr size_t BLOCKS = 8;
     template <int G>
@@ -194,9 +214,7 @@ struct WeightsQ6_K : Unit<PackedQ6_K> {
     }
     // The scales of 16 k.
     SIMD_FN int32x4_t subscale(const uint8_t* unit, size_t sub, size_t row) {
-        uint32_t four;
-        std::memcpy(&four, of(unit).scale[sub] + row, 4);
-        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(vcreate_u8(four)))));
+        return signed_bytes_at(of(unit).scale[sub] + row);
     }
 };
 

@@ -257,6 +257,26 @@ struct Superblock {
 struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots> {};
 struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots<FiveBitWeights>> {};
 
+// Eight bytes as int32.
+SIMD_FN __m256i signed_bytes_at(const int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+
+// As Superblock, without a minimum: d * scale is exact in fp32, and so is its product with an activation
+// scale.
+struct WeightsIQ4_XS {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ4_XS);
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t b, size_t row,
+                       const Panel& x, size_t cell, size_t) {
+        const auto& super = *reinterpret_cast<const PackedIQ4_XS*>(unit);
+        __m256i sums[N];
+        TableDots::dot_block<N>(sums, vectors_at(super, b, row), x.q + cell * BLOCK_WIDTH);
+        const __m256 factor = _mm256_cvtepi32_ps(signed_bytes_at(super.scale[b] + row));
+        scale_in<N>(acc, sums, _mm256_mul_ps(_mm256_load_ps(super.d + row), factor), x.scale + cell);
+    }
+};
+
 struct WeightsQ6_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
 
@@ -291,8 +311,7 @@ struct WeightsQ6_K {
         UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_set1_epi32(offsets[n]);
         dot_two<N, G>(sums, super.block[i], row, q);
         dot_two<N, G + 2>(sums, super.block[i], row, q);
-        const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64(
-            reinterpret_cast<const __m128i*>(super.scale[2 * i + G / 4] + row)));
+        const __m256i scale = signed_bytes_at(super.scale[2 * i + G / 4] + row);
         UNROLL for (int n = 0; n < N; ++n)
             out[n] = _mm256_add_epi32(out[n], _mm256_mullo_epi32(sums[n], scale));
     }

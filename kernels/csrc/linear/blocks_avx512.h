@@ -295,6 +295,53 @@ struct Superblock {
 struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots<Plain>> {};
 struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots> {};
 
+SIMD_FN __m512i signed_bytes_at(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// As Superblock, without a minimum: d * scale is exact in fp32, and so is its product with an activation
+// scale.
+struct WeightsIQ4_XS {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ4_XS);
+    using Dots = NibbleDots<Table<IQ4_VALUES, 128>>;
+
+    template <int R>
+    struct Unpacked {
+        __m512 super_d[R];
+        __m512 d[8][R];
+    };
+    static constexpr size_t TOKENS_UNPACKED = 2;
+
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
+        UNROLL for (int r = 0; r < R; ++r)
+            to.super_d[r] = _mm512_load_ps(reinterpret_cast<const PackedIQ4_XS*>(unit[r])->d);
+    }
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& scales, size_t b, const Panel& x, size_t cell, size_t) {
+        const uint8_t* block[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* super = reinterpret_cast<const PackedIQ4_XS*>(unit[r]);
+            block[r] = block_at(*super, b);
+            if (FIRST)
+                scales.d[b][r] = _mm512_mul_ps(
+                    scales.super_d[r], _mm512_cvtepi32_ps(signed_bytes_at(super->scale[b])));
+        }
+        Sums<R, N> sums;
+        start<4>(sums, x.offset + cell);
+        Dots::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, scales.d[b], x.scale + cell);
+    }
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
+                       const Panel& x, size_t cell, size_t halves) {
+        Unpacked<R> scales;
+        unpack_scales(unit, scales);
+        sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
+    }
+};
+
 struct WeightsQ6_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
 
@@ -320,8 +367,7 @@ struct WeightsQ6_K {
         dot<R, N>(sums, w, q, G);
     }
     SIMD_FN __m512i sub_scale(const PackedQ6_K& super, size_t sub) {
-        return _mm512_cvtepi8_epi32(
-            _mm_load_si128(reinterpret_cast<const __m128i*>(super.scale[sub])));
+        return signed_bytes_at(super.scale[sub]);
     }
     // sums *= the sub-scale of 16 k, exact in int32
     template <int R, int N>

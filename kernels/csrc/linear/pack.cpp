@@ -19,7 +19,8 @@ constexpr KindFacts FACTS[KIND_COUNT] = {
     {"q4_0", 32, sizeof(FileQ4_0)},  {"q4_1", 32, sizeof(FileQ4_1)}, {"q5_0", 32, sizeof(FileQ5_0)},
     {"q5_1", 32, sizeof(FileQ5_1)},  {"q8_0", 32, sizeof(FileQ8_0)}, {"iq4_nl", 32, sizeof(FileIQ4_NL)},
     {"q4_k", 256, sizeof(FileQ4_K)}, {"q5_k", 256, sizeof(FileQ5_K)}, {"q6_k", 256, sizeof(FileQ6_K)},
-    {"mxfp4", 32, sizeof(FileMXFP4)}, {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
+    {"mxfp4", 32, sizeof(FileMXFP4)}, {"iq4_xs", 256, sizeof(FileIQ4_XS)},
+    {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
 
@@ -107,6 +108,15 @@ void place(const FileIQ4_NL& from, PackedQ4_0* tile, size_t b, size_t row) {
     for (size_t i = 0; i < 32; ++i) put(tile[b / 2].q[b % 2], row, i, quant(from, i));
 }
 
+// Nor has IQ4_XS: there a scale of zero, of the block or of a sub-block, stays.
+void place(const FileIQ4_XS& from, PackedIQ4_XS* tile, size_t b, size_t row) {
+    tile[b].d[row] = ca::half_to_float(from.d);
+    for (size_t j = 0; j < 8; ++j) {
+        tile[b].scale[j][row] = static_cast<int8_t>(scale_of(from, j));
+        for (size_t i = 0; i < 32; ++i) put(tile[b].q[j], row, i, quant(from, 32 * j + i));
+    }
+}
+
 // d, dmin and the sub-blocks' scales of Q4_K and Q5_K; true for a sub-block that has weights.
 template <class File, class Packed>
 bool place_scales(const File& from, Packed& to, size_t j, size_t row) {
@@ -192,6 +202,7 @@ void pack_row(Kind kind, const RowSource& from) {
         case Kind::q5_k: return pack_blocks<FileQ5_K, PackedQ5_K>(from, 256);
         case Kind::q6_k: return pack_blocks<FileQ6_K, PackedQ6_K>(from, 256);
         case Kind::mxfp4: return pack_blocks<FileMXFP4, PackedMXFP4>(from, 32);
+        case Kind::iq4_xs: return pack_blocks<FileIQ4_XS, PackedIQ4_XS>(from, 256);
         case Kind::f16: return pack_floats<uint16_t>(from, 0x7C00u);
         case Kind::bf16: return pack_floats<uint16_t>(from, 0x7F80u);
         case Kind::f32: return pack_floats<uint32_t>(from, ca::INFINITY_BITS);
@@ -267,6 +278,11 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
             const int q = MXFP4_VALUES[weight_at(four.q[b % 4], lane, i)];
             return scaled(q, ca::power_of_field(four.field[b % 4][lane]));
         }
+        case Kind::iq4_xs: {
+            const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[b / 8];
+            const int q = IQ4_VALUES[weight_at(super.q[b % 8], lane, i)];
+            return scaled(q * super.scale[b % 8][lane], super.d[lane]);
+        }
         case Kind::f16: return ca::half_to_float(half_at());
         case Kind::bf16: return ca::bf16_to_float(half_at());
         case Kind::f32: return reinterpret_cast<const float*>(tile)[at];
@@ -314,6 +330,7 @@ size_t tile_bytes(Kind kind, size_t cols) {
         case Kind::q5_k: return blocks / 8 * sizeof(PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(PackedQ6_K);
         case Kind::mxfp4: return div_up(blocks, 4) * sizeof(PackedMXFP4);
+        case Kind::iq4_xs: return blocks / 8 * sizeof(PackedIQ4_XS);
         case Kind::f16:
         case Kind::bf16: return blocks * BLOCK_WIDTH * TILE_ROWS * 2;
         case Kind::f32: return blocks * BLOCK_WIDTH * TILE_ROWS * 4;

@@ -5,7 +5,8 @@
 // vector, and four consecutive k are the four bytes of a dword. Those dwords are also the registers of
 // A in a GPU's 16x8x32 matrix product. No scale d is 0, so that kernels may
 // add to its exponent: a block whose d is 0 becomes zero weights with d = 1, which mean the same. So do
-// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL has no weight 0, and keeps a d of 0.)
+// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL and IQ4_XS have no weight 0, and keep a d
+// of 0.)
 // Quantised kinds need cols to be a multiple of their block; f16, bf16 and f32 take any cols and are padded
 // with zeros to 32.
 // Compiles as C++ and CUDA C++.
@@ -96,6 +97,15 @@ static_assert(sizeof(PackedQ5_K) == 2880);
 // IQ4_NL is packed as PackedQ4_0; a nibble is the index of its weight here.
 constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
+
+// 256 k. scale is the six-bit integer of the file less 32, per 32 k; nibbles as in IQ4_NL. d is fp32, for
+// aligned loads of what follows.
+struct PackedIQ4_XS {
+    float d[TILE_ROWS];
+    int8_t scale[8][TILE_ROWS];
+    uint8_t q[8][GROUPS / 2][TILE_ROWS][4];
+};
+static_assert(sizeof(PackedIQ4_XS) == 2240);
 
 // Four blocks, for aligned loads with a byte of scale each: field = e - 1, the exponent field of the scale
 // in binary32. Nibbles as in PackedQ4_0, indices of MXFP4_VALUES. Blocks past the last are zero.

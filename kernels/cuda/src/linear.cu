@@ -36,7 +36,7 @@ constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spr
 // the step of rule 2. A sum of up to 2²² over the magic number M has the bits of the float M + I, and
 // fma(M + I, t, -M * t) is t * I.
 GPU_FN constexpr bool scales_first(Kind kind) {
-    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k;
+    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k && kind != Kind::iq4_xs;
 }
 
 // An integer below 2²² over the magic number, as a float.
@@ -47,7 +47,7 @@ GPU_FN float over_magic(int32_t n) {
 // What all tokens need of a block of weights, of rows 2g and 2g + 1.
 struct Block {
     uint32_t q[4];       // registers of A
-    float scale[2];      // d, times the factor of q4_k and q5_k
+    float scale[2];      // d, times the factor of q4_k, q5_k and iq4_xs
     float min[2];        // m, times its factor
     float factor[2][2];  // of the halves, of q6_k
     float offset[2];     // of q6_k: -M * factor[...][0]
@@ -71,6 +71,8 @@ GPU_FN Block block_of(const gpu::Packed& from, int t) {
             const float min = ca::sub_rn(over_magic(part.min[row]), ca::ROUND_MAGIC);
             to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
             to.min[row] = ca::mul_rn(part.m[row], min);
+        } else if constexpr (kind == Kind::iq4_xs) {
+            to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
         } else if constexpr (kind == Kind::q6_k) {
             to.factor[row][0] = factor[0];
             to.factor[row][1] = factor[1];
@@ -536,6 +538,7 @@ QUANTISED(q4_k)
 QUANTISED(q5_k)
 QUANTISED(q6_k)
 QUANTISED(mxfp4)
+QUANTISED(iq4_xs)
 
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).

@@ -31,7 +31,7 @@ BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
     "mxfp4": 17,
 }  # fmt: skip
-SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136}
 
 
 def selected(
