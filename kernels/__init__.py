@@ -42,7 +42,7 @@ from kernels._native import (
     gate_rows,
     gather_pairs,
     golden_records,
-    golden_records_of_later_kinds,
+    golden_records_of,
     isa,
     isa_levels,
     linear,
@@ -76,7 +76,7 @@ from kernels._native import (
 
 KINDS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k", "mxfp4",
-    "iq4_xs", "f16", "bf16", "f32",
+    "iq4_xs", "q3_k", "f16", "bf16", "f32",
 )  # fmt: skip
 
 __all__ = [
@@ -115,7 +115,7 @@ __all__ = [
     "gate_rows",
     "gather_pairs",
     "golden_records",
-    "golden_records_of_later_kinds",
+    "golden_records_of",
     "isa",
     "isa_levels",
     "linear",
@@ -150,7 +150,10 @@ __all__ = [
 
 # SHA-256 over the golden vectors of the kinds of weights that came after CA-3 was fixed. As part of
 # arith_id they would make the KV of models without these kinds useless.
-LATER_KINDS_HASH = "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5"
+LATER_KINDS = {
+    "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
+    "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
+}
 
 
 def arith_id(pool: Pool | None = None) -> str:
@@ -186,6 +189,7 @@ def arithmetic_faults(pool: Pool) -> list[str]:
         unit = 2.0**-bits
         if fused((1 + unit) * unit / 2, 1 - unit, 1 + unit) != 1 + unit:
             faults.append(f"{name} of the C library rounds twice")
-    if _hash_of(golden_records_of_later_kinds(pool)) != LATER_KINDS_HASH:
-        faults.append(f"{isa()}: products of iq4_xs have other bits")
+    for kind, expected in LATER_KINDS.items():
+        if _hash_of(golden_records_of(pool, kind)) != expected:
+            faults.append(f"{isa()}: products of {kind} have other bits")
     return faults

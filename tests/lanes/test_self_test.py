@@ -37,16 +37,19 @@ def test_this_build_has_no_fault(level: str) -> None:
     kernels.set_isa(best)
 
 
+@pytest.mark.parametrize("wrong", kernels.LATER_KINDS)
 def test_other_bits_of_a_kind_that_arith_id_does_not_cover_are_a_fault(
-    monkeypatch: pytest.MonkeyPatch,
+    wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pool = kernels.Pool(1)
-    *records, (name, output) = kernels.golden_records_of_later_kinds(pool)
-    changed = [*records, (name, output[:-1] + bytes([output[-1] ^ 1]))]
-    monkeypatch.setattr(kernels, "golden_records_of_later_kinds", lambda pool: changed)
-    assert kernels.arithmetic_faults(pool) == [
-        f"{kernels.isa()}: products of iq4_xs have other bits"
-    ]
+    pool, right = kernels.Pool(1), kernels.golden_records_of
+
+    def changed(pool: kernels.Pool, kind: str) -> list[tuple[str, bytes]]:
+        *records, (name, output) = right(pool, kind)
+        return [*records, (name, output[:-1] + bytes([output[-1] ^ (kind == wrong)]))]
+
+    monkeypatch.setattr(kernels, "golden_records_of", changed)
+    fault = f"{kernels.isa()}: products of {wrong} have other bits"
+    assert kernels.arithmetic_faults(pool) == [fault]
     pool.close()
 
 

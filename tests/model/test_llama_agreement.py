@@ -118,6 +118,15 @@ SHAPES: dict[str, Shape] = {
         kinds={"attn_v": "q5_k"},
         more_bits={"ffn_down": "q5_k"},
     ),
+    "q3_k": replace(LLAMA, base="q3_k"),
+    "pure_q3_k": replace(QWEN3, base="q3_k", kinds={"token_embd": "q3_k"}),
+    # The mix of Q3_K_M; rows of 608 fall back to Q5_0.
+    "q3_k_m": replace(
+        QWEN3,
+        n_ff=608,
+        base="q3_k",
+        kinds={"attn_v": "q5_k", "attn_output": "q4_k", "ffn_down": "q4_k"},
+    ),
     "mxfp4": replace(LLAMA, base="mxfp4"),
     "pure_mxfp4": replace(QWEN3, base="mxfp4", kinds={"token_embd": "mxfp4"}),
     "q4_k": replace(QWEN3, base="q4_k"),
@@ -138,6 +147,9 @@ SHAPES: dict[str, Shape] = {
     ),
     "qwen3moe_iq4_xs": replace(
         QWEN3MOE, n_ff=256, base="iq4_xs", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}
+    ),
+    "qwen3moe_q3_k": replace(
+        QWEN3MOE, n_ff=256, base="q3_k", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}
     ),
     # Banks of experts in MXFP4 beside Q8_0, as files of gpt-oss.
     "qwen3moe_mxfp4": replace(

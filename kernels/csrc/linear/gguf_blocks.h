@@ -45,6 +45,13 @@ struct FileIQ4_NL {
     uint8_t q[16];  // indices into IQ4_VALUES
 };
 static_assert(sizeof(FileIQ4_NL) == 18);
+struct FileQ3_K {
+    uint8_t high[32];   // bit k / 32 of byte k % 32: the third bit of element k
+    uint8_t low[64];    // 128 k per 32 bytes: the bits 0-1 first, then 2-3, 4-5, 6-7
+    uint8_t scales[12];  // see scale_of
+    uint16_t d;
+};
+static_assert(sizeof(FileQ3_K) == 110);
 struct FileQ4_K {
     uint16_t d;
     uint16_t dmin;
@@ -118,6 +125,10 @@ inline unsigned quant(const FileQ5_0& from, size_t k) {
 inline unsigned quant(const FileQ5_1& from, size_t k) {
     return nibble_of(from.q, k) | (from.high[k / 8] >> k % 8 & 1u) << 4;
 }
+inline unsigned quant(const FileQ3_K& from, size_t k) {
+    const unsigned low = from.low[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3u;
+    return low | (from.high[k % 32] >> k / 32 & 1u) << 2;
+}
 inline unsigned quant(const FileQ4_K& from, size_t k) { return nibble_of(from.q, k); }
 inline unsigned quant(const FileQ5_K& from, size_t k) {
     return nibble_of(from.q, k) | (from.high[k % 32] >> k / 32 & 1u) << 4;
@@ -141,7 +152,12 @@ inline unsigned min_of(const uint8_t (&scales)[12], size_t j) {
     return j < 4 ? scales[j + 4] & 63u : scales[j + 4] >> 4 | scales[j] >> 6 << 4;
 }
 
-// The scale of sub-block j, -32 .. 31.
+// The scale of sub-block j, -32 .. 31: of 16 k in Q3_K, of 32 k in IQ4_XS.
+inline int scale_of(const FileQ3_K& from, size_t j) {
+    const unsigned low = from.scales[j % 8] >> (j < 8 ? 0 : 4) & 15u;
+    const unsigned high = from.scales[8 + j % 4] >> (j / 4 * 2) & 3u;
+    return static_cast<int>(low | high << 4) - 32;
+}
 inline int scale_of(const FileIQ4_XS& from, size_t j) {
     const unsigned low = from.scales_low[j / 2] >> (j % 2 * 4) & 15u;
     const unsigned high = from.scales_high[j / 4] >> (j % 4 * 2) & 3u;

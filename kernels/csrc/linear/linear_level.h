@@ -97,6 +97,7 @@ struct WeightsQ5_K;
 struct WeightsQ6_K;
 struct WeightsMXFP4;
 struct WeightsIQ4_XS;
+struct WeightsQ3_K;
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results);
@@ -207,6 +208,8 @@ void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t t
             return multiply_blocks<WeightsMXFP4>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::iq4_xs:
             return multiply_blocks<WeightsIQ4_XS>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q3_k:
+            return multiply_blocks<WeightsQ3_K>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::f16:
             return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
         case Kind::bf16:

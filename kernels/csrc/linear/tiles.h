@@ -54,6 +54,18 @@ struct PackedQ6_K {
 };
 static_assert(sizeof(PackedQ6_K) == 3392);
 
+// 256 k of weights of three bits. low: the two lower bits, as PackedQ6_K::Block::high has its two upper ones;
+// bit g of `top` is the upper bit of vector g. scale is the six-bit integer of the file less 32.
+struct PackedQ3_K {
+    float d[TILE_ROWS];
+    int8_t scale[16][TILE_ROWS];  // one per 16 k
+    struct Block {
+        uint8_t low[2][TILE_ROWS][4];
+        uint8_t top[TILE_ROWS][4];
+    } block[8];
+};
+static_assert(sizeof(PackedQ3_K) == 1856);
+
 // Five-bit weights of 32 k. Vector j < 4 has the whole weights of k = 4j..4j+3 in its low bits and, above
 // them, the three upper bits of those 16 further on; the two lower bits of these are bits 2j and 2j+1
 // of the last vector.

@@ -36,7 +36,7 @@ constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spr
 // the step of rule 2. A sum of up to 2²² over the magic number M has the bits of the float M + I, and
 // fma(M + I, t, -M * t) is t * I.
 GPU_FN constexpr bool scales_first(Kind kind) {
-    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k && kind != Kind::iq4_xs;
+    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::iq4_xs && !gpu::has_halves(kind);
 }
 
 // An integer below 2²² over the magic number, as a float.
@@ -49,8 +49,8 @@ struct Block {
     uint32_t q[4];       // registers of A
     float scale[2];      // d, times the factor of q4_k, q5_k and iq4_xs
     float min[2];        // m, times its factor
-    float factor[2][2];  // of the halves, of q6_k
-    float offset[2];     // of q6_k: -M * factor[...][0]
+    float factor[2][2];  // of the halves, of q6_k and q3_k
+    float offset[2];     // of these: -M * factor[...][0]
 };
 
 template <Kind kind>
@@ -73,7 +73,7 @@ GPU_FN Block block_of(const gpu::Packed& from, int t) {
             to.min[row] = ca::mul_rn(part.m[row], min);
         } else if constexpr (kind == Kind::iq4_xs) {
             to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
-        } else if constexpr (kind == Kind::q6_k) {
+        } else if constexpr (gpu::has_halves(kind)) {
             to.factor[row][0] = factor[0];
             to.factor[row][1] = factor[1];
             to.offset[row] = ca::mul_rn(factor[0], -ca::ROUND_MAGIC);
@@ -107,7 +107,7 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
     int32_t first[4], second[4];
     GPU_UNROLL
     for (int i = 0; i < 4; i++) first[i] = second[i] = static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
-    if constexpr (kind == Kind::q6_k) {  // a factor for each half
+    if constexpr (gpu::has_halves(kind)) {  // a factor for each half
         const uint32_t low[2] = {a.q[0], a.q[1]}, high[2] = {a.q[2], a.q[3]};
         gpu::mma_k16_ss(first, low, b[0]);
         gpu::mma_k16_ss(second, high, b[1]);
@@ -123,7 +123,7 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
             acc[i] = ca::fma_rn(scaled, a.scale[row], acc[i]);
         } else {
             float integer = ca::sub_rn(bits, ca::ROUND_MAGIC);
-            if constexpr (kind == Kind::q6_k) {  // each product and their sum have at most 24 bits
+            if constexpr (gpu::has_halves(kind)) {  // each product and their sum have at most 24 bits
                 const float other =
                     ca::sub_rn(ca::float_of(static_cast<uint32_t>(second[i])), ca::ROUND_MAGIC);
                 integer = ca::fma_rn(other, a.factor[row][1],
@@ -159,7 +159,7 @@ GPU_FN constexpr int ahead_of(Kind kind, int groups) {
 // that beside 16 tokens, whose products take long enough for the other warps to wait.
 GPU_FN constexpr bool loads_early(Kind kind, int groups) {
     const bool is_large =
-        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k;
+        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || gpu::has_halves(kind);
     return groups == 1 || !is_large;
 }
 
@@ -539,6 +539,7 @@ QUANTISED(q5_k)
 QUANTISED(q6_k)
 QUANTISED(mxfp4)
 QUANTISED(iq4_xs)
+QUANTISED(q3_k)
 
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).
