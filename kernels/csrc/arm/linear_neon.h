@@ -191,7 +191,7 @@ struct WeightsIQ4_XS : Unit<PackedIQ4_XS> {
         return values_of<G>(IQ4_VALUES, of(unit).q[i][G % 4][row]);
     }
     SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
-        return vmulq_f32(vld1q_f32(of(unit).d + row),
+        return vmulq_f32(halves_at(of(unit).d + row),
                          vcvtq_f32_s32(signed_bytes_at(of(unit).scale[i] + row)));
     }
 };

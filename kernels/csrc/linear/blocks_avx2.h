@@ -273,7 +273,7 @@ struct WeightsIQ4_XS {
         __m256i sums[N];
         TableDots::dot_block<N>(sums, vectors_at(super, b, row), x.q + cell * BLOCK_WIDTH);
         const __m256 factor = _mm256_cvtepi32_ps(signed_bytes_at(super.scale[b] + row));
-        scale_in<N>(acc, sums, _mm256_mul_ps(_mm256_load_ps(super.d + row), factor), x.scale + cell);
+        scale_in<N>(acc, sums, _mm256_mul_ps(halves_at(super.d + row), factor), x.scale + cell);
     }
 };
 

@@ -316,7 +316,7 @@ struct WeightsIQ4_XS {
     template <int R>
     SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
         UNROLL for (int r = 0; r < R; ++r)
-            to.super_d[r] = _mm512_load_ps(reinterpret_cast<const PackedIQ4_XS*>(unit[r])->d);
+            to.super_d[r] = halves_at(reinterpret_cast<const PackedIQ4_XS*>(unit[r])->d);
     }
     template <int R, int N, bool FIRST>
     SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],

@@ -142,7 +142,7 @@ float step_iq4_xs(float acc, const uint8_t* tile, size_t block, size_t row, cons
     const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[block / 8];
     const size_t sub = block % 8;
     const int32_t dot = super.scale[sub][row] * dot_table(IQ4_VALUES, super.q[sub], row, x.q);
-    return ca::step(acc, dot, super.d[row], x.scale);
+    return ca::step(acc, dot, ca::half_to_float(super.d[row]), x.scale);
 }
 
 // As Q6_K.

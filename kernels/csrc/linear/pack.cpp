@@ -110,7 +110,7 @@ void place(const FileIQ4_NL& from, PackedQ4_0* tile, size_t b, size_t row) {
 
 // Nor has IQ4_XS: there a scale of zero, of the block or of a sub-block, stays.
 void place(const FileIQ4_XS& from, PackedIQ4_XS* tile, size_t b, size_t row) {
-    tile[b].d[row] = ca::half_to_float(from.d);
+    tile[b].d[row] = from.d;
     for (size_t j = 0; j < 8; ++j) {
         tile[b].scale[j][row] = static_cast<int8_t>(scale_of(from, j));
         for (size_t i = 0; i < 32; ++i) put(tile[b].q[j], row, i, quant(from, 32 * j + i));
@@ -301,7 +301,7 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
         case Kind::iq4_xs: {
             const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[b / 8];
             const int q = IQ4_VALUES[weight_at(super.q[b % 8], lane, i)];
-            return scaled(q * super.scale[b % 8][lane], super.d[lane]);
+            return scaled(q * super.scale[b % 8][lane], ca::half_to_float(super.d[lane]));
         }
         case Kind::q3_k: {
             const auto& super = reinterpret_cast<const PackedQ3_K*>(tile)[b / 8];

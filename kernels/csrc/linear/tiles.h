@@ -110,11 +110,11 @@ static_assert(sizeof(PackedQ5_K) == 2880);
 constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
 
-// 256 k. scale is the six-bit integer of the file less 32, per 32 k; nibbles as in IQ4_NL. d is fp32, for
-// aligned loads of what follows.
+// 256 k. scale is the six-bit integer of the file less 32, per 32 k; nibbles as in IQ4_NL.
 struct PackedIQ4_XS {
-    float d[TILE_ROWS];
+    uint16_t d[TILE_ROWS];
     int8_t scale[8][TILE_ROWS];
+    uint8_t unused[32];  // so that the loads of q are aligned
     uint8_t q[8][GROUPS / 2][TILE_ROWS][4];
 };
 static_assert(sizeof(PackedIQ4_XS) == 2240);

@@ -151,8 +151,8 @@ GPU_FN Rows rows_from(int first, int64_t spans, gpu::In<uint32_t> q, gpu::In<flo
 // How many blocks of weights `few` loads before it uses the first of them, and again meanwhile: as many as
 // leave registers for the tokens.
 GPU_FN constexpr int ahead_of(Kind kind, int groups) {
-    const bool is_small =
-        kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::iq4_nl || kind == Kind::mxfp4;
+    const bool is_small = kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::iq4_nl ||
+                          kind == Kind::mxfp4 || kind == Kind::iq4_xs;
     return is_small && groups == 1 ? 8 : 4;
 }
 // Whether it loads them while it computes the ones before. Kinds of many words a block have no registers for

@@ -184,8 +184,8 @@ GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
     } else if constexpr (kind == Kind::iq4_xs) {
         const int64_t at = b / 8 * int64_t{sizeof(PackedIQ4_XS)};
         const int sub = b % 8;
-        to.d = words_at(tile, at + g * 8);
-        to.factor = pair_at(tile, at + 64 + sub * TILE + g * 2);
+        to.d.word[0] = dword_at(tile, at + g * 4);
+        to.factor = pair_at(tile, at + 32 + sub * TILE + g * 2);
         to.low = words_at(tile, at + 192 + sub * 256 + at_lane);
     }
     return to;
@@ -246,7 +246,7 @@ GPU_FN Part unpack(const Packed& from, int t) {
         constexpr uint32_t SIGN = has_sign(kind) ? 0x80808080u : 0;
         part.q[row] = first ^ SIGN;
         part.q[row + 2] = second ^ SIGN;
-        if constexpr (has_halves(kind) || kind == Kind::iq4_xs)
+        if constexpr (has_halves(kind))
             part.d[row] = ca::float_of(from.d.word[row]);
         else if constexpr (kind == Kind::mxfp4)
             part.d[row] = ca::power_of_field(from.d.word[0] >> 8 * row & 255u);
