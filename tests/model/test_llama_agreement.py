@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from batchengine.gguf import GgufFile
 from batchengine.weights.architectures import ARCHITECTURES
-from bench.models.llama import LlamaContext, LlamaModel
+from bench.models.llama import LlamaContext, LlamaModel, quantise
 from bench.models.local_runner import LocalRunner
 from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
@@ -304,6 +305,33 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
         assert float(exact.min()) > 0.9999
     # Rows differ from each other, so constant or shifted logits cannot pass.
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
+
+
+# Files of llama-quantize: the number of the type, and the types of tensors that it chooses.
+QUANTISED_FILES = {
+    "IQ4_XS": (30, {"IQ4_XS", "IQ4_NL", "Q5_K", "Q5_1", "Q6_K"}),
+    "Q3_K_S": (11, {"Q3_K", "Q4_0", "Q6_K"}),
+    "Q3_K_M": (12, {"Q3_K", "Q4_K", "Q5_K", "Q5_0", "Q6_K"}),
+    "Q4_K_M": (15, {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED_FILES)
+def test_logits_agree_on_a_file_of_llama_quantize(
+    name: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Blocks that a quantiser wrote, in rows of 608, which are no whole superblocks, too."""
+    path, floats = tmp_path / "model.gguf", tmp_path / "floats.gguf"
+    file_type, types = QUANTISED_FILES[name]
+    write_synthetic(floats, replace(QWEN3, base="f32", n_ff=608, n_layer=8, n_head=8))
+    quantise(floats, path, file_type)
+    with GgufFile(path) as file:
+        assert {info.type.name for info in file.tensors.values()} == types | {"F32"}
+    tokens = np.random.default_rng(8).integers(0, QWEN3.n_vocab, 300).tolist()
+    exact = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, dequantise), tokens))
+    print(f"AGREEMENT {name} min={exact.min():.6f} median={np.median(exact):.6f}")
+    assert float(np.median(exact)) > EXACT_MEDIAN
+    assert float(exact.min()) > EXACT_WORST
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss", "qwen35_f32"])
