@@ -142,6 +142,7 @@ void print_level(Pool& pool) {
     golden_sample(pool, golden);
     golden_experts(pool, golden);
     golden_recurrent(pool, golden);
+    for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
     Shapes shapes(pool, golden);
     for (int kind = 0; kind < KIND_COUNT; ++kind) shapes.linear_of(static_cast<Kind>(kind));
     for (size_t head_dim = 32; head_dim <= HEAD_DIM_MAX; head_dim += 32) shapes.attention_of(head_dim);
