@@ -206,7 +206,8 @@ class GenerationRequest:
     `client_name`: what the client calls the session, for listings. `echo`: text of the service,
     which the turn keeps. `prompt_logprobs`: as `Sampling.logprobs`, of the tokens of the prompt;
     such a request has no session, since tokens that have KV already have no logits, and the token
-    that ends its answer is one of its events.
+    that ends its answer is one of its events. `predicted`: tokens that its client expects of the
+    answer, of which drafts are made; they change no token, and nothing records them.
 
     For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -238,6 +239,7 @@ class GenerationRequest:
     client_name: str = ""
     echo: str = ""
     prompt_logprobs: int = -1
+    predicted: tuple[int, ...] = ()
     in_family: bool = False
     append: tuple[int, ...] = ()
     append_to: str = ""

@@ -29,6 +29,8 @@ from batchengine.wire.grammar import (
     Begin,
     Broken,
     Close,
+    Follow,
+    Followed,
     GrammarFrame,
     GrammarMessage,
     Setup,
@@ -54,9 +56,22 @@ class GrammarLimits:
     slow_us: int = 5000  # a request that takes longer makes its turn wait for the next mask
 
 
+Masked = Callable[[Sequence[bytes]], None]  # is called with masks
+
+
+@dataclass(slots=True)
+class _Draft:
+    """Tokens that may come next, and what is called with the masks behind them."""
+
+    tokens: array[int]
+    to: Masked
+    is_sent: bool = False
+
+
 class Matcher:
     """The grammar of one turn. `mask` says which tokens may come after those that were accepted;
-    None: not known yet. `on_change` is called when that, or `error`, has changed."""
+    None: not known yet. `on_change` is called when that, or `error`, has changed. may_follow:
+    drafts are followed; not any more once the process has ended with a request of this matcher."""
 
     def __init__(
         self, owner: Grammars, number: int, tenant: str, constraint: Constraint, tokens: array[int]
@@ -67,31 +82,70 @@ class Matcher:
         self.on_change: Callable[[], None] = lambda: None
         self.number, self.tenant, self.constraint, self.tokens = number, tenant, constraint, tokens
         self.strikes = 0
+        self.may_follow = True
         self._owner = owner
-        self._wants: Callable[[bytes], None] | None = None
+        self._n_sent: int | None = None  # tokens that the process has; None: no grammar yet
+        self._wants: Masked | None = None
+        self._draft: _Draft | None = None
 
     def __repr__(self) -> str:
         return f"<Matcher {self.number} {self.constraint.kind} tokens={len(self.tokens)}>"
 
-    def accept(self, token: int) -> None:
-        """Add a token of the answer."""
-        self.tokens.append(token)
-        self.mask = self._wants = None
-        self._owner.ask(self, Accept(self.number, token))
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Add tokens of the answer."""
+        self.tokens.extend(tokens)
+        self.mask = self._wants = self._draft = None
+        self._owner.advance(self)
 
-    def give(self, to: Callable[[bytes], None]) -> None:
+    def give(self, to: Masked) -> None:
         """Call `to` with the mask, now or once it is known; an earlier `to` is forgotten."""
         if self.mask is not None:
-            to(self.mask)
+            to([self.mask])
         else:
             self._wants = to
+
+    def follow(self, draft: Sequence[int], to: Masked) -> None:
+        """Call `to` with a mask behind each token of a draft, once they are known; those behind a
+        token that the grammar does not allow are empty. It is not called if tokens are accepted
+        before that, or if the process ends. An earlier draft is forgotten."""
+        self._draft = _Draft(array("i", draft), to)
+        self._owner.advance(self)
+
+    def next_request(self) -> tuple[Begin | Accept | Follow, bytes] | None:
+        """What the process is asked next, with its payload; None = nothing."""
+        n_sent, draft = self._n_sent, self._draft
+        if n_sent is None:
+            self._n_sent = len(self.tokens)
+            begin = Begin(self.number, self.tenant, self.constraint)
+            return begin, self.tokens.tobytes()
+        if n_sent < len(self.tokens):
+            self._n_sent = len(self.tokens)
+            return Accept(self.number), self.tokens[n_sent:].tobytes()
+        if draft is None or draft.is_sent:
+            return None
+        draft.is_sent = True
+        return Follow(self.number), draft.tokens.tobytes()
+
+    def process_ended(self, *, asked: bool) -> None:
+        """The process has nothing of this matcher any more. asked: it had a request of it."""
+        self._n_sent = self._draft = None
+        self.may_follow = self.may_follow and not asked
+
+    def followed(self, masks: bytes) -> None:
+        """Take the masks behind a draft, one after another, unless it was forgotten."""
+        draft, mask = self._draft, self.mask
+        if draft is None or not draft.is_sent or not mask:
+            return
+        self._draft = None
+        firsts = [index * len(mask) for index in range(len(draft.tokens))]
+        draft.to([masks[first : first + len(mask)] for first in firsts])
 
     def found(self, mask: bytes) -> None:
         """Take the mask of the process."""
         self.mask, self.strikes = mask, 0
         wants, self._wants = self._wants, None
         if wants is not None:
-            wants(mask)
+            wants([mask])
         self.on_change()
 
     def fail(self, error: BatchEngineError) -> None:
@@ -159,9 +213,8 @@ class Grammars:
         matcher.on_change = ready.set
         self._matchers[number] = matcher
         try:
-            if self._is_up:
-                self._begin(matcher)
-            else:
+            self.advance(matcher)
+            if not self._is_up:
                 self._start_soon()
             await ready.wait()
         except asyncio.CancelledError:
@@ -186,11 +239,16 @@ class Grammars:
 
     # ----------------------------------------------------------------------- called by matchers
 
-    def ask(self, matcher: Matcher, request: Begin | Accept, payload: bytes = b"") -> None:
-        """Send a request, if the process is up; else it gets the tokens with the next Begin."""
-        if self._is_up and self._protocol is not None and matcher not in self._suspects:
+    def advance(self, matcher: Matcher) -> None:
+        """Send the next request of a matcher, if it has none without an answer and the process is
+        up; else that follows."""
+        if not self._is_up or self._protocol is None or matcher in self._suspects:
+            return
+        if matcher.error is not None or matcher.number in self._asked:
+            return
+        if (request := matcher.next_request()) is not None:
             self._asked[matcher.number] = time.monotonic()
-            self._protocol.send(GRAMMAR_LINK.encode(request, payload))
+            self._protocol.send(GRAMMAR_LINK.encode(*request))
             if self._timer is None:
                 self._watch()
 
@@ -210,10 +268,6 @@ class Grammars:
     @property
     def _is_up(self) -> bool:
         return self._started is not None and self._started.done()
-
-    def _begin(self, matcher: Matcher) -> None:
-        request = Begin(matcher.number, matcher.tenant, matcher.constraint)
-        self.ask(matcher, request, matcher.tokens.tobytes())
 
     def _start_soon(self) -> None:
         if self._starting is None and not self._closed:
@@ -237,7 +291,7 @@ class Grammars:
                     if matcher.strikes:
                         self._suspects.append(matcher)
                     else:
-                        self._begin(matcher)
+                        self.advance(matcher)
                 self._next_suspect()
                 return
             self._fail_all(why)
@@ -277,6 +331,13 @@ class Grammars:
                 if matcher is not None and n_tokens == len(matcher.tokens):
                     matcher.is_slow = elapsed_us > self._limits.slow_us
                     matcher.found(bytes(frame.payload))
+                if matcher is not None:
+                    self.advance(matcher)
+            case Followed(number):
+                self._asked.pop(number, None)
+                if (matcher := self._matchers.get(number)) is not None:
+                    matcher.followed(bytes(frame.payload))
+                    self.advance(matcher)
             case Broken(number, why):
                 self._asked.pop(number, None)
                 if (matcher := self._matchers.get(number)) is not None:
@@ -291,7 +352,7 @@ class Grammars:
         if self._suspects and self._begun not in self._asked:
             matcher = self._suspects.popleft()
             self._begun = matcher.number
-            self._begin(matcher)
+            self.advance(matcher)
 
     def _watch(self) -> None:
         """Kill a process that has answered no request for a while, or one of them for long: many
@@ -325,6 +386,8 @@ class Grammars:
         log.warning("the grammar process %s while it served %d turns", how, len(self._asked))
         asked, self._asked = self._asked, {}
         self._suspects.clear()
+        for number, matcher in self._matchers.items():
+            matcher.process_ended(asked=number in asked)
         for number in asked:
             matcher = self._matchers.get(number)
             if matcher is None:

@@ -16,12 +16,12 @@ import threading
 import time
 from array import array
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from batchengine.child import guard
 from batchengine.child.limits import Memory, confine
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, Constraint
 from batchengine.fair_queue import FairQueue
 from batchengine.text.grammar import GrammarCompiler, GrammarMatcher, refusal
 from batchengine.text.vocab import Tokenizer
@@ -33,28 +33,34 @@ from batchengine.wire.grammar import (
     Begin,
     Broken,
     Close,
+    Follow,
+    Followed,
     GrammarMessage,
     Setup,
     Started,
 )
 
 NICE = 5  # above lanes, which wait for masks; one that compiles leaves them a quarter of a core
+FOLLOW_S_MAX = 0.01  # for the masks behind a draft: a worker waits 20 ms for all
 STACK_BYTES = 1 << 30  # as in a text process: what passes its check does not end this one
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A matcher, None until its grammar is compiled; `n_tokens` are those of the answer."""
+    """A matcher, None until its grammar is compiled; `tokens` are those of the answer.
+    has_followed: the matcher has followed drafts."""
 
     tenant: str
+    constraint: Constraint
     matcher: GrammarMatcher | None = None
-    n_tokens: int = 0
+    tokens: list[int] = field(default_factory=list[int])
+    has_followed: bool = False
 
 
 @dataclass(slots=True)
 class _Job:
     turn: _Turn
-    request: Begin | Accept
+    request: Begin | Accept | Follow
     tokens: list[int]
 
 
@@ -92,11 +98,11 @@ class GrammarProcess:
     def _take(self, message: GrammarMessage, payload: bytes) -> None:
         match message:
             case Begin(number, tenant, constraint):
-                turn = self._turns[number] = _Turn(tenant)
+                turn = self._turns[number] = _Turn(tenant, constraint)
                 self._push(_Job(turn, message, array("i", payload).tolist()), len(constraint.text))
-            case Accept(number, token):
+            case Accept(number) | Follow(number):
                 if (turn := self._turns.get(number)) is not None:
-                    self._push(_Job(turn, message, [token]), 0)
+                    self._push(_Job(turn, message, array("i", payload).tolist()), 0)
             case Close(number):
                 self._turns.pop(number, None)
             case _:
@@ -128,21 +134,45 @@ class GrammarProcess:
             self._link.send(GRAMMAR_LINK.encode(message, payload))
 
 
-def _answer(compiler: GrammarCompiler, job: _Job) -> tuple[Allowed | Broken, bytes]:
+def _answer(compiler: GrammarCompiler, job: _Job) -> tuple[Allowed | Followed | Broken, bytes]:
+    if isinstance(job.request, Follow):
+        return Followed(job.request.matcher), b"".join(_masks_behind(job.turn, job.tokens))
     started = time.perf_counter_ns()
     turn, number = job.turn, job.request.matcher
+    turn.tokens += job.tokens
     try:
-        if isinstance(job.request, Begin):
-            turn.matcher = compiler.matcher(job.request.constraint)
-        if turn.matcher is None:
-            return Broken(number, "its grammar did not compile"), b""
-        turn.matcher.accept(job.tokens)
-        turn.n_tokens += len(job.tokens)
-        mask = turn.matcher.mask()
+        mask = _mask(compiler, turn, job.tokens)
     except BaseException as error:  # a defect of the library may raise what is no Exception
         turn.matcher = None
         return Broken(number, _why(refusal(error))), b""
-    return Allowed(number, turn.n_tokens, (time.perf_counter_ns() - started) // 1000), mask
+    return Allowed(number, len(turn.tokens), (time.perf_counter_ns() - started) // 1000), mask
+
+
+def _mask(compiler: GrammarCompiler, turn: _Turn, tokens: list[int]) -> bytes:
+    """The mask of a turn whose last tokens are these, the new ones. A matcher that has followed
+    drafts, or failed at one, is made again before it gives up: drafts use up its limits too."""
+    if turn.matcher is not None:
+        try:
+            turn.matcher.accept(tokens)
+            return turn.matcher.mask()
+        except BaseException:
+            if not turn.has_followed:
+                raise
+    turn.matcher, turn.has_followed = compiler.matcher(turn.constraint), False
+    turn.matcher.accept(turn.tokens)
+    return turn.matcher.mask()
+
+
+def _masks_behind(turn: _Turn, draft: list[int]) -> list[bytes]:
+    """The masks behind leading tokens of a draft."""
+    if turn.matcher is None:
+        return []
+    turn.has_followed, end_s = True, time.perf_counter() + FOLLOW_S_MAX
+    try:
+        return turn.matcher.follow(draft, lambda: time.perf_counter() < end_s)
+    except BaseException:  # as above; the next token has it made again
+        turn.matcher = None
+        return []
 
 
 def _why(error: BatchEngineError) -> str:

@@ -82,21 +82,22 @@ class CpuDevice(HostDevice):
         if batch.is_routed and self._ring is not None:
             routed = self._ring.route(batch, addresses)
         attend, states = routed.attend if routed else None, memory.states.addresses(batch)
-        stepper.set(batch.tokens, batch.shape, addresses, attend, states)
+        stepper.set(batch.tokens, batch.shape, addresses, attend, states, batch.drafts)
         nonfinite = stepper.run(wanted.rows)
         unreachable = routed.end() if routed else []
         if wanted.entries:
             stepper.logits(len(wanted.entries))
         choices, late = choose(stepper, batch, wanted)
-        rows, nonfinite, rejected = sampled(batch, wanted, choices, nonfinite)
+        rows, nonfinite, unmasked, rejected = sampled(batch, wanted, choices, nonfinite, late)
         digests = stepper.row_digests(seeds)
         if unreachable:
             nonfinite = [index for index in nonfinite if index not in unreachable]
-        unmasked = [index for index in late if index not in (*nonfinite, *unreachable)]
+            unmasked = [index for index in unmasked if index not in unreachable]
         scores, bad = scored(stepper, batch, [*nonfinite, *unreachable, *unmasked])
         rows, nonfinite = without(rows, batch, bad), sorted([*nonfinite, *bad])
+        stepper.rewind(rejected)
         output = StepOutput(
-            tuple(without(rows, batch, [*unreachable, *unmasked])),
+            tuple(without(rows, batch, unreachable)),
             tuple(nonfinite),
             tuple(unreachable),
             routed.waited_us if routed else 0,

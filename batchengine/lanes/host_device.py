@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +21,14 @@ from batchengine.lanes.device import LaneMemory, Report, StartedStep
 from batchengine.lanes.host_memory import BatchRows, HostMemory
 from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.ring import Ring
-from batchengine.lanes.step_input import I32Array, Mask, StepInput, StepOutput, U64Array
+from batchengine.lanes.step_input import (
+    I32Array,
+    Mask,
+    MaskKey,
+    StepInput,
+    StepOutput,
+    U64Array,
+)
 from batchengine.model import Model, Stepper, sample_spec
 from batchengine.weights import open_weights
 from batchengine.wire import lane as wire
@@ -171,32 +178,40 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
 
 class WantedRows(NamedTuple):
     """The rows of a step behind which tokens are sampled, in order. entries: of each the index of
-    its entry; rows: its number in the step."""
+    its entry; rows: its number in the step; masks: which mask its token has, if any."""
 
     entries: list[int]
     rows: I32Array
+    masks: list[MaskKey | None]
 
 
 def wanted_rows(batch: StepInput) -> WantedRows:
     """The last row of each entry that wants a token, after those before the tokens of its draft."""
     ends = np.cumsum(batch.shape[:, 0], dtype=np.int32)
     of = [
-        (index, end - 1 - before)
+        (index, entry, end, before)
         for index, (entry, end) in enumerate(zip(batch.entries, ends.tolist(), strict=True))
         if entry.sampling is not None
         for before in range(entry.drafts, -1, -1)
     ]
-    return WantedRows([index for index, _ in of], np.array([row for _, row in of], np.int32))
+    return WantedRows(
+        [index for index, *_ in of],
+        np.array([end - 1 - before for _, _, end, before in of], np.int32),
+        [
+            (entry.session, entry.start + entry.n_tokens - before) if entry.masked else None
+            for _, entry, _, before in of
+        ],
+    )
 
 
 def choose(
     stepper: Stepper, batch: StepInput, wanted: WantedRows
-) -> tuple[list[kernels.Sampled], tuple[int, ...]]:
-    """A token for each wanted row, from the logits that were computed last; and the entries whose
-    mask is late, whose token is not to be used."""
-    masks = batch.masks(batch.entries)
+) -> tuple[list[kernels.Sampled], frozenset[int]]:
+    """A token for each wanted row, from the logits that were computed last; and the rows, by index
+    in `wanted`, whose mask is late: their token is not to be used."""
+    masks = batch.masks(wanted.masks)
     specs = sample_specs(batch, masks, wanted)
-    return stepper.ops.sample(stepper.logits_rows, specs), late_masks(batch, masks)
+    return stepper.ops.sample(stepper.logits_rows, specs), late_rows(wanted, masks)
 
 
 def sample_specs(
@@ -205,7 +220,7 @@ def sample_specs(
     """What is sampled with, for each wanted row."""
     ends = np.cumsum(batch.shape[:, 0]).tolist()
     specs: list[kernels.SampleSpec] = []
-    for index, row in zip(wanted.entries, wanted.rows.tolist(), strict=True):
+    for index, row, mask in zip(wanted.entries, wanted.rows.tolist(), masks, strict=True):
         entry, history = batch.entries[index], batch.histories[index]
         if entry.sampling is None:
             raise RuntimeError("a row is wanted of an entry that samples nothing")
@@ -218,17 +233,17 @@ def sample_specs(
                 entry.sampling,
                 position=entry.start + entry.n_tokens - behind,
                 history=history,
-                mask=masks[index],
+                mask=mask,
                 banned=entry.banned,
             )
         )
     return specs
 
 
-def late_masks(batch: StepInput, masks: Sequence[Mask | None]) -> tuple[int, ...]:
-    """The entries that have a mask which has not come."""
-    pairs = enumerate(zip(batch.entries, masks, strict=True))
-    return tuple([index for index, (entry, mask) in pairs if entry.masked and mask is None])
+def late_rows(wanted: WantedRows, masks: Sequence[Mask | None]) -> frozenset[int]:
+    """The rows, by index in `wanted`, whose mask has not come."""
+    pairs = enumerate(zip(wanted.masks, masks, strict=True))
+    return frozenset([row for row, (key, mask) in pairs if key is not None and mask is None])
 
 
 def without(
@@ -240,11 +255,12 @@ def without(
 
 
 class SampledRows(NamedTuple):
-    """What was sampled. nonfinite: the entries with a row that is not finite, of which `rows` has
-    none; rejected: see StepOutput."""
+    """What was sampled. nonfinite: the entries with a row that is not finite; unmasked: other ones
+    without a token, as its mask is late. `rows` has none of these; rejected: see StepOutput."""
 
     rows: list[wire.SampledRow]
     nonfinite: list[int]
+    unmasked: list[int]
     rejected: tuple[tuple[int, int], ...]
 
 
@@ -253,26 +269,35 @@ def sampled(
     wanted: WantedRows,
     choices: Sequence[kernels.Sampled],
     nonfinite: Sequence[int],
+    late: Collection[int] = (),
 ) -> SampledRows:
     """What was chosen for the wanted rows of finite entries, of each up to the first token that
-    its draft has not. nonfinite: entries with a row that is not, before the logits."""
+    its draft has not, or whose mask is late. nonfinite: entries with a row that is not, before the
+    logits; late: see `late_rows`."""
     found: dict[int, list[kernels.Sampled]] = {}
-    for index, choice in zip(wanted.entries, choices, strict=True):
-        found.setdefault(index, []).append(choice)
-    if batch.has_drafts:
+    unmasked, cut = list[int](), set[int]()
+    for row, (index, choice) in enumerate(zip(wanted.entries, choices, strict=True)):
+        if row in late and index not in found:
+            unmasked.append(index)
+        elif row in late:
+            cut.add(index)
+        if index not in cut:
+            found.setdefault(index, []).append(choice)
+    if any(batch.drafts):
         ends = np.cumsum(batch.shape[:, 0]).tolist()
         for index, of in found.items():
             draft = batch.tokens[ends[index] - batch.entries[index].drafts : ends[index]].tolist()
             del of[1 + n_accepted(draft, [choice.token for choice in of]) :]
     bad = {*nonfinite, *[i for i, of in found.items() if any(one.nonfinite for one in of)]}
-    kept = {index: of for index, of in found.items() if index not in bad}
+    unmasked = [index for index in unmasked if index not in bad]
+    kept = {index: of for index, of in found.items() if index not in bad | {*unmasked}}
     rows = [
         wire.SampledRow(batch.entries[i].session, one.token, one.logprob, tuple(one.top))
         for i, of in kept.items()
         for one in of
     ]
     wrong = [(index, batch.entries[index].drafts + 1 - len(of)) for index, of in kept.items()]
-    return SampledRows(rows, sorted(bad), tuple([one for one in wrong if one[1]]))
+    return SampledRows(rows, sorted(bad), unmasked, tuple([one for one in wrong if one[1]]))
 
 
 def n_accepted(draft: Sequence[int], tokens: Sequence[int]) -> int:

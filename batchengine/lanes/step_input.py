@@ -26,7 +26,8 @@ SLOT_MASK = (1 << 32) - 1
 U64Array = NDArray[np.uint64]
 I32Array = NDArray[np.int32]
 Mask = NDArray[np.uint32]
-Masks = Callable[[Sequence[wire.Entry]], list[Mask | None]]
+MaskKey = tuple[int, int]  # session and position of the token
+Masks = Callable[[Sequence[MaskKey | None]], list[Mask | None]]
 
 
 class BadStep(BatchEngineError):
@@ -51,9 +52,9 @@ class StepLimits:
     has_links: bool = False
 
 
-def no_masks(entries: Sequence[wire.Entry]) -> list[Mask | None]:
-    """Masks of entries, none of which has one."""
-    return [None] * len(entries)
+def no_masks(keys: Sequence[MaskKey | None]) -> list[Mask | None]:
+    """Masks of a step without any."""
+    return [None] * len(keys)
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class StepInput:
     """A checked step. tokens (T,), codes (P,), shape rows are (n_tokens, start, n_pages).
 
     imported: per Step.import the tokens its rows must hold. is_routed: an entry has segments.
-    masks: waits for the masks of entries; None for those that have none, or whose mask is late.
+    masks: waits for masks; None for keys that are None, and for masks that are late.
     scored: for each entry the tokens behind its leading ones whose log-probabilities are wanted; of
     no entries: none. untaken: indices of entries with `takes_sample` for whose session the step
     before sampled no token; their rows get no record.
@@ -80,9 +81,9 @@ class StepInput:
     untaken: tuple[int, ...] = ()
 
     @property
-    def has_drafts(self) -> bool:
-        """Whether any entry has a draft."""
-        return any(entry.drafts for entry in self.entries)
+    def drafts(self) -> list[int]:
+        """How many of the last tokens of each entry are a draft."""
+        return [entry.drafts for entry in self.entries]
 
 
 @dataclass(slots=True)
@@ -200,12 +201,12 @@ def take_samples(batch: StepInput, sampled: Mapping[int, int]) -> None:
 
 
 def _check_draft(entry: wire.Entry) -> None:
-    """Raise BadStep for a draft without a token before it, or that ends a page, or in an entry that
-    needs more than its tokens to sample."""
+    """Raise BadStep unless a draft follows one token, in its page, which it does not fill; or in an
+    entry that needs more than its tokens to sample."""
     end = entry.start + entry.n_tokens
-    if not 0 < entry.drafts < min(entry.n_tokens, end % PAGE_TOKENS):
+    if not 0 < entry.drafts == entry.n_tokens - 1 < end % PAGE_TOKENS:
         raise BadStep(f"session {entry.session}: {entry.drafts} of {entry.n_tokens} are a draft")
-    has_more = entry.masked or entry.banned or entry.segments or entry.scored or entry.takes_sample
+    has_more = entry.banned or entry.segments or entry.scored or entry.takes_sample
     if entry.sampling is None or has_more:
         raise BadStep(f"session {entry.session}: a draft, and the entry is no plain one")
 

@@ -32,6 +32,7 @@ from batchengine.lanes.ring.ring import Ring
 from batchengine.lanes.state_memory import check_states
 from batchengine.lanes.step_input import (
     Mask,
+    MaskKey,
     StepInput,
     StepLimits,
     StepOutput,
@@ -67,6 +68,7 @@ def _cuda() -> Device:
 class BegunStep(NamedTuple):
     """A step whose chores before the computation are done; `imported`, `states`: their answers."""
 
+    number: int
     step: wire.Step
     batch: StepInput
     imported: tuple[int, ...]
@@ -77,11 +79,11 @@ class BegunStep(NamedTuple):
 class RefusedStep(NamedTuple):
     """A step that was refused when it was begun early. The error is its answer, in its turn."""
 
-    step: wire.Step
+    number: int
     error: BatchEngineError
 
 
-MaskKey = tuple[int, int]  # session and position
+MaskOfStep = tuple[int, MaskKey]  # number of the step, and which mask of it
 Devices = Mapping[type[wire.Resources], Callable[[], Device]]
 DEVICES: Devices = {wire.CpuResources: _cpu, wire.CudaResources: _cuda}
 
@@ -111,7 +113,7 @@ class Worker:
         self._received: deque[wire.LaneFrame | None] = deque()  # during a step, not yet answered
         self._begun: BegunStep | RefusedStep | None = None  # the step of the oldest of those
         self._sampled: dict[int, int] = {}  # session -> token, by the last step
-        self._masks: dict[MaskKey, bytes] = {}
+        self._masks: dict[MaskOfStep, bytes] = {}
 
     def serve(self) -> None:
         """Answer frames until the engine closes the link or sends Shutdown."""
@@ -174,7 +176,8 @@ class Worker:
         is_own = frame is not None and frame.incarnation == self._incarnation
         if frame is not None and isinstance(frame.message, wire.Mask):
             if is_own:
-                self._masks[frame.message.session, frame.message.position] = frame.message.bits
+                key = frame.message.session, frame.message.position
+                self._masks[frame.step, key] = frame.message.bits
         elif (
             self._ring is not None
             and frame is not None
@@ -192,19 +195,18 @@ class Worker:
         return bool(poll.poll(within_ms))
 
     def _wait_masks(
-        self, found: dict[MaskKey, Mask | None], entries: Sequence[wire.Entry]
+        self, number: int, found: dict[MaskKey, Mask | None], keys: Sequence[MaskKey | None]
     ) -> list[Mask | None]:
-        """The masks of a step's entries. Those that do not come in time are late: None. `found`
+        """Masks of the step of this number. Those that do not come in time are late: None. `found`
         holds those of the step from then on: it may ask again, when it is computed again."""
-        keys = [(e.session, e.start + e.n_tokens) if e.masked else None for e in entries]
-        wanted = missing = {key for key in keys if key is not None} - found.keys()
-        end_s = time.monotonic() + MASK_WAIT_S
+        wanted = {key for key in keys if key is not None} - found.keys()
+        missing, end_s = {(number, key) for key in wanted}, time.monotonic() + MASK_WAIT_S
         while missing := missing - self._masks.keys():
             left_ms = (end_s - time.monotonic()) * 1000
             if left_ms <= 0 or not self._is_readable(left_ms) or None in self._received:
                 break
             self._receive()
-        found.update({key: self._mask(self._masks.pop(key, b"")) for key in wanted})
+        found.update({key: self._mask(self._masks.pop((number, key), b"")) for key in wanted})
         return [None if key is None else found[key] for key in keys]
 
     def _mask(self, bits: bytes) -> Mask | None:
@@ -224,7 +226,7 @@ class Worker:
     def _answer(self, frame: wire.LaneFrame) -> wire.LaneMessage:
         match frame.message:
             case wire.Step() as step:
-                return self._step(step, frame.payload)
+                return self._step(frame.step, step, frame.payload)
             case wire.StageStep() as stage if self._ring is not None:
                 return self._ring.stages.step(stage, frame.payload)
             case wire.Load() as load:
@@ -278,11 +280,11 @@ class Worker:
             self._ring.report = self._report
         return wire.Attached(attach.slots)
 
-    def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
+    def _step(self, number: int, step: wire.Step, payload: Payload) -> wire.LaneMessage:
         memory, started = self._memory, time.perf_counter_ns()
         begun, self._begun = self._begun, None
-        if begun is None or begun.step is not step:
-            begun = self._begin(step, payload)
+        if begun is None or begun.number != number:
+            begun = self._begin(number, step, payload)
         self._sampled = {}  # a step behind one that fails has none to take
         if isinstance(begun, RefusedStep):
             raise begun.error
@@ -326,7 +328,7 @@ class Worker:
         return sampled
 
     def _begin(
-        self, step: wire.Step, payload: Payload, after: StartedStep | None = None
+        self, number: int, step: wire.Step, payload: Payload, after: StartedStep | None = None
     ) -> BegunStep:
         """Check a step, do the chores before it, and start it. after: the step before, if its
         tokens are not known yet. Raises BatchEngineError."""
@@ -337,8 +339,9 @@ class Worker:
         if after is None:
             sampled, self._sampled = self._sampled, {}
         batch = unpack(step, payload, limits)
-        self._keep_masks(step)
-        batch.masks = functools.partial(self._wait_masks, {})
+        # Masks of steps before this one came too late.
+        self._masks = {key: bits for key, bits in self._masks.items() if key[0] >= number}
+        batch.masks = functools.partial(self._wait_masks, number, {})
         if after is None:
             take_samples(batch, sampled)
         memory.check(step)
@@ -348,7 +351,7 @@ class Worker:
         imported = memory.prepare(step, batch.imported)
         states = memory.states.move(step)
         started = device.start(batch, after) if batch.entries else None
-        return BegunStep(step, batch, imported, states, started)
+        return BegunStep(number, step, batch, imported, states, started)
 
     def _begin_next(self, begun: BegunStep, after: StartedStep | None = None) -> None:
         """Begin the next step if its frame has come and `_may_begin_early` allows it. The device
@@ -363,15 +366,9 @@ class Worker:
         step = frame.message
         if isinstance(step, wire.Step) and _may_begin_early(step, begun):
             try:
-                self._begun = self._begin(step, frame.payload, after)
+                self._begun = self._begin(frame.step, step, frame.payload, after)
             except BatchEngineError as error:
-                self._begun = RefusedStep(step, error)
-
-    def _keep_masks(self, step: wire.Step) -> None:
-        """Forget masks that came too late for an earlier step."""
-        if self._masks:
-            keys = {(e.session, e.start + e.n_tokens) for e in step.entries if e.masked}
-            self._masks = {key: bits for key, bits in self._masks.items() if key in keys}
+                self._begun = RefusedStep(frame.step, error)
 
 
 def _may_begin_early(step: wire.Step, begun: BegunStep) -> bool:

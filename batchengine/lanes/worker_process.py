@@ -53,7 +53,7 @@ class LaneDied(Exception):
 
 
 class LaneRequest(NamedTuple):
-    """A request in flight: step and attempt of its frame, the future for its answer, and the time
+    """A request in flight: number and attempt of its frame, the future for its answer, and the time
     that the worker has once it has answered the request before."""
 
     asked: tuple[int, int]
@@ -177,10 +177,12 @@ class Lane:
         socket.send_fds(self._files, [note.token], [sock.fileno()])
         self.note(note)
 
-    def note(self, note: wire.LinkNote | wire.Mask) -> None:
-        """Send what the worker does at once, even while it computes a step."""
+    def note(self, note: wire.LinkNote | wire.Mask, step: int = 0) -> None:
+        """Send what the worker does at once, even while it computes a step. step: the number of the
+        step that a mask is for."""
         if self._protocol is not None:
-            self._protocol.send(wire.LANE_LINK.encode(note, incarnation=self.incarnation))
+            frame = wire.LANE_LINK.encode(note, step=step, incarnation=self.incarnation)
+            self._protocol.send(frame)
 
     def kill(self, reason: str, *, blames_step: bool = True) -> None:
         """SIGKILL the worker; `died` resolves once it is reaped or given up."""

@@ -13,8 +13,10 @@ result of a row depends on the tokens of its own timeline alone, never on the re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +164,16 @@ def _make_ffns(
     return {i: MoeFfn(ops, spec, w, eps, pairs) for i, w in moe.items()}
 
 
+class KeptInputs(NamedTuple):
+    """An entry whose inputs recurrent layers keep: the first of its kept rows, how many there are,
+    where its state is read and written, and its first page."""
+
+    first: int
+    n_tokens: int
+    states: U64
+    page: np.uint64
+
+
 class Stepper:
     """Runs steps of one model on one lane: `set` the entries, then `forward`, then `logits`.
 
@@ -185,6 +197,7 @@ class Stepper:
         self.model = model
         self.logits_max = logits_max or entries_max
         self.batch = ops.make_batch(tokens_max, entries_max, pages_max)
+        self._limits = tokens_max, entries_max, entries_max  # of a batch of which a page is named
         self.rows = ops.make_kv_rows(tokens_max, model.shape)
         self._layers = make_layers(ops, model, self.rows, tokens_max, self.logits_max)
         n_embd, weights = model.spec.n_embd, model.weights
@@ -201,6 +214,10 @@ class Stepper:
         self._tokens: I32 = np.zeros(0, np.int32)
         self._ends: I32 = np.zeros(0, np.int32)
         self._attend: Attend | None = None
+        self._kept: dict[int, KeptInputs] = {}  # by the index of the entry
+        mixers = [layer.mixer for layer in self._layers.values()]
+        nets = {id(m.buffers): m.buffers for m in mixers if isinstance(m, DeltaNet)}
+        self._recurrent_buffers = tuple(nets.values())
 
     @property
     def n_tokens(self) -> int:
@@ -214,12 +231,14 @@ class Stepper:
         page_addresses: U64,
         attend: Attend | None = None,
         states: U64 | None = None,
+        drafts: Sequence[int] = (),
     ) -> None:
         """Set the step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
         and n_pages; page addresses of all entries in order. With `attend`, which computes the
         attention of each layer then, they may be 0. states (n, 2), of a model with recurrent state:
-        where each entry's is read, 0 at position 0, and where the next one is written. ValueError
-        if they do not fit.
+        where each entry's is read, 0 at position 0, and where the next one is written. drafts: how
+        many of the last tokens of each entry `rewind` may take back; empty: none. ValueError if
+        they do not fit; MemoryError for drafts.
         """
         if (states is None) == (self.model.states is not None):
             raise ValueError("states are for models with recurrent state, and needed by these")
@@ -228,9 +247,47 @@ class Stepper:
         if states is not None:
             read, written = np.ascontiguousarray(states.T)
             self.batch.set_states(read, written)
+            self._keep(drafts, entries, page_addresses, states)
         self._attend = attend
         self._tokens = tokens
         self._ends = np.cumsum(entries[:, 0], dtype=np.int32)
+
+    def _keep(self, drafts: Sequence[int], entries: I32, pages: U64, states: U64) -> None:
+        """Have the recurrent layers keep the inputs of entries with drafts."""
+        self._kept = {}
+        rows, first, page = list[int](), 0, 0
+        for index, (drafted, (n, _, n_pages)) in enumerate(
+            zip(drafts, entries.tolist(), strict=False)
+        ):
+            if drafted:
+                self._kept[index] = KeptInputs(len(rows), n, states[index], pages[page])
+                rows += range(first, first + n)
+            first, page = first + n, page + n_pages
+        for buffers in self._recurrent_buffers:
+            buffers.keep(np.array(rows, np.int32))
+
+    def rewind(self, rejected: Sequence[tuple[int, int]]) -> None:
+        """Write the states of entries once more, as without the last tokens of each: pairs of the
+        index of an entry with a draft and how many. Call once nothing else of the step is wanted.
+        Nothing happens in a model without recurrent state."""
+        if not self._kept or not rejected:
+            return
+        of = [(self._kept[index], n) for index, n in rejected]
+        counts = [kept.n_tokens - n for kept, n in of]
+        entries = np.array([(n, 0, 1) for n in counts], np.int32)
+        pages = np.array([kept.page for kept, _ in of], np.uint64)  # a batch names some
+        self._rewound.set(np.zeros(sum(counts), np.int32), entries, pages)
+        reads, writes = np.array([kept.states for kept, _ in of], np.uint64).T
+        self._rewound.set_states(np.ascontiguousarray(reads), np.ascontiguousarray(writes))
+        spans = [range(kept.first, kept.first + n) for (kept, _), n in zip(of, counts, strict=True)]
+        rows = np.array([row for span in spans for row in span], np.int32)
+        for layer in self._layers.values():
+            if isinstance(layer.mixer, DeltaNet):
+                layer.mixer.rewind(self._rewound, rows)
+
+    @functools.cached_property
+    def _rewound(self) -> kernels.Batch:
+        return self.ops.make_batch(*self._limits)
 
     def embed(self) -> None:
         """Fills the residual stream with the embeddings of the step's tokens."""

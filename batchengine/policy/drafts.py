@@ -13,7 +13,7 @@ where an agent says again what stands in its context: code that it edits, paths,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,12 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
+
+
+def before_any(draft: Draft, tokens: Collection[int]) -> Draft:
+    """The draft up to the first of these tokens, behind which nothing is wanted."""
+    ends = (at for at, token in enumerate(draft.tokens) if token in tokens)
+    return draft._replace(tokens=draft.tokens[: next(ends, len(draft.tokens))])
 
 
 def class_of(matched: int) -> int:

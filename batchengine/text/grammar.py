@@ -212,6 +212,23 @@ class GrammarMatcher:
             raise errors.GRAMMAR_REFUSED(why="it allows no token")
         return bits.ljust(4 * self._words, b"\0")
 
+    def follow(self, draft: Sequence[int], is_in_time: Callable[[], bool]) -> list[bytes]:
+        """The masks behind tokens that may come next, up to the first which may not, while there is
+        time; the matcher is then where it was. Raises GRAMMAR_REFUSED."""
+        masks: list[bytes] = []
+        accepted = 0
+        for token in draft:
+            if self._made.is_stopped() or not is_in_time():
+                break
+            if not self._made.try_consume_tokens([token]):
+                break
+            accepted += 1
+            masks.append(self.mask())
+        if accepted and not self._made.rollback(accepted):
+            raise errors.GRAMMAR_REFUSED(why="it cannot go back behind a draft")
+        self.check()
+        return masks
+
     def check(self) -> None:
         """Raise GRAMMAR_REFUSED if the library has given up."""
         if self._made.is_error():

@@ -1,7 +1,8 @@
 """Messages of the grammar link, between the engine and the process that computes masks.
 
 The engine sends Setup, then any number of requests, for many matchers at a time; a matcher has one
-request at most without an answer. The process answers Begin and Accept with Allowed or Broken.
+request at most without an answer. The process answers Begin and Accept with Allowed or Broken, and
+Follow with Followed. Tokens are i32, little-endian.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from batchengine.core import Constraint
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 1
+VERSION = 2
 
 
 class Setup(Message, tag=1, frozen=True):
@@ -33,10 +34,9 @@ class Begin(Message, tag=3, frozen=True):
 
 
 class Accept(Message, tag=4, frozen=True):
-    """Engine -> process: the answer has another token."""
+    """Engine -> process: the answer has the payload's tokens besides."""
 
     matcher: int
-    token: int
 
 
 class Close(Message, tag=5, frozen=True):
@@ -63,8 +63,22 @@ class Broken(Message, tag=7, frozen=True):
     why: str
 
 
-GrammarMessage = Setup | Started | Begin | Accept | Close | Allowed | Broken
+class Follow(Message, tag=8, frozen=True):
+    """Engine -> process: the masks behind each token of a draft, which is the payload. It is no
+    part of the answer."""
+
+    matcher: int
+
+
+class Followed(Message, tag=9, frozen=True):
+    """Process -> engine: the payload has the masks behind leading tokens of a draft, those which
+    the grammar allows and for which there was time, one after another."""
+
+    matcher: int
+
+
+GrammarMessage = Setup | Started | Begin | Accept | Close | Allowed | Broken | Follow | Followed
 GrammarFrame = Frame[GrammarMessage]
 GRAMMAR_LINK = LinkSchema[GrammarMessage](
-    VERSION, Setup, Started, Begin, Accept, Close, Allowed, Broken
+    VERSION, Setup, Started, Begin, Accept, Close, Allowed, Broken, Follow, Followed
 )

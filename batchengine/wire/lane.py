@@ -18,7 +18,7 @@ import msgspec
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 15
+VERSION = 16
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -177,13 +177,14 @@ class Entry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=
     the leading pages, which lie elsewhere; the code of such a page is
     `HELD_BIT | link << 32 | index in the hold`. `takes_sample`: the only token, and the last one of
     the history, is what the Step before has sampled for this session, and 0 in the payload.
-    `masked`: a Mask says which tokens it may be; it may come after the Step. `banned`: tokens that
-    it is not, unless the mask allows no other. `scored`: for so many of its leading tokens the
-    log-probability of the token that follows is wanted, which is in the payload, and the
-    `scored_best` best ones there. `state_read` is the slot with the recurrent state at `start`, -1
-    at position 0; the state behind the tokens is written to `state_written`, another slot. Both are
-    -1 for a model without. The last `drafts` of the tokens are a draft: a token is sampled behind
-    the one before it and behind each of its own, up to the first that differs from the draft.
+    `masked`: a Mask says which tokens it may be, and another one those behind each token of the
+    draft; they may come after the Step. `banned`: tokens that it is not, unless the mask allows no
+    other. `scored`: for so many of its leading tokens the log-probability of the token that follows
+    is wanted, which is in the payload, and the `scored_best` best ones there. `state_read` is the
+    slot with the recurrent state at `start`, -1 at position 0; the state behind the tokens is
+    written to `state_written`, another slot. Both are -1 for a model without. With `drafts`
+    the tokens are one and so many of a draft behind it: a token is sampled behind each of them, up
+    to the first that differs from the draft. `state_written` is the state behind those that do not.
     """
 
     session: int
@@ -545,7 +546,8 @@ class GatherChanged(Message, tag=25, frozen=True):
 
 class Mask(Message, tag=26, frozen=True):
     """Engine -> worker: the tokens that a session may have at a position: a bit each, the lowest
-    first, in words of 32. It is sent after a Step with such an entry; empty: there is none.
+    first, in words of 32. It is sent after the Step with such an entry, whose number its frame has:
+    behind the same position of another step there may be other tokens. Empty: there is none.
 
     The mask is no payload, so that the payload of a step that runs stays.
     """

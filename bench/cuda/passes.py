@@ -61,6 +61,7 @@ class Sizes:
 REAL = Sizes((1, 2, 4, 8, 16, 32, 64, 128), (512, 2048, 8192, 32768), 1024, 2048, 12)
 TINY = Sizes((2,), (20,), 20, 20, 1)
 CHECKED_TOKENS = 17  # of the prompt of the comparison: more than kernels for few tokens take
+DRAFTED = 5  # tokens of a draft behind it, of which some are taken back
 LENGTH_S_MAX = 40.0  # of a prefill that is expected to take longer, only the expectation is kept
 SPARE_BYTES = 2 << 30  # of the device, beside weights and pages
 
@@ -73,7 +74,8 @@ class Passes:
         self._model = model = random_model(shape, pool)
         self._ops: Any = CudaOps(gpu, pool)
         upload_weights(self._ops, model.weights)
-        context = max(*sizes.lengths, sizes.context + 2 * sizes.steps)
+        checked = CHECKED_TOKENS + 2 + DRAFTED
+        context = max(*sizes.lengths, sizes.context + 2 * sizes.steps, checked)
         for table in model.ropes.values():
             self._ops.upload_rope(table, context + 1)
         self._tokens_max = max(sizes.chunk, *sizes.batches, CHECKED_TOKENS)
@@ -94,6 +96,8 @@ class Passes:
         self._on_host = kernels.Batch(self._tokens_max, entries_max, pages_max)
         self._host_pages: list[NDArray[np.uint8]] = []
         self._late = LateRows(self._pool, model.shape, self._host_page, lambda *_: None)
+        self._states: list[int] = []  # two for each entry: a step reads one and writes the other
+        self._n_begun = 0
 
     # -- steps
 
@@ -107,6 +111,22 @@ class Passes:
             self._pages.append(address)
         return np.array(self._pages[:n_pages], np.uint64)
 
+    def _states_of(self, entries: NDArray[np.int32]) -> NDArray[np.uint64] | None:
+        """Where the states of a step's entries are read and written, if the model has some: each
+        step reads what the one before has written. Raises MemoryError."""
+        if (shape := self._model.states) is None:
+            return None
+        while len(self._states) < 2 * len(entries):
+            if isinstance(self._gpu, CudaGpu) and self._gpu.free_bytes() < SPARE_BYTES:
+                raise MemoryError(f"states of {len(self._states) // 2} of {len(entries)} entries")
+            self._states.append(self._gpu.allocate(shape.image_bytes))
+            self._gpu.copy_in(self._states[-1], np.zeros(shape.image_bytes, np.uint8))
+        found = np.array(self._states[: 2 * len(entries)], np.uint64).reshape(-1, 2)
+        found = found[:, ::-1].copy() if self._n_begun % 2 else found
+        self._n_begun += 1
+        found[entries[:, 1] == 0, 0] = 0
+        return found
+
     def _random_tokens(self, n: int) -> NDArray[np.int32]:
         return self._rng.integers(0, self._model.spec.n_vocab, n).astype(np.int32)
 
@@ -117,7 +137,8 @@ class Passes:
         ends = np.cumsum(entries[:, 0], dtype=np.int32)
         tokens, wanted = self._random_tokens(int(ends[-1])), ends - np.int32(1)
         taken = {i: i for i in range(len(ends))} if is_fed else NOTHING_TAKEN
-        bad_rows, rows = self._steps.begin(tokens, entries, pages, wanted, taken)
+        states = self._states_of(entries)
+        bad_rows, rows = self._steps.begin(tokens, entries, pages, wanted, taken, states)
         specs = [kernels.SampleSpec(temperature=0.0) for _ in ends]
         return Begun(
             entries, bad_rows, rows, self._steps.sample(specs, NOTHING_TAKEN), self._gpu.mark()
@@ -155,7 +176,8 @@ class Passes:
     # -- figures
 
     def is_identical(self) -> bool:
-        """Whether a prompt and a token give the logits and rows of the CPU."""
+        """Whether a prompt and a token give the logits, rows and states of the CPU; and, of a model
+        with recurrent state, tokens of which the last ones are taken back."""
         model, tokens = self._model, self._random_tokens(CHECKED_TOKENS)
         (page,) = self._reserve(1)
         self._gpu.copy_in(int(page), self._page)
@@ -164,15 +186,31 @@ class Passes:
         limits = {"tokens_max": CHECKED_TOKENS, "entries_max": 1, "pages_max": 1}
         cpu = Stepper(CpuOps(self._pool), model, **limits)
         same, start = True, 0
-        for part in (tokens, tokens[:1]):
+        n_bytes = 0 if model.states is None else model.states.image_bytes
+        got_state = np.zeros(n_bytes, np.uint8)
+        images = [aligned(n_bytes) for _ in range(2)]
+        for part, n_drafts in ((tokens, 0), (tokens[:1], 0), (tokens[: 1 + DRAFTED], DRAFTED)):
             entry = np.array([[len(part), start, 1]], np.int32)
             seeds = np.arange(len(part), dtype=np.uint64)
-            for stepper, address in ((self._stepper, page), (cpu, kernels.address_of(on_host))):
-                stepper.set(part, entry, np.array([address], np.uint64))
+            on_gpu, on_cpu = self._states_of(entry), None
+            if on_gpu is not None:
+                images.reverse()
+                first = kernels.address_of(images[0]) if start else 0
+                on_cpu = np.array([[first, kernels.address_of(images[1])]], np.uint64)
+            for stepper, address, states in (
+                (self._stepper, page, on_gpu),
+                (cpu, kernels.address_of(on_host), on_cpu),
+            ):
+                stepper.set(part, entry, np.array([address], np.uint64), None, states, [n_drafts])
                 stepper.run(np.array([len(part) - 1], np.int32))
             got = self._ops.read_rows(cast(Any, self._stepper.logits(1)), 1)
             same &= got.tobytes() == cpu.logits(1).view(1).tobytes()
             same &= np.array_equal(self._stepper.row_digests(seeds), cpu.row_digests(seeds))
+            if on_gpu is not None:
+                for stepper in (self._stepper, cpu):
+                    stepper.rewind([(0, n_drafts // 2)] if n_drafts else [])
+                self._gpu.copy_out(int(on_gpu[0, 1]), got_state)
+                same &= got_state.tobytes() == images[1][:n_bytes].tobytes()
             start += len(part)
         return bool(same)
 
@@ -193,7 +231,9 @@ class Passes:
         entries = np.array([[1, start, needed]] * batch, np.int32)
 
         def outcome() -> bytes:
-            _, rows = self._steps.begin(tokens, entries, pages, wanted)
+            self._n_begun = 0
+            states = self._states_of(entries)
+            _, rows = self._steps.begin(tokens, entries, pages, wanted, states=states)
             self._gpu.synchronize()
             logits = self._ops.read_rows(cast(Any, self._stepper.logits_rows), batch)
             return logits.tobytes() + rows.view(batch).tobytes()
@@ -240,7 +280,8 @@ class Passes:
     def _step_bytes(self, batch: int) -> float:
         kv = self._model.shape.payload_bytes / kernels.PAGE_TOKENS * self._sizes.context
         experts = self._experts_of(batch) * expert_bytes(self._model)
-        return streamed_bytes(self._model) + experts + batch * kv
+        states = 0 if self._model.states is None else 2 * self._model.states.image_bytes
+        return streamed_bytes(self._model) + experts + batch * (kv + states)
 
     def _experts_of(self, batch: int) -> int:
         """How many experts of all layers together the tokens of a step choose. Raises
@@ -305,7 +346,7 @@ class Passes:
         wanted = np.arange(batch, dtype=np.int32)
         entries = np.array([[1, start, needed]] * batch, np.int32)
         tokens, pages = self._random_tokens(batch), self._reserve(batch * needed)
-        stepper.set(tokens, entries, pages)
+        stepper.set(tokens, entries, pages, states=self._states_of(entries))
         self._ops.stage(cast(Batch, stepper.batch), tokens, wanted)
 
         def run() -> None:

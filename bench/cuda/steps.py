@@ -39,7 +39,9 @@ QUICK_CASES, QUICK_CHUNK = 4, 2
 MODELS = ("0.6b", "8b", "27b", "30b-a3b")
 MAIN_MODEL, MAIN_LENGTH = "8b", 8192  # of the RESULT line
 MOE_MODEL = "30b-a3b"  # with experts
-TINY_MODEL, TINY_MODELS = "tiny", {MOE_MODEL: "moe-tiny"}
+RECURRENT_MODEL = "qwen35moe-35b-a3b"  # with experts and recurrent layers
+TINY_MODEL = "tiny"
+TINY_MODELS = {MOE_MODEL: "moe-tiny", RECURRENT_MODEL: "qwen35moe-tiny"}
 EXPERT_KINDS = ("q4_0", "q4_k", "q6_k", "mxfp4")  # of common files
 
 SERVED = [(f"co-execution {lanes}", lanes) for lanes in goodput.LANES]
@@ -325,6 +327,7 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in SERVED),
         Part("ceilings of a part", [Step("ceilings of a part", measure_part)]),
         *(Part(name, [Step(name, partial(serve, lanes=lanes), 300.0)]) for name, lanes in PARTED),
+        of_model(RECURRENT_MODEL),
         Part(LLAMA_STEP, [Step(LLAMA_STEP, compare_with_llama, LLAMA_S)]),
         *(
             Part(tool, [Step(tool, partial(sanitize, tool=tool), longest_s)])

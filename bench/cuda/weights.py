@@ -17,6 +17,8 @@ from batchengine.model import Model
 from batchengine.weights import (
     AttentionSpec,
     AttentionWeights,
+    DeltaNetSpec,
+    DeltaNetWeights,
     DenseSpec,
     DenseWeights,
     FfnWeights,
@@ -26,8 +28,10 @@ from batchengine.weights import (
     MoeWeights,
     Weights,
 )
+from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.packed import LayerWeights
-from batchengine.weights.spec import LayerSpec, RopeSpec
+from batchengine.weights.spec import LayerSpec, MixerSpec, RopeSpec
+from batchengine.weights.tensors import SharedRoles
 from bench.models.synthetic import Shape, random_matrix
 from bench.models.tensors import aligned
 
@@ -64,23 +68,34 @@ class RandomMatrices:
 
 
 def random_model(shape: Shape, pool: kernels.Pool) -> Model:
-    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts if the shape
-    has them."""
-    matrices = RandomMatrices(pool)
+    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts and recurrent
+    layers if the shape has them."""
+    matrices, rng = RandomMatrices(pool), np.random.default_rng(12)
+    architecture = ARCHITECTURES[shape.arch]
     attention = AttentionSpec(
         n_head=shape.n_head,
         n_kv_head=shape.n_kv_head,
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
         has_qk_norm=True,
-        rope=RopeSpec("neox", shape.rope_base, shape.head_dim, 1.0, 1.0, has_factors=False),
+        rope=RopeSpec(
+            "neox", shape.rope_base, shape.n_rot or shape.head_dim, 1.0, 1.0, has_factors=False
+        ),
+        has_gate=architecture.has_gate,
     )
+    net = DeltaNetSpec(shape.n_k_head, shape.n_v_head, shape.state_dim, shape.conv_kernel)
+    every = shape.full_every or architecture.full_every
     if shape.n_expert:
-        ffn = MoeSpec(shape.n_expert, shape.n_used, shape.n_ff, 1.0)
+        ffn = MoeSpec(shape.n_expert, shape.n_used, shape.n_ff, 1.0, n_ff_shared=shape.n_ff_shared)
     else:
         ffn = DenseSpec(shape.n_ff)
+
+    def mixer_of(index: int) -> MixerSpec:
+        return net if every and (index + 1) % every else attention
+
+    mixers = [mixer_of(index) for index in range(shape.n_layer)]
     spec = ModelSpec(
-        arch="qwen3moe" if shape.n_expert else "qwen3",
+        arch=shape.arch,
         name="random",
         quantisation=shape.base,
         n_embd=shape.n_embd,
@@ -88,7 +103,7 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
         context_trained=shape.context,
         eps=EPS,
         tied=shape.tied,
-        layers=(LayerSpec(attention, ffn),) * shape.n_layer,
+        layers=tuple([LayerSpec(mixer, ffn) for mixer in mixers]),
     )
 
     def matrix(rows: int, cols: int) -> kernels.Matrix:
@@ -97,20 +112,37 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
     def ones(size: int) -> kernels.Vector:
         return kernels.Vector(np.ones(size, np.float32))
 
-    def layer() -> LayerWeights:
+    def drawn(low: float, high: float, size: int) -> kernels.Vector:
+        return kernels.Vector(rng.uniform(low, high, size).astype(np.float32))
+
+    def attention_part() -> AttentionWeights:
         n, q, kv = shape.n_embd, attention.q_rows, attention.kv_rows
-        return LayerWeights(
-            AttentionWeights(
-                norm=ones(n),
-                qkv=[matrix(q, n), matrix(kv, n), matrix(kv, n)],
-                qkv_bias=[None] * 3,
-                q_norm=ones(shape.head_dim),
-                k_norm=ones(shape.head_dim),
-                output=matrix(n, q),
-                output_bias=None,
-            ),
-            ffn_part(),
+        return AttentionWeights(
+            norm=ones(n),
+            qkv=[matrix(q, n), matrix(kv, n), matrix(kv, n)],
+            qkv_bias=[None] * 3,
+            q_norm=ones(shape.head_dim),
+            k_norm=ones(shape.head_dim),
+            output=matrix(n, q),
+            output_bias=None,
+            gate=matrix(q, n) if attention.has_gate else None,
         )
+
+    def recurrent_part() -> DeltaNetWeights:
+        n, width, heads = shape.n_embd, net.value_width, net.n_v_head
+        return DeltaNetWeights(
+            norm=ones(n),
+            inputs=[matrix(net.channels, n), matrix(width, n), matrix(heads, n), matrix(heads, n)],
+            conv=drawn(-0.5, 0.5, net.channels * net.conv_kernel),
+            dt_bias=drawn(-4.0, -1.0, heads),
+            a=drawn(-2.0, -0.2, heads),
+            value_norm=ones(net.head_dim),
+            output=matrix(n, width),
+        )
+
+    def layer(index: int) -> LayerWeights:
+        mixer = attention_part() if mixers[index] is attention else recurrent_part()
+        return LayerWeights(mixer, ffn_part())
 
     def ffn_part() -> FfnWeights:
         n = shape.n_embd
@@ -121,6 +153,7 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
                 gate=matrix(shape.n_expert * shape.n_ff, n),
                 up=matrix(shape.n_expert * shape.n_ff, n),
                 down=matrix(shape.n_expert * n, shape.n_ff),
+                shared=shared_part() if shape.n_ff_shared else None,
             )
         return DenseWeights(
             norm=ones(n),
@@ -132,10 +165,15 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
             down_bias=None,
         )
 
+    def shared_part() -> SharedRoles[kernels.Matrix]:
+        n, n_ff = shape.n_embd, shape.n_ff_shared
+        selector = matrices.make(SELECTOR_KIND, 1, n)
+        return SharedRoles(selector, matrix(n_ff, n), matrix(n_ff, n), matrix(n, n_ff))
+
     head_kind = NARROW_HEAD_KIND if shape.n_embd % 256 else HEAD_KIND
     head = matrices.make(head_kind, shape.n_vocab, shape.n_embd)
     embedding = head if shape.tied else matrix(shape.n_vocab, shape.n_embd)
-    layers = {index: layer() for index in range(shape.n_layer)}
+    layers = {index: layer(index) for index in range(shape.n_layer)}
     weights = Weights(
         spec=spec,
         fingerprint=bytes(32),

@@ -164,7 +164,7 @@ class Decoder:
             tokens = draft.tokens[:length]
             self._step(sequence, [last, *tokens])
             kept = n_accepted(tokens, answer[n : n + length + 1])
-            sequence.tokens += [last, *tokens[:kept]]
+            self._keep(sequence, [last, *tokens], length - kept)
             came = answer[n : n + kept + 1]
             lookup.extend(came)
             ms = (time.perf_counter() - step_began) * 1000
@@ -181,9 +181,15 @@ class Decoder:
     def _step(self, sequence: LocalSequence, tokens: Sequence[int]) -> None:
         """Compute rows of tokens, and the logits behind each."""
         stepper, vocab = self.runner.stepper, self.runner.spec.n_vocab
-        self.runner.set_step([(sequence, [token % vocab for token in tokens])])
+        self.runner.set_step([(sequence, [token % vocab for token in tokens])], [len(tokens) - 1])
         stepper.run(np.arange(len(tokens), dtype=np.int32))
         stepper.logits(len(tokens))
+
+    def _keep(self, sequence: LocalSequence, tokens: Sequence[int], rejected: int) -> None:
+        """Count the tokens of the step that was set, but for the last ones, to a timeline."""
+        if rejected:
+            self.runner.stepper.rewind([(0, rejected)])
+        self.runner.commit([(sequence, tokens[: len(tokens) - rejected])])
 
 
 def main(argv: list[str]) -> int:

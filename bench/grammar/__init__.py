@@ -6,6 +6,10 @@ clock, need a machine without other work: one engine with one lane; batches of c
 free answers, of the same number of tokens, take turns. Both have steps of one token of each entry;
 the prompt's time is not counted. `--model` is computed in place of the pocket model, whose steps
 are the shortest and so show the cost best.
+
+Drafts: the time of whole answers under a grammar whose text repeats itself, a list of records, on
+an engine without drafts over that on one with them; the two take turns, and their tokens are equal.
+What drafts gain is the larger the longer a step takes: the pocket model shows least of it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import random
 import statistics
 import string
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -52,6 +56,17 @@ CALL = {
         },
     },
     "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+RECORD = {
+    "type": "object",
+    "properties": {
+        "path": {"enum": ["src/engine/lane.py", "src/engine/step.py", "tests/test_lane.py"]},
+        "line": {"type": "integer", "minimum": 1, "maximum": 400},
+        "severity": {"enum": ["error", "warning"]},
+        "rule": {"enum": ["unused-import", "line-too-long", "undefined-name"]},
+    },
+    "required": ["path", "line", "severity", "rule"],
     "additionalProperties": False,
 }
 GRAMMARS = {
@@ -121,7 +136,7 @@ def measure_masks(tokenizer: Any, count: int) -> dict[str, dict[str, float]]:
 
 
 @asynccontextmanager
-async def engine_of(model: Path, folder: Path) -> Any:
+async def engine_of(model: Path, folder: Path, draft_tokens_max: int) -> AsyncIterator[Engine]:
     config = load(
         None,
         {
@@ -134,7 +149,8 @@ async def engine_of(model: Path, folder: Path) -> Any:
         },
     )
     cache_dir = DISK if DISK.is_dir() else folder
-    engine = Engine(dataclasses.replace(config, cache_dir=str(cache_dir)))
+    lanes = [dataclasses.replace(lane, draft_tokens_max=draft_tokens_max) for lane in config.lanes]
+    engine = Engine(dataclasses.replace(config, cache_dir=str(cache_dir), lanes=tuple(lanes)))
     await engine.start(lambda _: None)
     try:
         yield engine
@@ -172,13 +188,51 @@ async def measure_steps(
 ) -> dict[str, report.Samples]:
     """Microseconds of a step by batch and kind; the kinds take turns."""
     found: dict[str, report.Samples] = {}
-    async with engine_of(model, folder) as engine:
+    async with engine_of(model, folder, 0) as engine:
         for n in sizes:
             for turn in range(rounds + 1):
                 for kind, constraint in (("free", None), ("constrained", LONG)):
                     us = await us_per_step(engine, n, tokens, constraint)
                     if turn:  # the first round warms up
                         found.setdefault(f"{kind}_b{n}", report.Samples()).values.append(us)
+    return found
+
+
+async def answered(engine: Engine, n: int, records: Constraint) -> tuple[float, list[list[int]]]:
+    """Seconds of `n` answers at once, and their tokens."""
+
+    async def one(index: int) -> list[int]:
+        prompt = tuple([30 + (7 * index + i) % 200 for i in range(16)])
+        sampling = Sampling(temperature=0.7, seed=index)
+        name, constraint = f"{index}-{time.monotonic_ns()}", records
+        asked = GenerationRequest(name, prompt, 900, sampling, constraint=constraint)
+        return [one.token async for one in engine.submit(asked) if isinstance(one, TokenEvent)]
+
+    began = time.perf_counter()
+    answers = await asyncio.gather(*map(one, range(n)))
+    return time.perf_counter() - began, answers
+
+
+async def measure_drafts(
+    model: Path, folder: Path, sizes: list[int], rounds: int, n_records: int
+) -> dict[str, report.Samples]:
+    """Times of answers without drafts over times with them, by batch."""
+    found: dict[str, report.Samples] = {}
+    schema = {"type": "array", "items": RECORD, "minItems": n_records, "maxItems": n_records}
+    records = Constraint("json_schema", json.dumps(schema))
+    without, drafting = folder / "without", folder / "drafting"
+    without.mkdir()
+    drafting.mkdir()
+    async with engine_of(model, without, 0) as plain, engine_of(model, drafting, -1) as other:
+        for n in sizes:
+            for turn in range(rounds + 1):
+                seconds, answers = await answered(plain, n, records)
+                drafted_s, drafted = await answered(other, n, records)
+                if answers != drafted:
+                    raise RuntimeError("drafts have changed an answer")
+                if turn:
+                    ratio = seconds / drafted_s
+                    found.setdefault(f"drafts_b{n}", report.Samples()).values.append(ratio)
     return found
 
 
@@ -208,6 +262,13 @@ def main(argv: list[str]) -> int:
     for name, samples in steps.items():
         print(f"{name:>16} us a step {samples}")
     details["steps_us"] = {name: samples.values for name, samples in steps.items()}
+    gain_sizes, rounds, n_records = ([1], 1, 3) if options.quick else ([1, 4], 5, 16)
+    with report.memory_folder("grammar-", 2 << 30) as folder:
+        drafting = measure_drafts(options.model, folder, gain_sizes, rounds, n_records)
+        gains = asyncio.run(drafting)
+    for name, samples in gains.items():
+        print(f"{name:>16} times as fast {samples}")
+    details["drafts_gain"] = {name: samples.values for name, samples in gains.items()}
     large = masks[f"{VOCAB}"]["call"]
     result = {
         "mask_us": round(large["median_us"], 1),
@@ -222,6 +283,7 @@ def main(argv: list[str]) -> int:
             )
             for n in sizes
         },
+        **{f"{name}_gain": round(samples.median, 3) for name, samples in gains.items()},
     }
     report.finish(result, details=details, json_path=options.json)
     return 0

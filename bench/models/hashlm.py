@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from batchengine.child import command
 from batchengine.gguf import GgufFile
 from batchengine.lanes.device import LaneMemory, Report
-from batchengine.lanes.host_device import Computed, HostDevice
+from batchengine.lanes.host_device import Computed, HostDevice, wanted_rows
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import I32Array, Mask, StepInput, StepOutput, U64Array
 from batchengine.lanes.worker import Worker, main
@@ -214,40 +214,42 @@ class HashDevice(HostDevice):
         rejected: list[tuple[int, int]] = []
         nonfinite: list[int] = []
         unmasked: list[int] = []
-        masks = batch.masks(batch.entries)
+        wanted = wanted_rows(batch)
+        masks = dict(zip(wanted.masks, batch.masks(wanted.masks), strict=True))
         states = None if self.memory is None else self.memory.states.addresses(batch)
         first_token = first_page = 0
         for index, (entry, (count, start, n_pages)) in enumerate(
             zip(batch.entries, batch.shape.tolist(), strict=True)
         ):
             pages = [self._page(a) for a in all_pages[first_page : first_page + n_pages]]
-            span = slice(first_token, first_token + count)
-            if states is None:
-                rows = self._append(pages, start, tokens[span])
-            else:
-                read, written = states[index].tolist()
-                is_good = self._is_state(read, pages, start)
-                rows = self._append(pages, start, tokens[span], is_good=is_good)
-                self._state_at(written)[:] = self._state_of(rows[-1], start + count)
+            span, wrong = slice(first_token, first_token + count), 0
+            is_good = states is None or self._is_state(int(states[index, 0]), pages, start)
+            rows = self._append(pages, start, tokens[span], is_good=is_good)
             digests[span] = [
                 xxhash.xxh3_64_intdigest(row, seed)
                 for row, seed in zip(rows, all_seeds[span], strict=True)
             ]
             if index == 0 and self.steps and self.steps == self.faults.nan_at:
                 nonfinite.append(index)
-            elif entry.masked and masks[index] is None:
-                unmasked.append(index)
             elif entry.sampling is not None:
                 draft = tokens[span][count - entry.drafts :]
-                chosen = self._sample(pages, start + count, draft, entry.sampling.seed)
-                chosen = [_allowed(token, masks[index]) for token in chosen]
+                first = start + count - entry.drafts
+                keys = [(entry.session, first + n) for n in range(entry.drafts + 1)]
+                allows = [masks[key] for key in keys] if entry.masked else None
+                chosen = self._sample(pages, first, draft, entry.sampling.seed, allows)
+                if not chosen:
+                    unmasked.append(index)
                 has_top = entry.sampling.logprobs > 0
                 sampled += [
                     wire.SampledRow(entry.session, token, 0.0, ((token, 0.0),) if has_top else ())
                     for token in chosen
                 ]
-                if wrong := len(draft) + 1 - len(chosen):
+                if chosen and (wrong := len(draft) + 1 - len(chosen)):
                     rejected.append((index, wrong))
+            if states is not None:
+                kept = int(count) - wrong
+                state = self._state_of(rows[kept - 1], int(start) + kept)
+                self._state_at(int(states[index, 1]))[:] = state
             first_token, first_page = first_token + count, first_page + n_pages
         self.at("before_records")
         output = StepOutput(
@@ -329,13 +331,21 @@ class HashDevice(HostDevice):
         return rows
 
     def _sample(
-        self, pages: list[NDArray[np.uint8]], length: int, draft: Sequence[int], seed: int
+        self,
+        pages: list[NDArray[np.uint8]],
+        length: int,
+        draft: Sequence[int],
+        seed: int,
+        masks: Sequence[Mask | None] | None,
     ) -> list[int]:
-        """The tokens that follow the first `length` rows, the last ones of which are those of a
-        draft: up to the first token that the draft has not."""
+        """The tokens that follow the first `length` rows, and those of a draft behind them: up to
+        the first token that the draft has not, or whose mask is late."""
         tokens: list[int] = []
         for n in range(len(draft) + 1):
-            tokens.append(self._read(pages, length - len(draft) + n, seed))
+            mask = None if masks is None else masks[n]
+            if masks is not None and mask is None:
+                break
+            tokens.append(_allowed(self._read(pages, length + n, seed), mask))
             if tokens[n : n + 1] != list(draft[n : n + 1]):
                 break
         return tokens
@@ -406,9 +416,9 @@ class HashWorker(Worker):
             )
         super().__init__(link, incarnation, {wire.CpuResources: lambda: device})
 
-    def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
+    def _step(self, number: int, step: wire.Step, payload: Payload) -> wire.LaneMessage:
         self.device.steps += 1
-        return super()._step(step, payload)
+        return super()._step(number, step, payload)
 
     def _send(self, message: wire.LaneMessage, asked: wire.LaneFrame) -> None:
         is_step = isinstance(asked.message, wire.Step)

@@ -37,6 +37,15 @@ def has_amx() -> bool:
         return False
 
 
+def quantise(path: Path, to: Path, file_type: int) -> None:
+    """Write a file of floats as llama-quantize does, with its mix of types for `file_type`."""
+    C.llama_log_set(_quiet, ctypes.c_void_p(0))
+    params = C.llama_model_quantize_default_params()
+    params.ftype, params.nthread = file_type, 1
+    if C.llama_model_quantize(os.fsencode(path), os.fsencode(to), ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp cannot quantise {path}")
+
+
 class LlamaModel:
     """A model file loaded by llama.cpp on the CPU. Close it after its contexts."""
 

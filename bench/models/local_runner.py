@@ -150,8 +150,13 @@ class LocalRunner:
 
     # -- one step
 
-    def set_step(self, entries: Sequence[tuple[LocalSequence, Sequence[int]]]) -> list[int]:
-        """Sets a step that appends tokens to timelines; returns the last row of each entry."""
+    def set_step(
+        self,
+        entries: Sequence[tuple[LocalSequence, Sequence[int]]],
+        drafts: Sequence[int] = (),
+    ) -> list[int]:
+        """Sets a step that appends tokens to timelines; returns the last row of each entry.
+        drafts: see Stepper.set."""
         tokens: list[int] = []
         table: list[tuple[int, int, int]] = []
         addresses: list[int] = []
@@ -169,6 +174,7 @@ class LocalRunner:
             np.array(table, np.int32).reshape(-1, 3),
             np.array(addresses, np.uint64),
             states=self._states([sequence for sequence, _ in entries]),
+            drafts=drafts,
         )
         return last_rows
 

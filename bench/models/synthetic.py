@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchengine.weights.architectures import ARCHITECTURES
+from bench.models.tensors import block_width
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -200,13 +201,15 @@ _TYPES = {
     name: gguf.GGMLQuantizationType[name.upper()]
     for name in (
         "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k",
-        "q6_k", "mxfp4",
+        "q6_k", "mxfp4", "iq4_xs", "q3_k",
     )
 }  # fmt: skip
-_FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}  # rows that are not whole superblocks
+_FALLBACKS = {  # of rows that are not whole superblocks
+    "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl", "q3_k": "q4_0",
+}  # fmt: skip
 _FILE_TYPES = {
-    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 15,
-    "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "bf16": 32, "mxfp4": 38,
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q3_k": 12,
+    "q4_k": 15, "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "bf16": 32, "mxfp4": 38,
 }  # fmt: skip
 
 
@@ -494,8 +497,7 @@ def random_matrix(
         if kind == "bf16":
             return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
         return values.astype(np.float16 if kind == "f16" else np.float32)
-    items = 256 if kind.endswith("_k") else 32
-    n_blocks = rows * cols // items
+    n_blocks = rows * cols // block_width(kind)
 
     # Divisor = standard deviation of the integers below; the sign of the scale is random, which
     # removes their small mean (nibbles are -8..7).
@@ -523,6 +525,10 @@ def random_matrix(
         parts = [half(scales(74.0)), raw(32)]
     elif kind == "iq4_nl":
         parts = [half(scales(67.0)), raw(16)]
+    elif kind == "iq4_xs":  # six-bit scales of both signs, -32 to 31
+        parts = [half(scales(18.5 * 67.0)), raw(134)]
+    elif kind == "q3_k":  # the same for each 16 weights
+        parts = [raw(108), half(scales(18.5 * 2.3))]
     elif kind == "mxfp4":  # scales are powers of two
         size = np.log2(spread / 5.85 * rng.uniform(0.6, 1.4, n_blocks))
         parts = [(128 + np.rint(size)).astype(np.uint8).reshape(n_blocks, 1), raw(16)]

@@ -13,10 +13,21 @@ F32 = NDArray[np.float32]
 U8 = NDArray[np.uint8]
 BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
-    "q4_k": 144, "q5_k": 176, "q6_k": 210, "mxfp4": 17,
+    "q4_k": 144, "q5_k": 176, "q6_k": 210, "mxfp4": 17, "iq4_xs": 136,
+    "q3_k": 110,
 }  # fmt: skip
+SUPERBLOCK_KINDS = ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 # Where a block's scales stand, if not at its start alone: d, then m or dmin.
-SCALES_AT = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}
+SCALES_AT = {
+    "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "q3_k": (108,),
+}  # fmt: skip
+
+
+def block_width(kind: str) -> int:
+    """How many weights a block of a file has; of floats 1."""
+    if kind not in BLOCK_BYTES:
+        return 1
+    return 256 if kind in SUPERBLOCK_KINDS else 32
 
 
 def scale_bytes(kind: str) -> NDArray[np.bool_]:
@@ -48,8 +59,8 @@ def random_tensor(kind: str, rows: int, cols: int, rng: np.random.Generator) -> 
             else (values.view(np.uint8).reshape(-1))
         )
     stride = BLOCK_BYTES[kind]
-    width = 256 if kind.endswith("_k") else 32
-    blocks = rng.integers(0, 256, (rows * cols // width, stride), dtype=np.uint8)
+    count = rows * cols // block_width(kind)
+    blocks = rng.integers(0, 256, (count, stride), dtype=np.uint8)
     if kind == "mxfp4":  # bytes e: those of models, and 0 to 2 for none and for the smallest scale
         draw = rng.random(len(blocks))
         blocks[:, 0] = 115 + blocks[:, 0] % 8

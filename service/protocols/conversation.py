@@ -74,6 +74,7 @@ class Conversation:
     append_to: str = ""  # the turn behind whose answer they go
     heading: int = 0  # first messages, of the system, which the turn before may have already
     stored: bool = False  # as in `Prompt`
+    predicted: str = ""  # what the client expects of the answer's text
 
 
 def check_names(tools: Iterable[tuple[str, str]]) -> None:
@@ -142,6 +143,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
         append_bare=found.append_bare,
         append_to=conversation.append_to,
         stored=conversation.stored,
+        predicted=_encoded(conversation.predicted, text)[:context],
     )
 
 
@@ -159,6 +161,7 @@ def _check(conversation: Conversation, context_tokens: int) -> None:
             fix="send a last message of another role, or leave out the form of the answer",
         )
     requests.check_text_size(sum(map(_text_bytes, messages)), context_tokens, param)
+    requests.check_text_size(len(conversation.predicted), context_tokens, "prediction")
 
 
 class _Rendered(NamedTuple):

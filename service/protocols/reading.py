@@ -50,9 +50,9 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     """A body that was read: its fields, the first names of ignored ones, and its prompts.
 
     Of `fields.metadata` it has what names a session: the rest may be as large as a body. `bare` is
-    the prompt without token ids, of which `tokens`, `append` and `append_bare` hold the
-    `token_bytes`. `turns`: the body refers to these turns and was not read; it is asked again with
-    their answers. `has_results`: of their calls, so they need not be stored responses.
+    the prompt without token ids, of which `tokens`, `append`, `append_bare` and `predicted` hold
+    the `token_bytes`. `turns`: the body refers to these turns and was not read; it is asked again
+    with their answers. `has_results`: of their calls, so they need not be stored responses.
     """
 
     fields: Common
@@ -64,6 +64,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
     constraint_digest: bytes = b""
     turns: list[str] = []
     has_results: bool = False
+    predicted: bytes = b""
 
     def prompt(self) -> Prompt:
         """The prompts as lists of token ids."""
@@ -72,6 +73,7 @@ class Reading(msgspec.Struct, array_like=True, frozen=True):
             tokens=list(map(token_ids, self.tokens)),
             append=token_ids(self.append),
             append_bare=token_ids(self.append_bare),
+            predicted=token_ids(self.predicted),
         )
 
 
@@ -122,7 +124,13 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
         why = f"it has {len(constraint.text)} characters, and {CONSTRAINT_CHARS_MAX} are allowed"
         raise errors.GRAMMAR_REFUSED(why=why, param=prompt.constraint_param)
     bare = dataclasses.replace(
-        prompt, tokens=[], append=[], append_bare=[], unread=(), digest=_digest(body)
+        prompt,
+        tokens=[],
+        append=[],
+        append_bare=[],
+        predicted=[],
+        unread=(),
+        digest=_digest(body),
     )
     return encode(
         Reading(
@@ -133,6 +141,7 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
             token_bytes(prompt.append),
             token_bytes(prompt.append_bare),
             b"" if constraint is None else _digest_of(constraint),
+            predicted=token_bytes(prompt.predicted),
         )
     )
 

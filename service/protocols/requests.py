@@ -64,7 +64,8 @@ class Prompt:
     session's timeline instead, if it has one; `append_bare`: without the instructions, which the
     turn `append_to` may have. `stored`: the answer is found by its id later, so it has a session.
     `constraint_param` is the field that an error about the constraint names. `digest` is of the
-    body without its fields about streaming. `prompt_logprobs` as in `core.GenerationRequest`.
+    body without its fields about streaming. `prompt_logprobs` and `predicted` as in
+    `core.GenerationRequest`.
     """
 
     tokens: list[list[int]]  # of every prompt
@@ -83,6 +84,7 @@ class Prompt:
     constraint_param: str = "response_format"
     digest: str = ""
     prompt_logprobs: int = -1
+    predicted: list[int] = field(default_factory=list[int])
 
 
 @dataclass(slots=True)
@@ -364,6 +366,7 @@ def _request_of(job: HttpJob, prompt: Prompt, tokens: list[int]) -> GenerationRe
         echo="" if prompt.echo == NOTHING else prompt.echo.decode(),
         streams=job.stream,
         prompt_logprobs=prompt.prompt_logprobs,
+        predicted=tuple(prompt.predicted),
     )
     if prompt.tokens_max and prompt.prompt_logprobs < 0:
         return request

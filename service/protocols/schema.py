@@ -185,6 +185,7 @@ class ChatRequest(OpenAIBody, kw_only=True):
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=16)] | None = None
     store: bool | None = None
     prompt_cache_options: dict[str, Any] | None = None
+    prediction: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

@@ -14,7 +14,7 @@ import pytest
 
 from batchengine import errors
 from batchengine.config import LaneConfig
-from batchengine.core import BatchEngineError, Sampling
+from batchengine.core import BatchEngineError, Constraint, Sampling
 from batchengine.lanes.gpu.lane import LATE_ENTRIES_MIN
 from batchengine.policy.cost import StepCost
 from bench.models.synthetic import PRESETS, write_synthetic
@@ -158,6 +158,45 @@ async def test_drafts_on_a_gpu(site: Site, reference: Reference) -> None:
     assert again.tokens == reference.tokens(more, 20)
     for one, answer in zip(longer[1:], answers, strict=True):
         assert answer.tokens == reference.tokens(one, 12)
+
+
+@pytest.mark.usefixtures("cheap_drafts")
+async def test_drafts_of_a_constrained_answer_on_a_gpu(site: Site, reference: Reference) -> None:
+    async with gpu_engine(site, drafts=6) as engine:
+        (longer,) = await prepared(engine, [words(3, 60)])
+        asked = constrained(longer, Constraint("regex", "(la ){30}"), session="s0")
+        answer = await read(engine.submit(asked))
+        assert answer.done is not None
+        assert answer.done.usage.lane == "gpu"
+        assert engine.state.lanes[1].meter.accepted
+    assert answer.tokens == expected(reference, asked)
+
+
+@pytest.mark.usefixtures("cheap_drafts")
+async def test_drafts_of_a_model_with_recurrent_state_on_a_gpu(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """Its states are taken back there, and go on on the CPU."""
+    path = tmp_path / "model.gguf"
+    write_synthetic(path, replace(PRESETS["qwen35-tiny"], n_vocab=2000))
+    reference = Reference(path, cache_dir)
+    site = Site(path, tmp_path, cache_dir)
+    try:
+        async with gpu_engine(site, GOOD, 512 * MIB, drafts=6) as engine:
+            prompts = await prepared(engine, [repeating(i, 60) for i in range(2)])
+            song = Constraint("regex", "((la li lo|la lu) ){20}")
+            asked = [constrained(p, song, session=f"s{i}") for i, p in enumerate(prompts)]
+            answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
+            gpu = engine.state.lanes[1]
+            assert 0 < gpu.meter.accepted < gpu.meter.drafted
+            await moved(engine, "s0", "cpu")
+            more = request([*prompts[0], *answers[0].tokens, 9], 20, session="s0")
+            again = await read(engine.submit(more))
+        for one, answer in zip(asked, answers, strict=True):
+            assert answer.tokens == expected(reference, one)
+        assert again.tokens == reference.tokens(more.prompt, 20)
+    finally:
+        reference.close()
 
 
 async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Reference) -> None:

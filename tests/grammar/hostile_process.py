@@ -1,16 +1,44 @@
-"""A grammar process in which a regular expression HANG hangs, and CRASH ends the process."""
+"""A grammar process in which a regular expression HANG hangs, and CRASH ends the process. Under
+HANGS_AT_DRAFTS a draft hangs; under FAILS_BEHIND_DRAFTS the library gives up with all that follows
+one."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
+from collections.abc import Callable, Sequence
 
+from batchengine import errors
 from batchengine.core import Constraint
 from batchengine.grammar import process
 from batchengine.text.grammar import GrammarCompiler, GrammarMatcher
 
 HANG, CRASH = Constraint("regex", "HANG"), Constraint("regex", "CRASH")
+HANGS_AT_DRAFTS = Constraint("regex", "(abc ){9}|HANGS")
+FAILS_BEHIND_DRAFTS = Constraint("regex", "(abc ){9}|FAILS")
+
+
+class HangingMatcher(GrammarMatcher):
+    def follow(self, draft: Sequence[int], is_in_time: Callable[[], bool]) -> list[bytes]:
+        threading.Event().wait()
+        return super().follow(draft, is_in_time)
+
+
+class FailingMatcher(GrammarMatcher):
+    has_followed = False
+
+    def follow(self, draft: Sequence[int], is_in_time: Callable[[], bool]) -> list[bytes]:
+        if self.has_followed:
+            raise errors.GRAMMAR_REFUSED(why="its drafts have used up its limits")
+        found = super().follow(draft, is_in_time)
+        self.has_followed = True
+        return found
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        if self.has_followed:
+            raise errors.GRAMMAR_REFUSED(why="its drafts have used up its limits")
+        super().accept(tokens)
 
 
 class HostileCompiler(GrammarCompiler):
@@ -19,7 +47,12 @@ class HostileCompiler(GrammarCompiler):
             threading.Event().wait()
         if constraint == CRASH:
             signal.raise_signal(signal.SIGSEGV)
-        return super().matcher(constraint)
+        made = super().matcher(constraint)
+        if constraint == HANGS_AT_DRAFTS:
+            made.__class__ = HangingMatcher
+        elif constraint == FAILS_BEHIND_DRAFTS:
+            made.__class__ = FailingMatcher
+        return made
 
 
 if __name__ == "__main__":

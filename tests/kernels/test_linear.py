@@ -27,6 +27,7 @@ import kernels as k
 from bench.models.tensors import (
     BLOCK_BYTES,
     SCALES_AT,
+    SUPERBLOCK_KINDS,
     aligned,
     packed,
     random_tensor,
@@ -89,7 +90,7 @@ def assert_same_bits(got: F32, want: F32, note: str = "") -> None:
 
 
 def shapes_of(kind: str) -> list[tuple[int, int, int]]:
-    return SHAPES if kind.endswith("_k") else SHAPES + ODD_SHAPES
+    return SHAPES if kind in SUPERBLOCK_KINDS else SHAPES + ODD_SHAPES
 
 
 CASES = [(kind, *shape) for kind in k.KINDS for shape in shapes_of(kind)]
@@ -340,7 +341,7 @@ def test_levels_agree_on_random_shapes(
     kind: str, rows: int, blocks: int, tokens: int, seed: int, size: float
 ) -> None:
     """Includes activations so small or large that products turn subnormal or infinite."""
-    cols = 256 * (blocks // 8 + 1) if kind.endswith("_k") else 32 * blocks
+    cols = 256 * (blocks // 8 + 1) if kind in SUPERBLOCK_KINDS else 32 * blocks
     rng, pool = np.random.default_rng(seed), k.Pool(1)
     matrix = packed(pool, kind, random_tensor(kind, rows, cols, rng), rows, cols)
     values = random_values(tokens, cols, rng) * np.float32(size)

@@ -585,3 +585,22 @@ def test_an_idle_worker_does_what_its_device_has_put_off() -> None:
     thread.join()
     for one in (end, link):
         one.close()
+
+
+def test_a_mask_is_for_one_step() -> None:
+    """One that is late for a step, of a draft that was wrong perhaps, is not that of the next step
+    for the same position, where other tokens are before it."""
+    theirs, ours = socket.socketpair()
+    engine = BlockingLink(ours, wire.LANE_LINK)
+    try:
+        worker = Worker(BlockingLink(theirs, wire.LANE_LINK), 1, {})
+        worker._facts = FACTS
+        for step, word in ((1, 1), (2, 2)):
+            mask = wire.Mask(7, 30, word.to_bytes(4, "little"))
+            engine.send(wire.LANE_LINK.encode(mask, step=step, incarnation=1))
+        for step, word in ((2, 2), (3, 0), (1, 1)):
+            (found,) = worker._wait_masks(step, {}, [(7, 30)])
+            assert (0 if found is None else found[0]) == word
+    finally:
+        ours.close()
+        theirs.close()

@@ -37,6 +37,22 @@ def test_this_build_has_no_fault(level: str) -> None:
     kernels.set_isa(best)
 
 
+@pytest.mark.parametrize("wrong", kernels.LATER_PARTS)
+def test_other_bits_of_a_part_that_arith_id_does_not_cover_are_a_fault(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, right = kernels.Pool(1), kernels.golden_records_of
+
+    def changed(pool: kernels.Pool, part: str) -> list[tuple[str, bytes]]:
+        *records, (name, output) = right(pool, part)
+        return [*records, (name, output[:-1] + bytes([output[-1] ^ (part == wrong)]))]
+
+    monkeypatch.setattr(kernels, "golden_records_of", changed)
+    fault = f"{kernels.isa()}: golden vectors of {wrong} have other bits"
+    assert kernels.arithmetic_faults(pool) == [fault]
+    pool.close()
+
+
 def test_code_that_fuses_operations_is_refused(
     pocket_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from kernels.cuda.memory import BadRows, Scratch
 from kernels.cuda.ops import CudaOps
 from kv_store.states import state_name, state_seed
 from tests.kernels.cuda.fake_driver import FakeDriver
-from tests.model.test_model import EXPERTS, LLAMA_EXPERTS, MIXED
+from tests.model.test_model import EXPERTS, LLAMA_EXPERTS, MIXED, SUPERBLOCKS
 
 PRODUCTS = [("q8_0", 48), ("q8_0", 16), ("q4_0", 32), ("q4_0", 5), ("q4_0", 8)]
 SHAPE = replace(MIXED, n_layer=2, bias=0.3)
@@ -47,6 +47,7 @@ SHAPES = {
     "mixed": SHAPE,
     "experts": EXPERTS,
     "llama experts": LLAMA_EXPERTS,
+    "superblocks": SUPERBLOCKS,
     "gpt-oss": PRESETS["gpt-oss-tiny"],
     "gemma3": PRESETS["gemma3-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],
@@ -110,6 +111,7 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
         ("experts", False),
         ("experts", True),
         ("llama experts", True),
+        ("superblocks", True),
         ("gpt-oss", False),
         ("gpt-oss", True),
         ("gemma3", False),

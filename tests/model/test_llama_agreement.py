@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from batchengine.gguf import GgufFile
 from batchengine.weights.architectures import ARCHITECTURES
-from bench.models.llama import LlamaContext, LlamaModel
+from bench.models.llama import LlamaContext, LlamaModel, quantise
 from bench.models.local_runner import LocalRunner
 from bench.models.synthetic import Shape, write_synthetic
 from tests.hostile.rewrite import edited
@@ -112,6 +113,26 @@ SHAPES: dict[str, Shape] = {
     "q5_0": replace(QWEN3, base="q5_0"),
     "q5_1": replace(QWEN3, base="q5_1"),
     "iq4_nl": replace(LLAMA, base="iq4_nl"),
+    "iq4_xs": replace(LLAMA, base="iq4_xs"),
+    "pure_iq4_xs": replace(QWEN3, base="iq4_xs", kinds={"token_embd": "iq4_xs"}),
+    # The mix of an IQ4_XS file: attn_v and some layers' ffn_down in Q5_K, the head in Q6_K. Rows
+    # of 608 fall back to IQ4_NL and Q5_1.
+    "iq4_xs_mix": replace(
+        QWEN3,
+        n_ff=608,
+        base="iq4_xs",
+        kinds={"attn_v": "q5_k"},
+        more_bits={"ffn_down": "q5_k"},
+    ),
+    "q3_k": replace(LLAMA, base="q3_k"),
+    "pure_q3_k": replace(QWEN3, base="q3_k", kinds={"token_embd": "q3_k"}),
+    # The mix of Q3_K_M; rows of 608 fall back to Q5_0.
+    "q3_k_m": replace(
+        QWEN3,
+        n_ff=608,
+        base="q3_k",
+        kinds={"attn_v": "q5_k", "attn_output": "q4_k", "ffn_down": "q4_k"},
+    ),
     "mxfp4": replace(LLAMA, base="mxfp4"),
     "pure_mxfp4": replace(QWEN3, base="mxfp4", kinds={"token_embd": "mxfp4"}),
     "q4_k": replace(QWEN3, base="q4_k"),
@@ -129,6 +150,12 @@ SHAPES: dict[str, Shape] = {
     "qwen3moe": QWEN3MOE,
     "qwen3moe_q4_k_m": replace(
         QWEN3MOE, n_ff=256, base="q4_k", more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"}
+    ),
+    "qwen3moe_iq4_xs": replace(
+        QWEN3MOE, n_ff=256, base="iq4_xs", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}
+    ),
+    "qwen3moe_q3_k": replace(
+        QWEN3MOE, n_ff=256, base="q3_k", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}
     ),
     # Banks of experts in MXFP4 beside Q8_0, as files of gpt-oss.
     "qwen3moe_mxfp4": replace(
@@ -303,6 +330,33 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
         assert float(exact.min()) > 0.9999
     # Rows differ from each other, so constant or shifted logits cannot pass.
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
+
+
+# Files of llama-quantize: the number of the type, and the types of tensors that it chooses.
+QUANTISED_FILES = {
+    "IQ4_XS": (30, {"IQ4_XS", "IQ4_NL", "Q5_K", "Q5_1", "Q6_K"}),
+    "Q3_K_S": (11, {"Q3_K", "Q4_0", "Q6_K"}),
+    "Q3_K_M": (12, {"Q3_K", "Q4_K", "Q5_K", "Q5_0", "Q6_K"}),
+    "Q4_K_M": (15, {"Q4_K", "Q5_0", "Q6_K", "Q8_0"}),
+}
+
+
+@pytest.mark.parametrize("name", QUANTISED_FILES)
+def test_logits_agree_on_a_file_of_llama_quantize(
+    name: str, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Blocks that a quantiser wrote, in rows of 608, which are no whole superblocks, too."""
+    path, floats = tmp_path / "model.gguf", tmp_path / "floats.gguf"
+    file_type, types = QUANTISED_FILES[name]
+    write_synthetic(floats, replace(QWEN3, base="f32", n_ff=608, n_layer=8, n_head=8))
+    quantise(floats, path, file_type)
+    with GgufFile(path) as file:
+        assert {info.type.name for info in file.tensors.values()} == types | {"F32"}
+    tokens = np.random.default_rng(8).integers(0, QWEN3.n_vocab, 300).tolist()
+    exact = cosines(ours_of(path, tokens, cache_dir), theirs_of(edited(path, dequantise), tokens))
+    print(f"AGREEMENT {name} min={exact.min():.6f} median={np.median(exact):.6f}")
+    assert float(np.median(exact)) > EXACT_MEDIAN
+    assert float(exact.min()) > EXACT_WORST
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss", "qwen35_f32", "glm4moe"])

@@ -45,11 +45,17 @@ LLAMA_EXPERTS = replace(
     EXPERTS, arch="llama", n_layer=2, n_embd=64, n_expert=8, n_used=2, n_ff=96, tied=True,
     kinds={"ffn_gate_inp": "bf16", "ffn_gate": "f16", "ffn_up": "q8_0", "ffn_down": "bf16"},
 )  # fmt: skip
+# Dense matrices, banks of experts and embeddings of superblocks.
+SUPERBLOCKS = replace(
+    EXPERTS, n_layer=2, n_embd=256, n_ff=256, head_dim=64, base="iq4_xs",
+    kinds={"token_embd": "q3_k", "attn_v": "q5_k", "attn_output": "q3_k", "ffn_up": "q3_k"},
+)  # fmt: skip
 SHAPES = {
     "mixed": MIXED,
     "llama": LLAMA,
     "experts": EXPERTS,
     "llama_experts": LLAMA_EXPERTS,
+    "superblocks": SUPERBLOCKS,
     "gpt_oss": PRESETS["gpt-oss-tiny"],
     "gemma3": PRESETS["gemma3-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],

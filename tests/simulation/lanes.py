@@ -126,8 +126,8 @@ class SimHashWorker(HashWorker):
         self._limits = replace(self._limits, has_links=load.links is not None)
         return ready
 
-    def _step(self, step: wire.Step, payload: Payload) -> wire.LaneMessage:
-        done = super()._step(step, payload)
+    def _step(self, number: int, step: wire.Step, payload: Payload) -> wire.LaneMessage:
+        done = super()._step(number, step, payload)
         if isinstance(done, wire.StepDone):
             us = int(self.duration_s * 1e6)
             done = msgspec.structs.replace(done, elapsed_us=us)

@@ -95,7 +95,7 @@ class Turn:
         self.matcher: Matcher | None = None  # of a constrained answer
         best = request.prompt_logprobs  # -1: none are asked for
         self.scores = PromptScores(request.prompt, best) if best >= 0 else None
-        self.drafts = TurnDrafts()
+        self.drafts = TurnDrafts(request.predicted, len(request.prompt))
         self.is_late = False  # the mask of its next token was late for a step
         self.needs_match = False  # its session lost KV: match the prompt with the store again
         self.stop_early = bool(request.stop)  # text decides the end: emit tokens at their commit

@@ -23,7 +23,7 @@ from batchengine.lanes.host_device import (
     HostStep,
     WantedRows,
     addresses_of,
-    late_masks,
+    late_rows,
     recorded,
     run_on_host,
     sample_specs,
@@ -83,9 +83,10 @@ class Launched(NamedTuple):
 
 
 class GpuSampling(NamedTuple):
-    """What the GPU samples. late: entries whose mask had not come; end: the mark behind it."""
+    """What the GPU samples. late: rows whose mask had not come, by index in `wanted`; end: the mark
+    behind it."""
 
-    late: tuple[int, ...]
+    late: frozenset[int]
     begun: BegunSample
     end: Mark
 
@@ -165,7 +166,7 @@ class GpuLane:
         pages = self._cache.addresses(batch.codes, addresses, unwritten(batch.shape))
         tokens = {int(ends[entry]) - 1: row for entry, row in taken.items()}
         inputs = batch.tokens, batch.shape, pages, wanted.rows
-        bad_rows, rows = self._steps.begin(*inputs, tokens, states)
+        bad_rows, rows = self._steps.begin(*inputs, tokens, states, batch.drafts)
         self._cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
         samplers = enumerate(wanted.entries)
         histories = {row: taken[entry] for row, entry in samplers if entry in taken}
@@ -173,21 +174,23 @@ class GpuLane:
 
     def begin_sample(self, batch: StepInput, launched: Launched) -> GpuSampling:
         """Have the GPU sample, once the masks are here. Raises MemoryError."""
-        masks = batch.masks(batch.entries)
+        masks = batch.masks(launched.wanted.masks)
         specs = sample_specs(batch, masks, launched.wanted)
         begun = self._steps.sample(specs, launched.histories)
-        return GpuSampling(late_masks(batch, masks), begun, self._steps.gpu.mark())
+        late = late_rows(launched.wanted, masks)
+        return GpuSampling(late, begun, self._steps.gpu.mark())
 
     def choose(self, batch: StepInput, launched: Launched, sampling: GpuSampling) -> StepOutput:
         """Wait for what was sampled; everything of the step is on the host then. Raises MemoryError
-        if there are scores."""
+        if there are scores or drafts."""
         sampling.end.wait()
-        choices, late = sampling.begun.chosen(), sampling.late
         nonfinite = nonfinite_entries(launched.ends, launched.wanted.rows, launched.bad_rows)
-        chosen, nonfinite, rejected = sampled(batch, launched.wanted, choices, nonfinite)
-        unmasked = [index for index in late if index not in nonfinite]
+        chosen, nonfinite, unmasked, rejected = sampled(
+            batch, launched.wanted, sampling.begun.chosen(), nonfinite, sampling.late
+        )
         scores, bad = scored(self._steps.stepper, batch, [*nonfinite, *unmasked])
-        chosen, nonfinite = without(chosen, batch, [*unmasked, *bad]), sorted([*nonfinite, *bad])
+        chosen, nonfinite = without(chosen, batch, bad), sorted([*nonfinite, *bad])
+        self._steps.stepper.rewind(rejected)
         return StepOutput(
             tuple(chosen),
             tuple(nonfinite),

@@ -40,11 +40,12 @@ class GpuSteps:
         wanted: I32Array,
         taken: Taken = NOTHING_TAKEN,
         states: U64Array | None = None,
+        drafts: Sequence[int] = (),
     ) -> tuple[list[BadRows], kernels.KvRows]:
         """Set a step, and begin it, the logits of `wanted` and the copies of what goes back;
         returns what Stepper.start does, and the page rows, which are there after the next wait for
         the GPU and stay until the step after the next one begins. taken: tokens that were sampled
-        last. states: see Stepper.set."""
+        last. states, drafts: see Stepper.set."""
         stepper = self.stepper
 
         def launch() -> list[BadRows]:
@@ -53,7 +54,7 @@ class GpuSteps:
                 stepper.logits(len(wanted))
             return cast(list[BadRows], bad_rows)
 
-        stepper.set(tokens, entries, pages, states=states)
+        stepper.set(tokens, entries, pages, None, states, drafts)
         self._ops.stage(self._batch, tokens, wanted, taken)
         if len(tokens) > len(entries):
             bad_rows = launch()

@@ -18,6 +18,7 @@ from bench.cuda.cases.values import (
     rows_of,
     some_values,
 )
+from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.experts import EXPERTS_MAX, GATINGS, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
@@ -162,7 +163,7 @@ def experts_case(
     kinds = [kind, kind, kind]
     if counts is None and rng.random() < 0.3:
         kinds[rng.integers(3)] = str(rng.choice(kernels.KINDS))
-    step = 256 if any(one.endswith("_k") for one in kinds) else 32
+    step = 256 if any(one in SUPERBLOCK_KINDS for one in kinds) else 32
     n_embd, n_ff = (step * int(rng.integers(1, max(2, 97 // step + 1))) for _ in range(2))
     if rng.random() < 0.1:  # several segments of k
         n_embd = 256 * int(rng.integers(4, 10))

@@ -15,6 +15,7 @@ from bench.cuda.cases.values import (
     rows_of,
     some_values,
 )
+from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import KIND_INDEX
 from kernels.cuda.products import ADD, FLOATS, GATE_OF, STORE
@@ -99,7 +100,8 @@ def linear_case(
     all weights, beside activations that are the largest of their groups.
     """
     rows, tokens = int(rng.integers(1, 90)), int(rng.integers(1, 80))
-    cols = 256 * int(rng.integers(1, 10)) if kind.endswith("_k") else 32 * int(rng.integers(1, 70))
+    is_super = kind in SUPERBLOCK_KINDS
+    cols = 256 * int(rng.integers(1, 10)) if is_super else 32 * int(rng.integers(1, 70))
     rows, cols, tokens = shape or (rows, cols, tokens)
     values = some_values(rng, tokens, cols)
     if byte is not None:

@@ -29,12 +29,12 @@ SIMD_FN uint8x16_t nibbles(uint8x16_t packed) {
 }
 
 // Each kind: how many blocks one packed unit holds; its size; whether the scales are powers of two of any
-// size; how many times the offset (-8 * S) a sum starts from; dword G of block i of rows [row, row + 4); their
-// scales, and minima if it has them.
+// size, and whether each 16 k have a factor; how many times the offset (-8 * S, or of 16 k -32 times their
+// sum) a sum starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
 template <class Packed>
 struct Unit {
     static constexpr size_t BYTES = sizeof(Packed);
-    static constexpr bool HAS_MINIMUM = false, HAS_POWER = false;
+    static constexpr bool HAS_MINIMUM = false, HAS_POWER = false, HAS_HALVES = false;
     static constexpr int OFFSETS = 0;
     SIMD_FN const Packed& of(const uint8_t* unit) { return *reinterpret_cast<const Packed*>(unit); }
 };
@@ -176,8 +176,43 @@ struct WeightsQ5_K : SuperUnit<PackedQ5_K> {
     }
 };
 
-struct WeightsQ6_K : Unit<PackedQ6_K> {
+// Signed bytes of four rows as int32.
+SIMD_FN int32x4_t signed_bytes_at(const int8_t* bytes) {
+    uint32_t four;
+    std::memcpy(&four, bytes, 4);
+    return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(vcreate_u8(four)))));
+}
+
+// As SuperUnit, without a minimum.
+struct WeightsIQ4_XS : Unit<PackedIQ4_XS> {
     static constexpr size_t BLOCKS = 8;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return values_of<G>(IQ4_VALUES, of(unit).q[i][G % 4][row]);
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return vmulq_f32(halves_at(of(unit).d + row),
+                         vcvtq_f32_s32(signed_bytes_at(of(unit).scale[i] + row)));
+    }
+};
+
+// A scale for each 16 k.
+template <class Packed>
+struct HalvesUnit : Unit<Packed> {
+    static constexpr size_t BLOCKS = 8;
+    static constexpr bool HAS_HALVES = true;
+    using Unit<Packed>::of;
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t, size_t row) {
+        return vld1q_f32(of(unit).d + row);
+    }
+    // The scales of 16 k.
+    SIMD_FN int32x4_t subscale(const uint8_t* unit, size_t sub, size_t row) {
+        return signed_bytes_at(of(unit).scale[sub] + row);
+    }
+};
+
+struct WeightsQ6_K : HalvesUnit<PackedQ6_K> {
+    static constexpr int OFFSETS = 1;
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
         const PackedQ6_K::Block& from = of(unit).block[i];
@@ -189,14 +224,21 @@ struct WeightsQ6_K : Unit<PackedQ6_K> {
         if constexpr (at < 4) moved = vshlq_n_u8(upper, 4 - at);
         return vorrq_u8(low, vandq_u8(moved, vdupq_n_u8(0x30)));
     }
-    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t, size_t row) {
-        return vld1q_f32(of(unit).d + row);
-    }
-    // The scales of 16 k.
-    SIMD_FN int32x4_t subscale(const uint8_t* unit, size_t sub, size_t row) {
-        uint32_t four;
-        std::memcpy(&four, of(unit).scale[sub] + row, 4);
-        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(vcreate_u8(four)))));
+};
+
+// Weights less 4, as signed bytes.
+struct WeightsQ3_K : HalvesUnit<PackedQ3_K> {
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        const PackedQ3_K::Block& from = of(unit).block[i];
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        uint8x16_t low = vld1q_u8(from.low[G % 4 / 2][row]), top = vld1q_u8(from.top[row]);
+        if constexpr (at > 0) low = vshrq_n_u8(low, at > 0 ? at : 1);
+        if constexpr (G < 2) top = vshlq_n_u8(top, G < 2 ? 2 - G : 1);
+        if constexpr (G > 2) top = vshrq_n_u8(top, G > 2 ? G - 2 : 1);
+        const uint8x16_t weights =
+            vorrq_u8(vandq_u8(low, vdupq_n_u8(3)), vandq_u8(top, vdupq_n_u8(4)));
+        return vsubq_u8(weights, vdupq_n_u8(4));
     }
 };
 
@@ -274,13 +316,14 @@ template <class Weights, int N>
 SIMD_FN void dot_block(Sums<N>& sums, const uint8_t* unit, size_t i, size_t row, const Panel& x,
                        size_t cell, size_t halves) {
     const int8_t* q = x.q + cell * BLOCK_WIDTH;
-    if constexpr (!std::is_same_v<Weights, WeightsQ6_K>) {
+    if constexpr (!Weights::HAS_HALVES) {
         (void)halves;
         dot<Weights, N, 0, 8>(sums, unit, i, row, q, x.offset + cell, Weights::OFFSETS);
     } else {
         Sums<N> last;
-        dot<Weights, N, 0, 4>(sums, unit, i, row, q, x.halves + halves, 1);
-        dot<Weights, N, 4, 4>(last, unit, i, row, q, x.halves + halves + GROUP_TOKENS, 1);
+        constexpr int OFFSETS = Weights::OFFSETS;
+        dot<Weights, N, 0, 4>(sums, unit, i, row, q, x.halves + halves, OFFSETS);
+        dot<Weights, N, 4, 4>(last, unit, i, row, q, x.halves + halves + GROUP_TOKENS, OFFSETS);
         UNROLL for (int quad = 0; quad < QUADS; ++quad) {
             const size_t at = row + 4 * static_cast<size_t>(quad);
             const int32x4_t scale0 = Weights::subscale(unit, 2 * i, at);

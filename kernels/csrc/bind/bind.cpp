@@ -8,11 +8,19 @@
 #include "common/peak.h"
 #include "golden/golden.h"
 #include "golden/self_test.h"
+#include "linear/pack.h"
 
 namespace batchengine {
 namespace {
 
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+
+nb::list list_of(const Golden& golden) {
+    nb::list out;
+    for (const auto& [name, bytes] : golden.records)
+        out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));
+    return out;
+}
 
 void bind_isa(nb::module_& module) {
     module.def("isa", [] { return std::string(level_name(level())); },
@@ -36,14 +44,23 @@ void bind_isa(nb::module_& module) {
             golden_sample(pool, golden);
             golden_experts(pool, golden);
             golden_recurrent(pool, golden);
-            golden_gating(pool, golden);
-            nb::list out;
-            for (const auto& [name, bytes] : golden.records)
-                out.append(nb::make_tuple(name, nb::bytes(bytes.data(), bytes.size())));
-            return out;
+            return list_of(golden);
         },
         nb::arg("pool"), nb::sig("def golden_records(pool: Pool) -> list[tuple[str, bytes]]"),
-        "(name, output bytes) of every golden vector on the level in use.");
+        "(name, output bytes) of every golden vector of arith_id on the level in use.");
+    module.def(
+        "golden_records_of",
+        [](Pool& pool, const std::string& part) {
+            Golden golden;
+            if (part == "gating")
+                golden_gating(pool, golden);
+            else
+                golden_later_kind(pool, kind_of(part), golden);
+            return list_of(golden);
+        },
+        nb::arg("pool"), nb::arg("part"),
+        nb::sig("def golden_records_of(pool: Pool, part: str) -> list[tuple[str, bytes]]"),
+        "The same of a part that arith_id does not cover: a kind of weights, or \"gating\".");
     module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
                "RN(a*b + c) in binary32, by the fmaf of the C library.");
     module.def("fused_binary64", &fused_binary64, nb::arg("a"), nb::arg("b"), nb::arg("c"),

@@ -1,6 +1,8 @@
 // Golden vectors: fixed inputs run through every op; their output bytes identify the arithmetic.
 //
-// arith_id hashes the records in their order, so a record is never moved or renamed.
+// arith_id hashes the records in their order, so a record is never moved or renamed. A part that comes later
+// changes no bit of a model without it, so its records are in no arith_id: golden_later_kind makes those of a
+// kind of weights, golden_gating others, and each part has a hash of its own.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +15,8 @@
 #include "common/types.h"
 
 namespace batchengine {
+
+constexpr Kind LATER_KINDS[] = {Kind::iq4_xs, Kind::q3_k};
 
 struct Golden {
     void add(const std::string& name, const void* bytes, size_t count) {
@@ -50,6 +54,7 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
 
 void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
+void golden_later_kind(Pool& pool, Kind kind, Golden& golden);  // one of LATER_KINDS
 void golden_sample(Pool& pool, Golden& golden);     // sampling
 void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates

@@ -142,6 +142,7 @@ void print_level(Pool& pool) {
     golden_sample(pool, golden);
     golden_experts(pool, golden);
     golden_recurrent(pool, golden);
+    for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
     golden_gating(pool, golden);
     Shapes shapes(pool, golden);
     for (int kind = 0; kind < KIND_COUNT; ++kind) shapes.linear_of(static_cast<Kind>(kind));

@@ -257,6 +257,26 @@ struct Superblock {
 struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots> {};
 struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots<FiveBitWeights>> {};
 
+// Eight bytes as int32.
+SIMD_FN __m256i signed_bytes_at(const int8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+
+// As Superblock, without a minimum: d * scale is exact in fp32, and so is its product with an activation
+// scale.
+struct WeightsIQ4_XS {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ4_XS);
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t b, size_t row,
+                       const Panel& x, size_t cell, size_t) {
+        const auto& super = *reinterpret_cast<const PackedIQ4_XS*>(unit);
+        __m256i sums[N];
+        TableDots::dot_block<N>(sums, vectors_at(super, b, row), x.q + cell * BLOCK_WIDTH);
+        const __m256 factor = _mm256_cvtepi32_ps(signed_bytes_at(super.scale[b] + row));
+        scale_in<N>(acc, sums, _mm256_mul_ps(halves_at(super.d + row), factor), x.scale + cell);
+    }
+};
+
 struct WeightsQ6_K {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
 
@@ -291,8 +311,7 @@ struct WeightsQ6_K {
         UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_set1_epi32(offsets[n]);
         dot_two<N, G>(sums, super.block[i], row, q);
         dot_two<N, G + 2>(sums, super.block[i], row, q);
-        const __m256i scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64(
-            reinterpret_cast<const __m128i*>(super.scale[2 * i + G / 4] + row)));
+        const __m256i scale = signed_bytes_at(super.scale[2 * i + G / 4] + row);
         UNROLL for (int n = 0; n < N; ++n)
             out[n] = _mm256_add_epi32(out[n], _mm256_mullo_epi32(sums[n], scale));
     }
@@ -300,6 +319,51 @@ struct WeightsQ6_K {
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
                        const Panel& x, size_t cell, size_t halves) {
         const auto& super = *reinterpret_cast<const PackedQ6_K*>(unit);
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        __m256i sums[N];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
+        half<N, 0>(sums, super, i, row, q, x.halves + halves);
+        half<N, 4>(sums, super, i, row, q, x.halves + halves + GROUP_TOKENS);
+        scale_in<N>(acc, sums, _mm256_load_ps(super.d + row), x.scale + cell);
+    }
+};
+
+// A half of a block adds up in int16 with its offset (4*7*127*2 + 4*127*16 = 15240), which the low words hold;
+// its scale then takes the place of ones.
+struct WeightsQ3_K {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ3_K);
+
+    template <int G>
+    SIMD_FN __m256i weights(const PackedQ3_K::Block& from, size_t row) {
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        const __m256i low = _mm256_srli_epi16(load32(from.low[G % 4 / 2][row]), at);
+        const __m256i packed = load32(from.top[row]);
+        const __m256i top = G < 2 ? _mm256_slli_epi16(packed, G < 2 ? 2 - G : 0)
+                                  : _mm256_srli_epi16(packed, G < 2 ? 0 : G - 2);
+        return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(3)),
+                               _mm256_and_si256(top, _mm256_set1_epi8(4)));
+    }
+    // out += scale * (offset + dot of 16 k); an offset of half a block is -32 times its sum.
+    template <int N, int G>
+    SIMD_FN void half(__m256i (&out)[N], const PackedQ3_K& super, size_t i, size_t row,
+                      const int8_t* q, const int32_t* offsets) {
+        __m256i pairs[N];
+        UNROLL for (int n = 0; n < N; ++n)
+            pairs[n] = _mm256_set1_epi32(offsets[n] >> 3 & 0xFFFF);
+        repeat<4>(EACH(g) {
+            const __m256i w = weights<G + g>(super.block[i], row);
+            UNROLL for (int n = 0; n < N; ++n)
+                add_words(pairs[n],
+                          _mm256_maddubs_epi16(w, every_dword(q + n * BLOCK_WIDTH + 4 * (G + g))));
+        });
+        const __m256i scale = signed_bytes_at(super.scale[2 * i + G / 4] + row);
+        const __m256i both = _mm256_blend_epi16(scale, _mm256_slli_epi32(scale, 16), 0xAA);
+        UNROLL for (int n = 0; n < N; ++n) add_dwords(out[n], _mm256_madd_epi16(pairs[n], both));
+    }
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t halves) {
+        const auto& super = *reinterpret_cast<const PackedQ3_K*>(unit);
         const int8_t* q = x.q + cell * BLOCK_WIDTH;
         __m256i sums[N];
         UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();

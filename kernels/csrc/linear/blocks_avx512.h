@@ -22,12 +22,13 @@ SIMD_FN void start_at_zero(Sums<R, N>& sums) {
         UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = _mm512_setzero_si512();
 }
 
-// sums = offsets << SHIFT. An offset of a block is -8 * S, of half a block -32 times its sum.
+// sums = offsets << SHIFT, or >> -SHIFT. An offset of a block is -8 * S, of half a block -32 times its sum.
 template <int SHIFT, int R, int N>
 SIMD_FN void start(Sums<R, N>& sums, const int32_t* offsets) {
     UNROLL for (int n = 0; n < N; ++n) {
         __m512i value = _mm512_set1_epi32(offsets[n]);
-        if constexpr (SHIFT != 0) value = _mm512_slli_epi32(value, SHIFT);
+        if constexpr (SHIFT > 0) value = _mm512_slli_epi32(value, SHIFT);
+        if constexpr (SHIFT < 0) value = _mm512_srai_epi32(value, -SHIFT);
         UNROLL for (int r = 0; r < R; ++r) sums.s[r][n] = value;
     }
 }
@@ -295,37 +296,98 @@ struct Superblock {
 struct WeightsQ4_K : Superblock<PackedQ4_K, NibbleDots<Plain>> {};
 struct WeightsQ5_K : Superblock<PackedQ5_K, FiveBitDots> {};
 
-struct WeightsQ6_K {
-    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
+SIMD_FN __m512i signed_bytes_at(const int8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
+}
 
-    // Weights of dword g (four k of 16 rows): low nibble or high nibble, plus two upper bits.
-    template <int G>
-    SIMD_FN __m512i weights(const PackedQ6_K::Block& from) {
-        const __m512i packed = _mm512_load_si512(&from.low[G % 4][0][0]);
-        const __m512i upper = _mm512_load_si512(&from.high[G % 4 / 2][0][0]);
-        const __m512i low =
-            _mm512_and_si512(G < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
-        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
-        const __m512i moved = at > 4   ? _mm512_srli_epi16(upper, at > 4 ? at - 4 : 0)
-                              : at < 4 ? _mm512_slli_epi16(upper, at < 4 ? 4 - at : 0)
-                                       : upper;
-        // low | (moved & 0x30)
-        return _mm512_ternarylogic_epi32(low, moved, _mm512_set1_epi8(0x30), 0xF8);
+// As Superblock, without a minimum: d * scale is exact in fp32, and so is its product with an activation
+// scale.
+struct WeightsIQ4_XS {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ4_XS);
+    using Dots = NibbleDots<Table<IQ4_VALUES, 128>>;
+
+    template <int R>
+    struct Unpacked {
+        __m512 super_d[R];
+        __m512 d[8][R];
+    };
+    static constexpr size_t TOKENS_UNPACKED = 2;
+
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
+        UNROLL for (int r = 0; r < R; ++r)
+            to.super_d[r] = halves_at(reinterpret_cast<const PackedIQ4_XS*>(unit[r])->d);
     }
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& scales, size_t b, const Panel& x, size_t cell, size_t) {
+        const uint8_t* block[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* super = reinterpret_cast<const PackedIQ4_XS*>(unit[r]);
+            block[r] = block_at(*super, b);
+            if (FIRST)
+                scales.d[b][r] = _mm512_mul_ps(
+                    scales.super_d[r], _mm512_cvtepi32_ps(signed_bytes_at(super->scale[b])));
+        }
+        Sums<R, N> sums;
+        start<4>(sums, x.offset + cell);
+        Dots::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
+        scale_in(acc, sums, scales.d[b], x.scale + cell);
+    }
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t b,
+                       const Panel& x, size_t cell, size_t halves) {
+        Unpacked<R> scales;
+        unpack_scales(unit, scales);
+        sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
+    }
+};
+
+// Weights of dword g (four k of 16 rows): low nibble or high nibble, plus two upper bits.
+template <int G>
+SIMD_FN __m512i unsigned_weights(const PackedQ6_K::Block& from) {
+    const __m512i packed = _mm512_load_si512(&from.low[G % 4][0][0]);
+    const __m512i upper = _mm512_load_si512(&from.high[G % 4 / 2][0][0]);
+    const __m512i low =
+        _mm512_and_si512(G < 4 ? packed : _mm512_srli_epi16(packed, 4), _mm512_set1_epi8(15));
+    constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+    const __m512i moved = at > 4   ? _mm512_srli_epi16(upper, at > 4 ? at - 4 : 0)
+                          : at < 4 ? _mm512_slli_epi16(upper, at < 4 ? 4 - at : 0)
+                                   : upper;
+    // low | (moved & 0x30)
+    return _mm512_ternarylogic_epi32(low, moved, _mm512_set1_epi8(0x30), 0xF8);
+}
+template <int G>
+SIMD_FN __m512i unsigned_weights(const PackedQ3_K::Block& from) {
+    constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+    const __m512i low = _mm512_srli_epi16(_mm512_load_si512(&from.low[G % 4 / 2][0][0]), at);
+    const __m512i packed = _mm512_load_si512(&from.top[0][0]);
+    const __m512i top = G < 2 ? _mm512_slli_epi16(packed, G < 2 ? 2 - G : 0)
+                              : _mm512_srli_epi16(packed, G < 2 ? 0 : G - 2);
+    // Bits 0 and 1 of low, bit 2 of top.
+    const __m512i both = _mm512_ternarylogic_epi32(top, low, _mm512_set1_epi8(4), 0xE4);
+    return _mm512_and_si512(both, _mm512_set1_epi8(7));
+}
+
+// Q6_K and Q3_K: a scale for each 16 k. Sums start at the offset of a half << SHIFT.
+template <class Packed, int SHIFT>
+struct HalvesUnit {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
+    static constexpr bool HAS_TWO_SUMS = true;  // per output
+
     template <int R, int N, int G>
-    SIMD_FN void dot_four(Sums<R, N>& sums, const PackedQ6_K::Block* const (&from)[R],
+    SIMD_FN void dot_four(Sums<R, N>& sums, const typename Packed::Block* const (&from)[R],
                           const int8_t* q) {
         __m512i w[R];
-        UNROLL for (int r = 0; r < R; ++r) w[r] = weights<G>(*from[r]);
+        UNROLL for (int r = 0; r < R; ++r) w[r] = unsigned_weights<G>(*from[r]);
         dot<R, N>(sums, w, q, G);
     }
-    SIMD_FN __m512i sub_scale(const PackedQ6_K& super, size_t sub) {
-        return _mm512_cvtepi8_epi32(
-            _mm_load_si128(reinterpret_cast<const __m128i*>(super.scale[sub])));
+    SIMD_FN __m512i sub_scale(const Packed& super, size_t sub) {
+        return signed_bytes_at(super.scale[sub]);
     }
     // sums *= the sub-scale of 16 k, exact in int32
     template <int R, int N>
-    SIMD_FN void scale_half(Sums<R, N>& sums, const PackedQ6_K* const (&super)[R], size_t sub) {
+    SIMD_FN void scale_half(Sums<R, N>& sums, const Packed* const (&super)[R], size_t sub) {
         UNROLL for (int r = 0; r < R; ++r) {
             const __m512i scale = sub_scale(*super[r], sub);
             UNROLL for (int n = 0; n < N; ++n)
@@ -335,20 +397,20 @@ struct WeightsQ6_K {
     template <int R, int N>
     SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
                        const Panel& x, size_t cell, size_t halves) {
-        const PackedQ6_K* super[R];
-        const PackedQ6_K::Block* from[R];
+        const Packed* super[R];
+        const typename Packed::Block* from[R];
         __m512 dw[R];
         UNROLL for (int r = 0; r < R; ++r) {
-            super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
+            super[r] = reinterpret_cast<const Packed*>(unit[r]);
             from[r] = &super[r]->block[i];
             dw[r] = _mm512_load_ps(super[r]->d);
         }
         const int8_t* q = x.q + cell * BLOCK_WIDTH;
         Sums<R, N> first, last;
-        start<0>(first, x.halves + halves);
+        start<SHIFT>(first, x.halves + halves);
         repeat<4>(EACH(g) { dot_four<R, N, g>(first, from, q); });
         scale_half(first, super, 2 * i);
-        start<0>(last, x.halves + halves + GROUP_TOKENS);
+        start<SHIFT>(last, x.halves + halves + GROUP_TOKENS);
         repeat<4>(EACH(g) { dot_four<R, N, g + 4>(last, from, q); });
         scale_half(last, super, 2 * i + 1);
         add(first, last);
@@ -368,22 +430,22 @@ struct WeightsQ6_K {
     template <int R>
     SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
         UNROLL for (int r = 0; r < R; ++r)
-            to.d[r] = _mm512_load_ps(reinterpret_cast<const PackedQ6_K*>(unit[r])->d);
+            to.d[r] = _mm512_load_ps(reinterpret_cast<const Packed*>(unit[r])->d);
     }
     // Half `H` of block `b`: four dots, then the sub-scale. FIRST also unpacks, dword by dword: all of
     // a half at once would push accumulators out of the registers.
     template <int R, int N, int H, bool FIRST>
     SIMD_FN void half_block(Sums<R, N>& sums, const uint8_t* const (&unit)[R], Unpacked<R>& from,
                             size_t b, const int32_t* offsets, const int8_t* q) {
-        const PackedQ6_K* super[R];
+        const Packed* super[R];
         UNROLL for (int r = 0; r < R; ++r)
-            super[r] = reinterpret_cast<const PackedQ6_K*>(unit[r]);
-        start<0>(sums, offsets + H * GROUP_TOKENS);
+            super[r] = reinterpret_cast<const Packed*>(unit[r]);
+        start<SHIFT>(sums, offsets + H * GROUP_TOKENS);
         repeat<4>(EACH(i) {
             constexpr int G = 4 * H + i;
             if (FIRST)
                 UNROLL for (int r = 0; r < R; ++r)
-                    from.weights[b][G][r] = weights<G>(super[r]->block[b]);
+                    from.weights[b][G][r] = unsigned_weights<G>(super[r]->block[b]);
             dot<R, N>(sums, from.weights[b][G], q, G);
         });
         const size_t sub = 2 * b + H;
@@ -404,6 +466,8 @@ struct WeightsQ6_K {
         scale_in(acc, first, from.d, x.scale + cell);
     }
 };
+struct WeightsQ6_K : HalvesUnit<PackedQ6_K, 0> {};
+struct WeightsQ3_K : HalvesUnit<PackedQ3_K, -3> {};
 
 }  // namespace
 }  // namespace batchengine

@@ -45,6 +45,13 @@ struct FileIQ4_NL {
     uint8_t q[16];  // indices into IQ4_VALUES
 };
 static_assert(sizeof(FileIQ4_NL) == 18);
+struct FileQ3_K {
+    uint8_t high[32];   // bit k / 32 of byte k % 32: the third bit of element k
+    uint8_t low[64];    // 128 k per 32 bytes: the bits 0-1 first, then 2-3, 4-5, 6-7
+    uint8_t scales[12];  // see scale_of
+    uint16_t d;
+};
+static_assert(sizeof(FileQ3_K) == 110);
 struct FileQ4_K {
     uint16_t d;
     uint16_t dmin;
@@ -67,6 +74,13 @@ struct FileQ6_K {
     uint16_t d;
 };
 static_assert(sizeof(FileQ6_K) == 210);
+struct FileIQ4_XS {
+    uint16_t d;
+    uint8_t scales_high[2];  // see scale_of: two bits for each 32 k
+    uint8_t scales_low[4];   // four bits
+    uint8_t q[128];          // indices into IQ4_VALUES, 32 k per 16 bytes as in FileIQ4_NL
+};
+static_assert(sizeof(FileIQ4_XS) == 136);
 struct FileMXFP4 {
     uint8_t e;      // the scale is 2^(e - 128)
     uint8_t q[16];  // indices into MXFP4_VALUES
@@ -111,6 +125,10 @@ inline unsigned quant(const FileQ5_0& from, size_t k) {
 inline unsigned quant(const FileQ5_1& from, size_t k) {
     return nibble_of(from.q, k) | (from.high[k / 8] >> k % 8 & 1u) << 4;
 }
+inline unsigned quant(const FileQ3_K& from, size_t k) {
+    const unsigned low = from.low[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3u;
+    return low | (from.high[k % 32] >> k / 32 & 1u) << 2;
+}
 inline unsigned quant(const FileQ4_K& from, size_t k) { return nibble_of(from.q, k); }
 inline unsigned quant(const FileQ5_K& from, size_t k) {
     return nibble_of(from.q, k) | (from.high[k % 32] >> k / 32 & 1u) << 4;
@@ -121,6 +139,10 @@ inline unsigned quant(const FileQ6_K& from, size_t k) {
     return nibble | (from.high[32 * half + i] >> (2 * part) & 3u) << 4;
 }
 
+inline unsigned quant(const FileIQ4_XS& from, size_t k) {
+    return from.q[k / 32 * 16 + k % 16] >> (k % 32 < 16 ? 0 : 4) & 15u;
+}
+
 // The six-bit scale and minimum of sub-block j (32 k) of Q4_K and Q5_K. The upper two bits of the
 // last four of each stand above those of the first four.
 inline unsigned scale_of(const uint8_t (&scales)[12], size_t j) {
@@ -128,6 +150,18 @@ inline unsigned scale_of(const uint8_t (&scales)[12], size_t j) {
 }
 inline unsigned min_of(const uint8_t (&scales)[12], size_t j) {
     return j < 4 ? scales[j + 4] & 63u : scales[j + 4] >> 4 | scales[j] >> 6 << 4;
+}
+
+// The scale of sub-block j, -32 .. 31: of 16 k in Q3_K, of 32 k in IQ4_XS.
+inline int scale_of(const FileQ3_K& from, size_t j) {
+    const unsigned low = from.scales[j % 8] >> (j < 8 ? 0 : 4) & 15u;
+    const unsigned high = from.scales[8 + j % 4] >> (j / 4 * 2) & 3u;
+    return static_cast<int>(low | high << 4) - 32;
+}
+inline int scale_of(const FileIQ4_XS& from, size_t j) {
+    const unsigned low = from.scales_low[j / 2] >> (j % 2 * 4) & 15u;
+    const unsigned high = from.scales_high[j / 4] >> (j % 4 * 2) & 3u;
+    return static_cast<int>(low | high << 4) - 32;
 }
 
 }  // namespace batchengine

@@ -4,8 +4,6 @@
 // horizontal sum. Inside a block the kernel forms an outer product: each packed vector of R row
 // tiles is unpacked once and multiplied with the dword of N tokens, which is broadcast once for all
 // R tiles. R x N integer sums and R x N float sums fill the 32 registers; 3 x 4 measured best.
-#include <type_traits>
-
 #include "linear/blocks_avx512.h"
 
 namespace batchengine {
@@ -142,12 +140,12 @@ SIMD_FN void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t
     tokens_of<Weights, R>(tile, bytes, x, tokens, cold, results);
 }
 
-// Q6_K has two sums per output, so two tiles fill the registers. One token alone reads one tile after
+// Q6_K and Q3_K have two sums per output, so two tiles fill the registers. One token alone reads one tile after
 // the other, because memory serves a single stream fastest.
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results) {
-    constexpr size_t WIDEST = std::is_same_v<Weights, WeightsQ6_K> ? 2 : 3;
+    constexpr size_t WIDEST = requires { Weights::HAS_TWO_SUMS; } ? 2 : 3;
     const size_t widest = tokens == 1 ? 1 : WIDEST;
     while (tiles > 0) {
         const size_t now = tiles < widest ? tiles : widest;

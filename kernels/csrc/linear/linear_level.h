@@ -96,6 +96,8 @@ struct WeightsQ4_K;
 struct WeightsQ5_K;
 struct WeightsQ6_K;
 struct WeightsMXFP4;
+struct WeightsIQ4_XS;
+struct WeightsQ3_K;
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results);
@@ -106,6 +108,7 @@ SIMD_FN const uint8_t* block_at(const PackedQ4_1& unit, size_t) { return unit.q[
 SIMD_FN const uint8_t* block_at(const PackedQ8_0& unit, size_t i) { return unit.q[i][0][0]; }
 SIMD_FN const uint8_t* block_at(const PackedQ4_K& unit, size_t i) { return unit.q[i][0][0]; }
 SIMD_FN const uint8_t* block_at(const PackedMXFP4& unit, size_t i) { return unit.q[i][0][0]; }
+SIMD_FN const uint8_t* block_at(const PackedIQ4_XS& unit, size_t i) { return unit.q[i][0][0]; }
 SIMD_FN const FiveBits* block_at(const PackedQ5_0& unit, size_t i) { return &unit.block[i]; }
 SIMD_FN const FiveBits* block_at(const PackedQ5_1& unit, size_t) { return &unit.block; }
 SIMD_FN const FiveBits* block_at(const PackedQ5_K& unit, size_t i) { return &unit.block[i]; }
@@ -203,6 +206,10 @@ void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t t
             return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::mxfp4:
             return multiply_blocks<WeightsMXFP4>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::iq4_xs:
+            return multiply_blocks<WeightsIQ4_XS>(tile, bytes, tiles, panel, tokens, cold, results);
+        case Kind::q3_k:
+            return multiply_blocks<WeightsQ3_K>(tile, bytes, tiles, panel, tokens, cold, results);
         case Kind::f16:
             return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
         case Kind::bf16:

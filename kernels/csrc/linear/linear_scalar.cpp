@@ -137,6 +137,32 @@ float step_q6_k(float acc, const uint8_t* tile, size_t block, size_t row, const 
     return ca::step(acc, dot, super.d[row], x.scale);
 }
 
+// I = scale * (dot of the block), |I| < 2^24.
+float step_iq4_xs(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[block / 8];
+    const size_t sub = block % 8;
+    const int32_t dot = super.scale[sub][row] * dot_table(IQ4_VALUES, super.q[sub], row, x.q);
+    return ca::step(acc, dot, ca::half_to_float(super.d[row]), x.scale);
+}
+
+// As Q6_K.
+float step_q3_k(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& super = reinterpret_cast<const PackedQ3_K*>(tile)[block / 8];
+    const auto& from = super.block[block % 8];
+    int32_t half[2] = {0, 0};
+    for (size_t k = 0; k < 16; ++k) {
+        const size_t j = k / 4;
+        const uint8_t low = from.low[j / 2][row][k % 4], top = from.top[row][k % 4];
+        const int first = (low >> (j % 2 ? 2 : 4) & 3) | (top >> j & 1) << 2;
+        const int last = (low >> (j % 2 ? 0 : 6) & 3) | (top >> (j + 4) & 1) << 2;
+        half[0] += (first - 4) * x.q[k];
+        half[1] += (last - 4) * x.q[k + 16];
+    }
+    const size_t sub = block % 8 * 2;
+    const int32_t dot = super.scale[sub][row] * half[0] + super.scale[sub + 1][row] * half[1];
+    return ca::step(acc, dot, super.d[row], x.scale);
+}
+
 float step_mxfp4(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& four = reinterpret_cast<const PackedMXFP4*>(tile)[block / 4];
     const int32_t dot = dot_table(MXFP4_VALUES, four.q[block % 4], row, x.q);
@@ -189,6 +215,8 @@ float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activatio
         case Kind::q5_k: return dot_blocks<step_q5_k>(tile, row, x, group, token);
         case Kind::q6_k: return dot_blocks<step_q6_k>(tile, row, x, group, token);
         case Kind::mxfp4: return dot_blocks<step_mxfp4>(tile, row, x, group, token);
+        case Kind::iq4_xs: return dot_blocks<step_iq4_xs>(tile, row, x, group, token);
+        case Kind::q3_k: return dot_blocks<step_q3_k>(tile, row, x, group, token);
         default: return dot_floats(matrix, tile, row, x, group * GROUP_TOKENS + token);
     }
 }

@@ -19,7 +19,8 @@ constexpr KindFacts FACTS[KIND_COUNT] = {
     {"q4_0", 32, sizeof(FileQ4_0)},  {"q4_1", 32, sizeof(FileQ4_1)}, {"q5_0", 32, sizeof(FileQ5_0)},
     {"q5_1", 32, sizeof(FileQ5_1)},  {"q8_0", 32, sizeof(FileQ8_0)}, {"iq4_nl", 32, sizeof(FileIQ4_NL)},
     {"q4_k", 256, sizeof(FileQ4_K)}, {"q5_k", 256, sizeof(FileQ5_K)}, {"q6_k", 256, sizeof(FileQ6_K)},
-    {"mxfp4", 32, sizeof(FileMXFP4)}, {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
+    {"mxfp4", 32, sizeof(FileMXFP4)}, {"iq4_xs", 256, sizeof(FileIQ4_XS)},
+    {"q3_k", 256, sizeof(FileQ3_K)}, {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
 
@@ -107,6 +108,15 @@ void place(const FileIQ4_NL& from, PackedQ4_0* tile, size_t b, size_t row) {
     for (size_t i = 0; i < 32; ++i) put(tile[b / 2].q[b % 2], row, i, quant(from, i));
 }
 
+// Nor has IQ4_XS: there a scale of zero, of the block or of a sub-block, stays.
+void place(const FileIQ4_XS& from, PackedIQ4_XS* tile, size_t b, size_t row) {
+    tile[b].d[row] = from.d;
+    for (size_t j = 0; j < 8; ++j) {
+        tile[b].scale[j][row] = static_cast<int8_t>(scale_of(from, j));
+        for (size_t i = 0; i < 32; ++i) put(tile[b].q[j], row, i, quant(from, 32 * j + i));
+    }
+}
+
 // d, dmin and the sub-blocks' scales of Q4_K and Q5_K; true for a sub-block that has weights.
 template <class File, class Packed>
 bool place_scales(const File& from, Packed& to, size_t j, size_t row) {
@@ -144,6 +154,19 @@ void place(const FileQ6_K& from, PackedQ6_K* tile, size_t b, size_t row) {
         const unsigned q = quant(from, k);
         put(block.low, row, k % 32, q);
         block.high[g % 4 / 2][row][k % 4] |= static_cast<uint8_t>((q >> 4) << high_shift(g));
+    }
+}
+
+void place(const FileQ3_K& from, PackedQ3_K* tile, size_t b, size_t row) {
+    tile[b].d[row] = ca::half_to_float(usable(from.d));
+    for (size_t i = 0; i < 16; ++i)
+        tile[b].scale[i][row] = static_cast<int8_t>(zero_half(from.d) ? 0 : scale_of(from, i));
+    for (size_t k = 0; k < 256; ++k) {
+        PackedQ3_K::Block& block = tile[b].block[k / 32];
+        const size_t g = k % 32 / 4;
+        const unsigned q = quant(from, k);
+        block.low[g % 4 / 2][row][k % 4] |= static_cast<uint8_t>((q & 3u) << high_shift(g));
+        block.top[row][k % 4] |= static_cast<uint8_t>(q >> 2 << g);
     }
 }
 
@@ -192,6 +215,8 @@ void pack_row(Kind kind, const RowSource& from) {
         case Kind::q5_k: return pack_blocks<FileQ5_K, PackedQ5_K>(from, 256);
         case Kind::q6_k: return pack_blocks<FileQ6_K, PackedQ6_K>(from, 256);
         case Kind::mxfp4: return pack_blocks<FileMXFP4, PackedMXFP4>(from, 32);
+        case Kind::iq4_xs: return pack_blocks<FileIQ4_XS, PackedIQ4_XS>(from, 256);
+        case Kind::q3_k: return pack_blocks<FileQ3_K, PackedQ3_K>(from, 256);
         case Kind::f16: return pack_floats<uint16_t>(from, 0x7C00u);
         case Kind::bf16: return pack_floats<uint16_t>(from, 0x7F80u);
         case Kind::f32: return pack_floats<uint32_t>(from, ca::INFINITY_BITS);
@@ -202,6 +227,12 @@ int q6_at(const PackedQ6_K::Block& block, size_t lane, size_t i) {
     const size_t g = i / 4;
     const unsigned high = block.high[g % 4 / 2][lane][i % 4] >> high_shift(g) & 3u;
     return static_cast<int>(weight_at(block.low, lane, i) | high << 4) - 32;
+}
+
+int q3_at(const PackedQ3_K::Block& block, size_t lane, size_t i) {
+    const size_t g = i / 4;
+    const unsigned low = block.low[g % 4 / 2][lane][i % 4] >> high_shift(g) & 3u;
+    return static_cast<int>(low | (block.top[lane][i % 4] >> g & 1u) << 2) - 4;
 }
 
 float scaled(int q, float d) { return ca::mul_rn(static_cast<float>(q), d); }
@@ -267,6 +298,16 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
             const int q = MXFP4_VALUES[weight_at(four.q[b % 4], lane, i)];
             return scaled(q, ca::power_of_field(four.field[b % 4][lane]));
         }
+        case Kind::iq4_xs: {
+            const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[b / 8];
+            const int q = IQ4_VALUES[weight_at(super.q[b % 8], lane, i)];
+            return scaled(q * super.scale[b % 8][lane], ca::half_to_float(super.d[lane]));
+        }
+        case Kind::q3_k: {
+            const auto& super = reinterpret_cast<const PackedQ3_K*>(tile)[b / 8];
+            const int q = q3_at(super.block[b % 8], lane, i) * super.scale[k % 256 / 16][lane];
+            return scaled(q, super.d[lane]);
+        }
         case Kind::f16: return ca::half_to_float(half_at());
         case Kind::bf16: return ca::bf16_to_float(half_at());
         case Kind::f32: return reinterpret_cast<const float*>(tile)[at];
@@ -314,6 +355,8 @@ size_t tile_bytes(Kind kind, size_t cols) {
         case Kind::q5_k: return blocks / 8 * sizeof(PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(PackedQ6_K);
         case Kind::mxfp4: return div_up(blocks, 4) * sizeof(PackedMXFP4);
+        case Kind::iq4_xs: return blocks / 8 * sizeof(PackedIQ4_XS);
+        case Kind::q3_k: return blocks / 8 * sizeof(PackedQ3_K);
         case Kind::f16:
         case Kind::bf16: return blocks * BLOCK_WIDTH * TILE_ROWS * 2;
         case Kind::f32: return blocks * BLOCK_WIDTH * TILE_ROWS * 4;

@@ -5,7 +5,8 @@
 // vector, and four consecutive k are the four bytes of a dword. Those dwords are also the registers of
 // A in a GPU's 16x8x32 matrix product. No scale d is 0, so that kernels may
 // add to its exponent: a block whose d is 0 becomes zero weights with d = 1, which mean the same. So do
-// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL has no weight 0, and keeps a d of 0.)
+// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL and IQ4_XS have no weight 0, and keep a d
+// of 0.)
 // Quantised kinds need cols to be a multiple of their block; f16, bf16 and f32 take any cols and are padded
 // with zeros to 32.
 // Compiles as C++ and CUDA C++.
@@ -53,6 +54,18 @@ struct PackedQ6_K {
 };
 static_assert(sizeof(PackedQ6_K) == 3392);
 
+// 256 k of weights of three bits. low: the two lower bits, as PackedQ6_K::Block::high has its two upper ones;
+// bit g of `top` is the upper bit of vector g. scale is the six-bit integer of the file less 32.
+struct PackedQ3_K {
+    float d[TILE_ROWS];
+    int8_t scale[16][TILE_ROWS];  // one per 16 k
+    struct Block {
+        uint8_t low[2][TILE_ROWS][4];
+        uint8_t top[TILE_ROWS][4];
+    } block[8];
+};
+static_assert(sizeof(PackedQ3_K) == 1856);
+
 // Five-bit weights of 32 k. Vector j < 4 has the whole weights of k = 4j..4j+3 in its low bits and, above
 // them, the three upper bits of those 16 further on; the two lower bits of these are bits 2j and 2j+1
 // of the last vector.
@@ -96,6 +109,15 @@ static_assert(sizeof(PackedQ5_K) == 2880);
 // IQ4_NL is packed as PackedQ4_0; a nibble is the index of its weight here.
 constexpr int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                    1,    13,   25,  38,  53,  69,  89,  113};
+
+// 256 k. scale is the six-bit integer of the file less 32, per 32 k; nibbles as in IQ4_NL.
+struct PackedIQ4_XS {
+    uint16_t d[TILE_ROWS];
+    int8_t scale[8][TILE_ROWS];
+    uint8_t unused[32];  // so that the loads of q are aligned
+    uint8_t q[8][GROUPS / 2][TILE_ROWS][4];
+};
+static_assert(sizeof(PackedIQ4_XS) == 2240);
 
 // Four blocks, for aligned loads with a byte of scale each: field = e - 1, the exponent field of the scale
 // in binary32. Nibbles as in PackedQ4_0, indices of MXFP4_VALUES. Blocks past the last are zero.

@@ -36,7 +36,7 @@ constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spr
 // the step of rule 2. A sum of up to 2²² over the magic number M has the bits of the float M + I, and
 // fma(M + I, t, -M * t) is t * I.
 GPU_FN constexpr bool scales_first(Kind kind) {
-    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::q6_k;
+    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::iq4_xs && !gpu::has_halves(kind);
 }
 
 // An integer below 2²² over the magic number, as a float.
@@ -47,10 +47,10 @@ GPU_FN float over_magic(int32_t n) {
 // What all tokens need of a block of weights, of rows 2g and 2g + 1.
 struct Block {
     uint32_t q[4];       // registers of A
-    float scale[2];      // d, times the factor of q4_k and q5_k
+    float scale[2];      // d, times the factor of q4_k, q5_k and iq4_xs
     float min[2];        // m, times its factor
-    float factor[2][2];  // of the halves, of q6_k
-    float offset[2];     // of q6_k: -M * factor[...][0]
+    float factor[2][2];  // of the halves, of q6_k and q3_k
+    float offset[2];     // of these: -M * factor[...][0]
 };
 
 template <Kind kind>
@@ -71,7 +71,9 @@ GPU_FN Block block_of(const gpu::Packed& from, int t) {
             const float min = ca::sub_rn(over_magic(part.min[row]), ca::ROUND_MAGIC);
             to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
             to.min[row] = ca::mul_rn(part.m[row], min);
-        } else if constexpr (kind == Kind::q6_k) {
+        } else if constexpr (kind == Kind::iq4_xs) {
+            to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
+        } else if constexpr (gpu::has_halves(kind)) {
             to.factor[row][0] = factor[0];
             to.factor[row][1] = factor[1];
             to.offset[row] = ca::mul_rn(factor[0], -ca::ROUND_MAGIC);
@@ -105,7 +107,7 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
     int32_t first[4], second[4];
     GPU_UNROLL
     for (int i = 0; i < 4; i++) first[i] = second[i] = static_cast<int32_t>(ca::ROUND_MAGIC_BITS);
-    if constexpr (kind == Kind::q6_k) {  // a factor for each half
+    if constexpr (gpu::has_halves(kind)) {  // a factor for each half
         const uint32_t low[2] = {a.q[0], a.q[1]}, high[2] = {a.q[2], a.q[3]};
         gpu::mma_k16_ss(first, low, b[0]);
         gpu::mma_k16_ss(second, high, b[1]);
@@ -121,7 +123,7 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
             acc[i] = ca::fma_rn(scaled, a.scale[row], acc[i]);
         } else {
             float integer = ca::sub_rn(bits, ca::ROUND_MAGIC);
-            if constexpr (kind == Kind::q6_k) {  // each product and their sum have at most 24 bits
+            if constexpr (gpu::has_halves(kind)) {  // each product and their sum have at most 24 bits
                 const float other =
                     ca::sub_rn(ca::float_of(static_cast<uint32_t>(second[i])), ca::ROUND_MAGIC);
                 integer = ca::fma_rn(other, a.factor[row][1],
@@ -149,15 +151,15 @@ GPU_FN Rows rows_from(int first, int64_t spans, gpu::In<uint32_t> q, gpu::In<flo
 // How many blocks of weights `few` loads before it uses the first of them, and again meanwhile: as many as
 // leave registers for the tokens.
 GPU_FN constexpr int ahead_of(Kind kind, int groups) {
-    const bool is_small =
-        kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::iq4_nl || kind == Kind::mxfp4;
+    const bool is_small = kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::iq4_nl ||
+                          kind == Kind::mxfp4 || kind == Kind::iq4_xs;
     return is_small && groups == 1 ? 8 : 4;
 }
 // Whether it loads them while it computes the ones before. Kinds of many words a block have no registers for
 // that beside 16 tokens, whose products take long enough for the other warps to wait.
 GPU_FN constexpr bool loads_early(Kind kind, int groups) {
     const bool is_large =
-        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k;
+        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || gpu::has_halves(kind);
     return groups == 1 || !is_large;
 }
 
@@ -536,6 +538,8 @@ QUANTISED(q4_k)
 QUANTISED(q5_k)
 QUANTISED(q6_k)
 QUANTISED(mxfp4)
+QUANTISED(iq4_xs)
+QUANTISED(q3_k)
 
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).

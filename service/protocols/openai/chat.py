@@ -69,6 +69,7 @@ def _conversation(body: ChatRequest) -> Conversation:
         echo=_encode(offered.custom) if offered.custom else echo,
         heading=next(others, len(messages)),
         unread=tuple(dict.fromkeys((*_unread(body), *offered.unread))),
+        predicted=_predicted(body),
     )
 
 
@@ -80,6 +81,16 @@ def _unread(body: ChatRequest) -> Iterator[str]:
             yield from (f"tool.{p['type']}" for p in parts if conversation.omitted(p.get("type")))
     if (body.prompt_cache_options or {}).get("prewarm") is not None:
         yield "prompt_cache_options.prewarm"  # of Responses only
+
+
+def _predicted(body: ChatRequest) -> str:
+    """The text that the client expects of the answer. Raises 400."""
+    if (given := body.prediction) is None:
+        return ""
+    if given.get("type") != "content":
+        what, fix = "prediction.type is not content", 'send {"type": "content", "content": "…"}'
+        raise errors.INVALID_FIELD(param="prediction.type", what=what, fix=fix)
+    return _content(given, "assistant", "prediction")
 
 
 def _continues(body: ChatRequest) -> bool:

@@ -7,6 +7,8 @@ import os
 import random
 import signal
 from array import array
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +18,13 @@ from batchengine.core import GREEDY, PAGE_TOKENS, Sampling, TokenEvent
 from batchengine.engine import Engine
 from batchengine.engine.lane.steps.meter import StepMeter
 from batchengine.engine.lane.steps.writer import StepWriter
+from batchengine.engine.turns.drafts import TurnDrafts
 from batchengine.engine.turns.stream import Generation
 from batchengine.lanes import host_device
 from batchengine.lanes.host_device import n_accepted, sample_specs, wanted_rows
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.policy.cost import CostModel
+from batchengine.policy.drafts import NO_DRAFT, Draft
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, LOGITS_ROWS_MIN
 from tests.simulation.stage import Stage, play
@@ -95,6 +99,32 @@ async def test_tokens_are_those_without_drafts(
         assert (answer.text, answer.reason) == (without.text, without.reason)
 
 
+async def test_a_prediction_of_the_client_changes_no_token(
+    site: Site, reference: Reference
+) -> None:
+    """One that is right is what drafts are made of from the first token on."""
+    prompt = words(5, 80)
+    expected = reference.tokens(prompt, 100)
+    wrong, part = words(6, 100), [*expected[:40], *words(7, 5), *expected[40:]]
+    async with running_engine(site) as engine:
+        accepted: list[int] = []
+        for predicted in ((), expected, wrong, part):
+            asked = replace(request(prompt, 100), predicted=tuple(predicted))
+            before = meter_of(engine).accepted
+            answer = await read(engine.submit(asked))
+            assert answer.tokens == expected
+            accepted.append(meter_of(engine).accepted - before)
+        assert accepted[1] > 70 > accepted[0]
+        assert accepted[3] > accepted[0]
+
+
+def test_a_prediction_follows_the_prompt() -> None:
+    drafts = TurnDrafts((7, 8, 9), 4)
+    assert drafts.find([1, 2, 3, 4], 5) == Draft((7, 8, 9, 1, 2), 4)
+    assert drafts.find([1, 2, 3, 4, 7, 8], 2) == Draft((9, 1), 6)
+    assert TurnDrafts((7,), 1).find([1], 5) == NO_DRAFT
+
+
 async def test_an_answer_ends_inside_a_draft(site: Site, reference: Reference) -> None:
     """With a stop string, with its last token: what is behind it is dropped, and its session goes
     on as if it had not been computed."""
@@ -167,12 +197,23 @@ def test_a_model_that_says_few_tokens_is_drafted_all_the_time() -> None:
     play(scene, repeats=2, router__dwell_s=0.0)
 
 
-def test_a_model_with_recurrent_state_has_no_drafts() -> None:
-    async def scene(stage: Stage) -> None:
-        await stage.answer(words(1, 300), 200)
-        assert not sum_of(stage, "drafted")
+def test_a_state_is_the_one_behind_the_tokens_of_a_draft_that_were_right() -> None:
+    """HashLM with recurrent state, which says other tokens behind a state of other rows."""
 
-    play(scene, recurrent=4096, repeats=2)
+    async def scene(stage: Stage) -> None:
+        prompt = words(1, 300)
+        asked = stage.ask(prompt, 300, "s")
+        reading = stage.start(asked)
+        for n in range(30, 270, 30):
+            await stage.computed(asked, n)
+            if n % 90:
+                await stage.up.promote("", "s", to=stage.other("s"))
+            else:
+                stage.process(stage.home("s")).end(-9)
+        await reading
+        assert 0 < sum_of(stage, "accepted") < sum_of(stage, "drafted")
+
+    play(scene, recurrent=4096, repeats=2, router__dwell_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -254,21 +295,46 @@ def test_rows_behind_each_token_of_a_draft_are_wanted(monkeypatch: pytest.Monkey
     sampling = Sampling(temperature=1.0, presence_penalty=1.0, penalty_tokens=3)
     batch = step_of(
         wire.Entry(1, 1, 4, 2, 1, None),
-        wire.Entry(2, 1, 8, 3, 1, sampling, 2, drafts=2),
+        wire.Entry(2, 1, 8, 3, 1, sampling, 2, masked=True, drafts=2),
         wire.Entry(3, 1, 9, 1, 1, GREEDY),
         tokens=[1, 2, 30, 31, 32, 4],
         history=[29, 30],
     )
     wanted = wanted_rows(batch)
     assert (wanted.entries, wanted.rows.tolist()) == ([1, 1, 1, 2], [2, 3, 4, 5])
-    asked: list[tuple[int, list[int] | None]] = []
+    assert wanted.masks == [(2, 9), (2, 10), (2, 11), None]
+    asked: list[tuple[int, list[int] | None, int]] = []
 
-    def keep(_sampling: Sampling, *, position: int, history: Any, **_: Any) -> None:
-        asked.append((position, None if history is None else history.tolist()))
+    def keep(_sampling: Sampling, *, position: int, history: Any, mask: Any, **_: Any) -> None:
+        asked.append((position, None if history is None else history.tolist(), mask))
 
     monkeypatch.setattr(host_device, "sample_spec", keep)
-    sample_specs(batch, [None] * 3, wanted)
-    assert asked == [(9, [29, 30]), (10, [29, 30, 31]), (11, [30, 31, 32]), (10, None)]
+    masks: Any = [7, 8, 9, 0]
+    sample_specs(batch, masks, wanted)
+    assert asked == [(9, [29, 30], 7), (10, [29, 30, 31], 8), (11, [30, 31, 32], 9), (10, None, 0)]
+
+
+def test_what_was_drafted_is_kept_up_to_the_first_mask_that_is_late() -> None:
+    """Without the first mask there is no token. The masks of other entries do not matter."""
+    entries = [wire.Entry(i, 1, 8, 3, 1, GREEDY, masked=True, drafts=2) for i in (1, 2)]
+    batch = step_of(*entries, tokens=[30, 31, 32, 40, 41, 42])
+    wanted = wanted_rows(batch)
+    right: Any = [SimpleNamespace(token=t, logprob=0.0, top=(), nonfinite=False) for t in
+                  (31, 32, 33, 41, 42, 43)]  # fmt: skip
+
+    def kept(*late: int) -> tuple[list[int], list[int], list[int], dict[int, int]]:
+        rows, nonfinite, unmasked, rejected = host_device.sampled(batch, wanted, right, [], late)
+        assert not nonfinite
+        of = [[row.token for row in rows if row.session == key] for key in (1, 2)]
+        return of[0], of[1], unmasked, dict(rejected)
+
+    assert kept() == ([31, 32, 33], [41, 42, 43], [], {})
+    assert kept(1) == ([31], [41, 42, 43], [], {0: 2})
+    assert kept(2, 4) == ([31, 32], [41], [], {0: 1, 1: 2})
+    assert kept(0) == ([], [41, 42, 43], [0], {})
+    assert kept(0, 1, 2, 5) == ([], [41, 42], [0], {1: 1})
+    right[0].nonfinite = True
+    assert host_device.sampled(batch, wanted, right, [], (0,))[1:3] == ([0], [])
 
 
 @pytest.mark.parametrize(
@@ -280,7 +346,6 @@ def test_rows_behind_each_token_of_a_draft_are_wanted(monkeypatch: pytest.Monkey
         (wire.Entry(1, 1, 254, 4, 2, GREEDY, drafts=2), "are a draft"),  # is in two pages
         (wire.Entry(1, 1, 255, 4, 2, GREEDY, drafts=3), "are a draft"),  # in another page
         (wire.Entry(1, 1, 4, 3, 1, None, drafts=2), "no plain one"),
-        (wire.Entry(1, 1, 4, 3, 1, GREEDY, masked=True, drafts=2), "no plain one"),
         (wire.Entry(1, 1, 4, 3, 1, GREEDY, banned=(3,), drafts=2), "no plain one"),
         (wire.Entry(1, 1, 4, 17, 1, GREEDY, drafts=LOGITS_ROWS_MIN), "rows with logits"),
     ],

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from batchengine.config import LaneConfig, load
-from batchengine.core import Sampling
+from batchengine.core import Constraint, Sampling
 from batchengine.engine.boot import inspect_model, prior_cost
 from batchengine.policy.cost import StepWork
 from batchengine.session import State
 from bench.models.synthetic import PRESETS, write_synthetic
+from tests.engine.lane.test_drafts import cheap_drafts, repeating
+from tests.engine.test_constrained import constrained, expected
 from tests.support.engines import (
     Reference,
     Site,
@@ -27,6 +29,7 @@ from tests.support.engines import (
     words,
 )
 
+__all__ = ["cheap_drafts"]
 SHAPE = dataclasses.replace(PRESETS["moe-tiny"], n_vocab=2000, tied=True)
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
 OTHER = {"left": "right", "right": "left"}
@@ -93,6 +96,30 @@ async def test_sessions_survive_moves_and_a_restart(
             assert again.tokens == alone.tokens(longer, 30)
             assert again.done is not None
             assert again.done.usage.cached_tokens >= len(timeline) - 1
+
+
+@pytest.mark.usefixtures("cheap_drafts")
+async def test_drafts_change_no_token(
+    model: Path, alone: Reference, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Of free and of constrained answers; what stops inside a draft goes on."""
+    site = Site(model, tmp_path, cache_dir)
+    prompts = [repeating(seed, n) for seed, n in enumerate((60, 240, 300))]
+    song = Constraint("regex", "((la li lo|la lu) ){30}")
+    async with running_engine(site, lanes=LANES[:1]) as engine:
+        asked = [request(p, 150, session=f"s{i}") for i, p in enumerate(prompts)]
+        answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
+        sung = await read(engine.submit(constrained(prompts[0], song, sampling=SAMPLING)))
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.tokens == alone.tokens(prompt, 150)
+        stop = answers[1].text[60:64]
+        stopped = await read(engine.submit(request(prompts[1], 150, session="t", stop=(stop,))))
+        longer = [*prompts[1], *stopped.tokens, 77]
+        again = await read(engine.submit(request(longer, 40, session="t")))
+        assert again.tokens == alone.tokens(longer, 40)
+        meter = engine.state.lanes[0].meter
+        assert 0 < meter.accepted < meter.drafted
+    assert sung.tokens == expected(alone, constrained(prompts[0], song, sampling=SAMPLING))
 
 
 def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ class Scene:
         if in_flight is None:
             return False
         self.sent += [(e.session, e.start, e.n_tokens) for e in in_flight.step.entries]
-        done = self.worker._step(in_flight.step, in_flight.payload)
+        done = self.worker._step(0, in_flight.step, in_flight.payload)
         assert isinstance(done, wire.StepDone), done
         self.unreachable += len(done.unreachable)
         check_answer(in_flight, done)

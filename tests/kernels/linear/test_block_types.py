@@ -1,4 +1,4 @@
-"""The block types Q5_0, Q5_1, IQ4_NL, Q4_K, Q5_K and MXFP4: rule 2 of docs/numerics.md, exactly.
+"""Q5_0, Q5_1, IQ4_NL, IQ4_XS, Q3_K, Q4_K, Q5_K and MXFP4: rule 2 of docs/numerics.md, exactly.
 
 The file blocks are decoded here from the byte layout alone. Expected outputs are chains of exact
 fractions, each step rounded once; every level must give these bits.
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kernels as k
-from bench.models.tensors import scale_bytes
+from bench.models.tensors import SUPERBLOCK_KINDS, block_width, scale_bytes
 from tests.kernels.test_linear import (
     BLOCK_BYTES,
     SCALES_AT,
@@ -34,7 +34,7 @@ from tests.kernels.test_linear import (
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
-KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "mxfp4")
+KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "mxfp4", "iq4_xs", "q3_k")
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -61,7 +61,7 @@ def groups_of(kind: str, block: U8) -> list[Group]:
     if kind == "mxfp4":
         power = Fraction(2) ** (raw[0] - 128) if raw[0] > 1 else none
         return [Group([MXFP4_TABLE[n] for n in nibbles], power, none)]
-    d = half(block)
+    d = half(block[SCALES_AT.get(kind, (0,))[0] :])
     if kind in ("q5_0", "q5_1", "iq4_nl"):
         if kind == "iq4_nl":
             return [Group([TABLE[n] for n in nibbles], d, none)]
@@ -70,6 +70,31 @@ def groups_of(kind: str, block: U8) -> list[Group]:
         if kind == "q5_0":
             return [Group([n - 16 for n in five], d, none)]
         return [Group(five, d, half(block[2:]))]
+    if kind == "iq4_xs":
+        high = raw[2] | raw[3] << 8
+        runs = [raw[8 + 16 * j : 24 + 16 * j] for j in range(8)]
+        scales = [
+            (raw[4 + j // 2] >> 4 * (j % 2) & 15) + 16 * (high >> 2 * j & 3) - 32 for j in range(8)
+        ]
+        return [
+            Group([TABLE[n & 15] for n in run] + [TABLE[n >> 4] for n in run], d, none, scale)
+            for run, scale in zip(runs, scales, strict=True)
+        ]
+    if kind == "q3_k":
+        low, high, packed_scales = raw[32:96], raw[:32], raw[96:108]
+        scales = [
+            (packed_scales[i % 8] >> 4 * (i // 8) & 15)
+            + 16 * (packed_scales[8 + i % 4] >> 2 * (i // 4) & 3)
+            - 32
+            for i in range(16)
+        ]
+        weights = [
+            (low[32 * (k // 128) + k % 32] >> 2 * (k // 32 % 4) & 3)
+            - (0 if high[k % 32] >> k // 32 & 1 else 4)
+            for k in range(256)
+        ]
+        scaled = [scales[k // 16] * weight for k, weight in enumerate(weights)]
+        return [Group(scaled[at : at + 32], d, none) for at in range(0, 256, 32)]
     groups: list[Group] = []
     six = raw[4:16]
     for j in range(8):
@@ -135,7 +160,7 @@ def check_rows(
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 5, 16, 19])
 def test_products_are_rule_2(pool: k.Pool, kind: str, tokens: int) -> None:
     """Two whole segments and a part, a ragged last tile, every tail of a token group."""
-    rows, cols = 50, 2304 if kind.endswith("_k") else 2080
+    rows, cols = 50, 2304 if kind in SUPERBLOCK_KINDS else 2080
     rng = np.random.default_rng(tokens)
     tensor = random_tensor(kind, rows, cols, rng)
     values = random_values(tokens, cols, rng)
@@ -153,7 +178,8 @@ def filled(kind: str, rows: int, cols: int, rng: np.random.Generator, byte: int)
     if kind == "mxfp4":
         scale = np.array([121], np.uint8)
     table[:, ~scale_bytes(kind)] = byte
-    table[:, : len(scale)] = scale
+    at = SCALES_AT.get(kind, (0,))[0]
+    table[:, at : at + len(scale)] = scale
     return tensor
 
 
@@ -182,10 +208,14 @@ def test_zero_and_subnormal_scales(pool: k.Pool, kind: str) -> None:
     special = np.array([0.0, -0.0, 2.0**-24, -(2.0**-24), 65504.0, 1.0], np.float16)
     for row in range(rows):
         at = SCALES_AT.get(kind, (0,))
-        table[row, :, 0:2] = special[row % 6 : row % 6 + 1].view(np.uint8)
+        table[row, :, at[0] : at[0] + 2] = special[row % 6 : row % 6 + 1].view(np.uint8)
         if len(at) == 2:
             table[row, :, 2:4] = special[row // 6 : row // 6 + 1].view(np.uint8)
-    if kind.endswith("_k"):
+    if kind == "iq4_xs":  # stored as 32
+        table[: rows // 2, 1, 2:8] = [0xAA, 0xAA, 0, 0, 0, 0]
+    elif kind == "q3_k":  # as these
+        table[: rows // 2, 1, 96:108] = [0] * 8 + [0xAA] * 4
+    elif kind in SUPERBLOCK_KINDS:
         table[: rows // 2, 1, 4:16] = 0
     values = random_values(tokens, cols, rng)
     check_rows(pool, kind, tensor, rows, values, [(row, row % tokens) for row in range(rows)])
@@ -261,10 +291,10 @@ def test_levels_agree_on_any_bytes(
     kind: str, rows: int, superblocks: int, tokens: int, seed: int, size: float
 ) -> None:
     """Any bytes that a file may hold: only scales that are refused are replaced."""
-    cols = 256 * superblocks if kind.endswith("_k") else 160 * superblocks
+    cols = 256 * superblocks if kind in SUPERBLOCK_KINDS else 160 * superblocks
     rng, pool = np.random.default_rng(seed), k.Pool(1)
     tensor = rng.integers(0, 256, rows * cols // 32 * BLOCK_BYTES[kind], np.uint8)
-    tensor = tensor[: rows * cols // (256 if kind.endswith("_k") else 32) * BLOCK_BYTES[kind]]
+    tensor = tensor[: rows * cols // block_width(kind) * BLOCK_BYTES[kind]]
     table = tensor.reshape(-1, BLOCK_BYTES[kind])
     if kind == "mxfp4":
         table[:, 0] %= 161
@@ -289,6 +319,7 @@ def test_levels_agree_on_any_bytes(
 BITS_MAX = {
     "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5, "iq4_nl": 4.5,
     "q4_k": 4.63, "q5_k": 5.63, "q6_k": 6.63, "mxfp4": 4.25,
+    "iq4_xs": 4.38, "q3_k": 3.63,
 }  # fmt: skip
 
 

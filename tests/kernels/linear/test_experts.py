@@ -32,7 +32,7 @@ BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
     "mxfp4": 17,
 }  # fmt: skip
-SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210}
+SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136, "q3_k": 110}
 
 
 def selected(
@@ -176,7 +176,14 @@ class Bank:
             width = 256 if kind in SUPERBLOCK_BYTES else 32
             size = (BLOCK_BYTES | SUPERBLOCK_BYTES)[kind]
             blocks = rng.integers(0, 256, (n_expert * rows * cols // width, size), np.uint8)
-            halves = {"q6_k": [208], "q4_1": [0, 2], "q5_1": [0, 2], "q4_k": [0, 2], "q5_k": [0, 2]}
+            halves = {
+                "q6_k": [208],
+                "q3_k": [108],
+                "q4_1": [0, 2],
+                "q5_1": [0, 2],
+                "q4_k": [0, 2],
+                "q5_k": [0, 2],
+            }
             if kind == "mxfp4":
                 blocks[:, 0] = 116 + blocks[:, 0] % 8
                 halves[kind] = []

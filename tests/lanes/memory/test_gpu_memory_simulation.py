@@ -82,10 +82,9 @@ class SteppedWorker(Worker):
         chance = 0.95 if within_ms == IDLE_MS else 0.6 if not within_ms else 0.9
         return self.rng.random() < chance and super()._is_readable(0)
 
-    def _wait_masks(self, found: Any, entries: Any) -> Any:
-        masks = super()._wait_masks(found, entries)
-        places = [(entry.session, entry.start + entry.n_tokens) for entry in entries]
-        self.masked |= {place for place, of in zip(places, masks, strict=True) if of is not None}
+    def _wait_masks(self, number: int, found: Any, keys: Any) -> Any:
+        masks = super()._wait_masks(number, found, keys)
+        self.masked |= {place for place, of in zip(keys, masks, strict=True) if of is not None}
         return masks
 
     def answer(self) -> Any:
@@ -213,6 +212,7 @@ class Scene:
         self.rows = Rows(self.arena)
         self.players: dict[int, Player] = {}
         self.in_flight: deque[InFlightStep] = deque()
+        self.n_posted = 0
         self.sampled: dict[int, int] = {}  # session -> token, by the last step with entries
         self.following: dict[int, int] = {}  # session -> its token there, if the step counts
         self.seals: list[tuple[Player, int, ArenaSlot]] = []
@@ -221,8 +221,8 @@ class Scene:
         self.tails, self.touch = list[wire.Digest](), list[int]()
         self.crowd = rng.choice([(1, 4), (4, ENTRIES), (ENTRIES,), (ENTRIES,)])  # that runs
 
-    def send(self, message: Any, payload: bytes = b"") -> None:
-        self.end.send(wire.LANE_LINK.encode(message, payload, incarnation=1))
+    def send(self, message: Any, payload: bytes = b"", *, step: int = 0) -> None:
+        self.end.send(wire.LANE_LINK.encode(message, payload, step=step, incarnation=1))
 
     def chores(self) -> tuple[Chores, list[Any]]:
         """As LaneKv.chores: a step ahead has no others than of slots and of freed pages."""
@@ -245,10 +245,12 @@ class Scene:
             if self.rng.random() < 0.003:
                 self.steps.fails.add((entry.session, entry.start))
         self.in_flight.append(step)
-        self.send(step.step, step.payload)
+        self.n_posted += 1
+        self.send(step.step, step.payload, step=self.n_posted)
 
     def send_masks(self) -> None:
         """As InFlightSteps.send_masks; some are not sent."""
+        number = self.n_posted - len(self.in_flight) + 1
         for part, entry in zip(
             self.in_flight[0].parts, self.in_flight[0].step.entries, strict=True
         ):
@@ -257,7 +259,7 @@ class Scene:
             is_current = player.state == "runs" and len(player.session.tokens) == position
             if entry.masked and self.rng.random() < 0.9:
                 bits = mask_of(entry.session, position) if is_current else b""
-                self.send(wire.Mask(entry.session, position, bits))
+                self.send(wire.Mask(entry.session, position, bits), step=number)
 
     def first(self) -> InFlightStep:
         """A step that is not ahead, with what only such a one may hold."""

@@ -49,6 +49,43 @@ def state_of(runner: LocalRunner, sequence: LocalSequence) -> bytes:
 
 
 @pytest.mark.parametrize("isa", kernels.isa_levels())
+def test_the_last_tokens_of_a_step_may_be_taken_back(path: Path, cache_dir: Path, isa: str) -> None:
+    """Of some entries, at once: their states are those of steps without these tokens. Other ones
+    are not concerned, and neither is the next step."""
+    before = kernels.isa()
+    kernels.set_isa(isa)
+    try:
+        with LocalRunner(path, cache_dir=cache_dir, logits_max=40, threads=2) as runner:
+            starts, counts, drafts = [290, 0, 7, 100, 31], [10, 4, 9, 20, 1], [9, 3, 8, 0, 0]
+            for rejected in ([(0, 9)], [(2, 3), (1, 1)], [(0, 4), (1, 3), (2, 8)], []):
+                sequences = [LocalSequence() for _ in starts]
+                expected: list[bytes] = []
+                for index, (start, n) in enumerate(zip(starts, counts, strict=True)):
+                    kept = start + n - dict(rejected).get(index, 0)
+                    alone = LocalSequence()
+                    runner.prefill(alone, TOKENS[index : index + kept])
+                    expected.append(state_of(runner, alone))
+                    runner.release(alone)
+                    if start:
+                        runner.prefill(sequences[index], TOKENS[index : index + start])
+                entries = [
+                    (sequence, TOKENS[index + start : index + start + n])
+                    for index, (sequence, start, n) in enumerate(
+                        zip(sequences, starts, counts, strict=True)
+                    )
+                ]
+                last = runner.set_step(entries, drafts)
+                assert not runner.stepper.run(np.array(last, np.int32))
+                runner.stepper.rewind(rejected)
+                runner.commit(entries)
+                assert [state_of(runner, sequence) for sequence in sequences] == expected
+                for sequence in sequences:
+                    runner.release(sequence)
+    finally:
+        kernels.set_isa(before)
+
+
+@pytest.mark.parametrize("isa", kernels.isa_levels())
 def test_a_timeline_may_be_split_anywhere(path: Path, cache_dir: Path, isa: str) -> None:
     before = kernels.isa()
     kernels.set_isa(isa)

@@ -467,6 +467,26 @@ async def test_an_answer_that_goes_on_with_a_message_has_no_form(
         assert status == 200, found
 
 
+async def test_a_client_may_predict_the_text_of_the_answer() -> None:
+    parts = [{"type": "text", "text": "def f():"}, {"type": "text", "text": "  x"}]
+    for content in ("def f():\n  x", parts):
+        _, _, request = await asked(chat(prediction={"type": "content", "content": content}))
+        assert bytes(request.predicted) == b"def f():\n  x"
+    _, _, request = await asked(chat())
+    assert request.predicted == ()
+    wrong = (
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": 4}, "prediction.content"),
+        ("x", "prediction"),
+        ({"type": "content", "content": "x" * 900_000}, "prediction"),
+    )
+    async with serving() as served:
+        for prediction, param in wrong:
+            body = chat(prediction=prediction)
+            status, found, _ = await post(served, "/v1/chat/completions", body)
+            assert (status, found["error"]["param"]) == (400, param), found
+
+
 async def test_a_prompt_may_end_without_the_beginning_of_an_answer() -> None:
     said = {"role": "assistant", "content": "The sky is"}
     whole = {"add_generation_prompt": False, "continue_final_message": False}

@@ -5,14 +5,14 @@ Owns the rules of what may have a draft; `policy/drafts.py` has the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.steps.inflight import InFlightStep
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy.cost import CostModel, entry_ms
-from batchengine.policy.drafts import Draft, DraftOffer, StepRate, grant, pays
+from batchengine.policy.drafts import Draft, DraftOffer, StepRate, before_any, grant, pays
 from batchengine.wire.lane import logits_rows_max
 
 Planned = Sequence[tuple[Turn, int]]  # turns of a step, and how many of their tokens it computes
@@ -21,7 +21,8 @@ Planned = Sequence[tuple[Turn, int]]  # turns of a step, and how many of their t
 class Drafting:
     """Chooses the drafts of one lane's steps."""
 
-    def __init__(self, config: LaneConfig, cost: CostModel) -> None:
+    def __init__(self, config: LaneConfig, cost: CostModel, end_tokens: Collection[int]) -> None:
+        self._end_tokens = end_tokens
         self._tokens_max = config.draft_tokens
         # Of a step with one, none is ahead, which a single token does not make up for.
         self._tokens_min = 2 if config.steps_in_flight > 1 else 1
@@ -77,6 +78,8 @@ class Drafting:
                 if not pays(turn.drafts.odds.best, self._cost.draft_ms(session.frontier), rate):
                     continue
                 draft = turn.drafts.find(session.tokens, min(room, self._longest(turn)))
+                if turn.generation.request.ends_at_end_token:
+                    draft = before_any(draft, self._end_tokens)
                 if draft.tokens:
                     found[session.key] = turn, draft
         return found
@@ -111,7 +114,9 @@ class Drafting:
         is_scored = turn.scores is not None and not turn.scores.is_complete
         is_bound = kv.held or kv.later or kv.pending or turn.shared_with or is_scored
         is_bound = is_bound or session.suspect or turn.drafts.is_off or turn.banned(end)
-        if is_bound or turn.matcher is not None or not end % PAGE_TOKENS:
+        if (matcher := turn.matcher) is not None:
+            is_bound = is_bound or turn.masks_are_slow or not matcher.may_follow
+        if is_bound or not end % PAGE_TOKENS:
             return 0
         left = generation.request.tokens_max - generation.completion_tokens - 1
         return min(self._tokens_max, left, PAGE_TOKENS - 1 - end % PAGE_TOKENS)

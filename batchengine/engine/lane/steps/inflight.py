@@ -331,20 +331,27 @@ class InFlightSteps:
 
     def send_masks(self) -> None:
         """Send the masks of the oldest step, which is no longer ahead; those that are not known yet
-        later. An entry whose turn is not where the step assumed gets an empty one."""
-        step = self._steps[0]
+        later. An entry whose turn is not where the step assumed gets empty ones."""
+        step, (number, _) = self._steps[0], self._requests[0].asked
         for part, entry in zip(step.parts, step.step.entries, strict=True):
-            session, position = part.turn.session, entry.start + entry.n_tokens
             if not entry.masked:
                 continue
+            session, matcher = part.turn.session, part.turn.matcher
+            position = entry.start + part.n_tokens
+            send = functools.partial(self._send_masks, number, entry.session, position)
             is_current = session.state is State.RUNNING and len(session.tokens) == position
-            if part.turn.matcher is not None and is_current:
-                part.turn.matcher.give(functools.partial(self._send_mask, entry.session, position))
-            else:
-                self._send_mask(entry.session, position, b"")
+            if matcher is None or not is_current:
+                send([b""] * (1 + entry.drafts))
+                continue
+            matcher.give(send)
+            if entry.drafts:
+                send = functools.partial(self._send_masks, number, entry.session, position + 1)
+                matcher.follow(part.draft.tokens, send)
 
-    def _send_mask(self, session: int, position: int, bits: bytes) -> None:
-        self._lane.note(wire.Mask(session, position, bits))
+    def _send_masks(self, number: int, session: int, position: int, masks: Sequence[bytes]) -> None:
+        """Send masks of the step of this number, for tokens from a position on."""
+        for at, bits in enumerate(masks, position):
+            self._lane.note(wire.Mask(session, at, bits), number)
 
     def fill(
         self,
@@ -396,16 +403,19 @@ def _are_samples(
     step: InFlightStep, rows: Sequence[wire.SampledRow], without_rows: Collection[int]
 ) -> bool:
     """Whether `rows` are of the entries that sample, but for those `without_rows`: each has the
-    tokens of its draft that were right, and one more."""
+    tokens of its draft that were right, and one more, which may lack where its mask is late."""
     left = deque(rows)
     for index, (turn, _, wants, _, draft) in enumerate(step.parts):
         if not wants or index in without_rows:
             continue
-        for token in (*draft.tokens, None):
-            if not left or left[0].session != turn.session.key:
-                return False
-            if left.popleft().token != token:
+        of = list[int]()
+        while left and left[0].session == turn.session.key and len(of) <= len(draft.tokens):
+            of.append(left.popleft().token)
+            if of != list(draft.tokens[: len(of)]):
                 break
+        is_whole = of != list(draft.tokens[: len(of)])
+        if not of or not (is_whole or step.step.entries[index].masked):
+            return False
     return not left
 
 

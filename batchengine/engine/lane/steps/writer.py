@@ -13,7 +13,7 @@ from batchengine.config import LaneConfig
 from batchengine.engine.lane.seats import Seats
 from batchengine.engine.lane.steps.drafting import Drafting
 from batchengine.engine.lane.steps.emission import Emissions
-from batchengine.engine.lane.steps.inflight import InFlightStep, StepBuilder
+from batchengine.engine.lane.steps.inflight import InFlightStep, StepBuilder, StepEntry
 from batchengine.engine.lane.steps.meter import StepMeter
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.turns.journal import Journal
@@ -24,7 +24,7 @@ from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import entry_ms
 from batchengine.policy.drafts import NO_DRAFT, Draft
-from batchengine.session_kv import full_pages
+from batchengine.session_kv import StateSlot, full_pages
 from batchengine.wire import lane as wire
 
 LAP_FACTOR = 4.0  # a visit to all holders in one layer may take this many times the whole step,
@@ -53,7 +53,7 @@ class StepWriter:
         self._seats = seats
         self._emissions = emissions
         self._meter = meter
-        self._drafting = Drafting(config, meter.cost)
+        self._drafting = Drafting(config, meter.cost, end_tokens)
         self._end_tokens = end_tokens
         self._suspects = suspects
         self._journal = journal
@@ -77,9 +77,7 @@ class StepWriter:
         planned = [(seats.running[key], n) for key, n in plan.batch]
         planned = [(turn, self._room(turn, n)) for turn, n in planned]
         planned = [(turn, n) for turn, n in planned if n > 0]
-        drafts: dict[Turn, Draft] = {}
-        if not self._kv.states.is_used:  # a state behind a wrong token is that of no timeline
-            drafts = self._drafting.choose(planned, self._meter.overhead_ms)
+        drafts = self._drafting.choose(planned, self._meter.overhead_ms)
         for turn, n in planned:
             self._add(builder, turn, n, drafts.get(turn, NO_DRAFT))
         if not builder.entries and not self._kv.has_chores:
@@ -90,7 +88,7 @@ class StepWriter:
 
     def may_draft_after(self, step: InFlightStep) -> bool:
         """Whether the step after one in flight may have a draft, so that none is sent ahead."""
-        return not self._kv.states.is_used and self._drafting.may_follow(step)
+        return self._drafting.may_follow(step)
 
     def _add(self, builder: StepBuilder, turn: Turn, n_tokens: int, draft: Draft) -> None:
         """Add the next tokens of a turn to a step, if there is room for the state behind them."""
@@ -238,7 +236,7 @@ class StepWriter:
             if entry.scored and turn.scores is not None:
                 turn.scores.add(entry.start, scores[session.key])
             session.advance(n, self._lane_name)
-            if state is not None:
+            if state is not None and not wants:
                 self._kv.states.computed(session, state)
             turn.served_ms = now_ms
             if session.key in seats.arrivals:
@@ -246,38 +244,57 @@ class StepWriter:
             if session.suspect and session.frontier >= turn.suspect_until:
                 self._suspects.clear(session)
             if wants:
-                self._add_samples(turn, draft, rows[session.key], now_ms)
+                self._add_samples(part, rows[session.key], now_ms)
                 following[session.key] = rows[session.key][-1].token
             else:
                 following[session.key] = session.tokens[session.frontier]
         self._next = following
 
-    def _add_samples(
-        self, turn: Turn, draft: Draft, rows: Sequence[wire.SampledRow], now_ms: float
-    ) -> None:
+    def _add_samples(self, part: StepEntry, rows: Sequence[wire.SampledRow], now_ms: float) -> None:
         """Take the tokens that a step has sampled for a session. Those behind the first one follow
         tokens of its draft that were right, whose rows have become the session's.
 
         What follows one that ends or pauses the turn is dropped.
         """
-        session = turn.session
+        turn, _, _, state, draft = part
+        session, n_before = turn.session, len(turn.session.tokens)
         if draft.tokens:
             turn.drafts.odds.learn(draft.matched, len(draft.tokens), len(rows) - 1)
             self._meter.drafted += len(draft.tokens)
+        self._add_rows(turn, rows, state, now_ms)
+        if turn.matcher is not None and self._seats.holds(turn):
+            turn.matcher.accept(session.tokens[n_before:])
+            turn.is_late = False
+
+    def _add_rows(
+        self,
+        turn: Turn,
+        rows: Sequence[wire.SampledRow],
+        state: StateSlot | None,
+        now_ms: float,
+    ) -> None:
+        """Take the tokens of rows. `state` is the one behind the last row: if tokens are dropped,
+        it is that of no timeline, and the session keeps the one before the step."""
+        session, left = turn.session, len(rows)
         for n, row in enumerate(rows):
+            left -= 1
             if n:
                 session.advance(1, self._lane_name)
                 session.computed = max(session.computed, session.frontier)
                 self._meter.accepted += 1
                 self._meter.tokens += 1
+            if state is not None and not left:
+                self._kv.states.computed(session, state)
             self._meter.generated += 1
             if session.frontier < len(session.tokens):  # another daemon was faster
                 if not self._compare(turn, session.frontier, row):
-                    return
+                    break
             else:
                 self._add_token(turn, row, now_ms)
             if not self._seats.holds(turn) or turn.paused or session.to_compute != 1:
-                return
+                break
+        if state is not None and left:
+            state.release()
 
     def _commit_pages(
         self, in_flight: InFlightStep, done: wire.StepDone, without_rows: set[Turn]
@@ -378,9 +395,6 @@ class StepWriter:
         if finish:
             self._seats.leave(turn)
             return
-        if turn.matcher is not None:
-            turn.matcher.accept(row.token)
-            turn.is_late = False
         if generation.full:
             turn.paused = True
             generation.paused_since_ms = now_ms

@@ -13,7 +13,7 @@ constexpr int SEGMENT_BLOCKS = ca::SEGMENT / ca::BLOCK;
 
 // In the order of Kind in common/types.h.
 enum class Kind : int {
-    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, f16, bf16, f32
+    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, f16, bf16, f32
 };
 
 // Bytes of a tile of 16 rows of `cols`.
@@ -30,6 +30,8 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
         case Kind::q5_k: return blocks / 8 * sizeof(batchengine::PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(batchengine::PackedQ6_K);
         case Kind::mxfp4: return (blocks + 3) / 4 * sizeof(batchengine::PackedMXFP4);
+        case Kind::iq4_xs: return blocks / 8 * sizeof(batchengine::PackedIQ4_XS);
+        case Kind::q3_k: return blocks / 8 * sizeof(batchengine::PackedQ3_K);
         case Kind::f16:
         case Kind::bf16: return blocks * ca::BLOCK * TILE * 2;
         case Kind::f32: return blocks * ca::BLOCK * TILE * 4;
@@ -62,13 +64,18 @@ GPU_FN constexpr int shift_of(Kind kind) {
         case Kind::q4_0: return 4;
         case Kind::q5_0: return 3;
         case Kind::q6_k: return 2;
+        case Kind::q3_k: return 5;
         default: return 0;
     }
 }
 GPU_FN constexpr bool has_sign(Kind kind) {
     return shift_of(kind) > 0 || kind == Kind::q8_0;
 }
-GPU_FN constexpr bool has_table(Kind kind) { return kind == Kind::iq4_nl || kind == Kind::mxfp4; }
+GPU_FN constexpr bool has_table(Kind kind) {
+    return kind == Kind::iq4_nl || kind == Kind::mxfp4 || kind == Kind::iq4_xs;
+}
+// A factor for each half of a block.
+GPU_FN constexpr bool has_halves(Kind kind) { return kind == Kind::q6_k || kind == Kind::q3_k; }
 GPU_FN constexpr bool has_minimum(Kind kind) {
     return kind == Kind::q4_1 || kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k;
 }
@@ -166,14 +173,35 @@ GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
         const int64_t four = b / 4 * int64_t{sizeof(PackedMXFP4)};
         to.d.word[0] = pair_at(tile, four + b % 4 * TILE + g * 2);
         to.low = words_at(tile, four + 64 + b % 4 * 256 + at_lane);
+    } else if constexpr (kind == Kind::q3_k) {
+        const int64_t at = b / 8 * int64_t{sizeof(PackedQ3_K)};
+        const int sub = b % 8;
+        const int64_t scales = at + 64 + 2 * sub * TILE + g * 2, block = at + 320 + sub * 192;
+        to.d = words_at(tile, at + g * 8);
+        to.factor = pair_at(tile, scales) | pair_at(tile, scales + TILE) << 16;
+        to.low = words_at(tile, block + t / 2 * TILE * 4 + g * 8);
+        to.high = words_at(tile, block + 128 + g * 8);
+    } else if constexpr (kind == Kind::iq4_xs) {
+        const int64_t at = b / 8 * int64_t{sizeof(PackedIQ4_XS)};
+        const int sub = b % 8;
+        to.d.word[0] = dword_at(tile, at + g * 4);
+        to.factor = pair_at(tile, at + 32 + sub * TILE + g * 2);
+        to.low = words_at(tile, at + 192 + sub * 256 + at_lane);
     }
     return to;
 }
 
 // Blocks of a unit of packed weights.
 GPU_FN constexpr int unit_blocks(Kind kind) {
-    if (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q6_k) return 8;
-    return kind == Kind::mxfp4 ? 4 : 2;  // q4_1 and q5_1: two units
+    switch (kind) {
+        case Kind::q4_k:
+        case Kind::q5_k:
+        case Kind::q6_k:
+        case Kind::q3_k:
+        case Kind::iq4_xs: return 8;
+        case Kind::mxfp4: return 4;
+        default: return 2;  // q4_1 and q5_1: two units
+    }
 }
 
 // The same, where b = first + i, and `first` is a multiple of `multiple`: of units, if these are not larger,
@@ -211,11 +239,14 @@ GPU_FN Part unpack(const Packed& from, int t) {
         } else if constexpr (kind == Kind::q6_k) {
             first = (low << 2 & 0x3C3C3C3Cu) | (high << (t % 2 ? 4 : 2) & 0xC0C0C0C0u);
             second = (low >> 2 & 0x3C3C3C3Cu) | (high << (t % 2 ? 6 : 0) & 0xC0C0C0C0u);
+        } else if constexpr (kind == Kind::q3_k) {
+            first = (low << (t % 2 ? 3 : 1) & 0x60606060u) | (high >> t << 7 & 0x80808080u);
+            second = ((t % 2 ? low << 5 : low >> 1) & 0x60606060u) | (high >> t << 3 & 0x80808080u);
         }
         constexpr uint32_t SIGN = has_sign(kind) ? 0x80808080u : 0;
         part.q[row] = first ^ SIGN;
         part.q[row + 2] = second ^ SIGN;
-        if constexpr (kind == Kind::q6_k)
+        if constexpr (has_halves(kind))
             part.d[row] = ca::float_of(from.d.word[row]);
         else if constexpr (kind == Kind::mxfp4)
             part.d[row] = ca::power_of_field(from.d.word[0] >> 8 * row & 255u);
@@ -228,7 +259,10 @@ GPU_FN Part unpack(const Packed& from, int t) {
             part.factor[row][0] = part.factor[row][1] =
                 static_cast<int32_t>(from.factor >> 8 * row & 255u);
             part.min[row] = static_cast<int32_t>(from.min >> 8 * row & 255u);
-        } else if constexpr (kind == Kind::q6_k) {
+        } else if constexpr (kind == Kind::iq4_xs) {
+            part.factor[row][0] = part.factor[row][1] =
+                static_cast<int8_t>(from.factor >> 8 * row);
+        } else if constexpr (has_halves(kind)) {
             for (int half = 0; half < 2; half++)
                 part.factor[row][half] = static_cast<int8_t>(from.factor >> (16 * half + 8 * row));
         }
@@ -275,6 +309,8 @@ GPU_FN float value_at(Kind kind, In<uint8_t> tile, int row, int k) {
         case Kind::q5_k: return weight_at<Kind::q5_k>(tile, row, k);
         case Kind::q6_k: return weight_at<Kind::q6_k>(tile, row, k);
         case Kind::mxfp4: return weight_at<Kind::mxfp4>(tile, row, k);
+        case Kind::iq4_xs: return weight_at<Kind::iq4_xs>(tile, row, k);
+        case Kind::q3_k: return weight_at<Kind::q3_k>(tile, row, k);
         case Kind::f16: return float_at<Kind::f16>(tile, row, k);
         case Kind::bf16: return float_at<Kind::bf16>(tile, row, k);
         case Kind::f32: return float_at<Kind::f32>(tile, row, k);
