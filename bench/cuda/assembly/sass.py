@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ OPAQUE = """
 #define __fdiv_rn(a, b) __uint_as_float(BITS(a) ^ BITS(b) >> 1)
 #define __fsqrt_rn(a) __uint_as_float(BITS(a) >> 1)
 """
+DIVISION = 6  # instructions between the parts of one
 WAIT, ACCESSES = "ACQBULK", ("LD", "LDG", "LDGSTS", "ST", "STG", "ATOM", "ATOMG", "RED")
 SECTION = re.compile(r"^\.text\.(\w+):", re.MULTILINE)
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", re.MULTILINE)
-# FADD.FTZ, FFMA2.RZ, MUFU.SQRT. A division of integers has MUFU.RCP.
+# FADD.FTZ, FFMA2.RZ, MUFU.SQRT. A division of integers has MUFU.RCP; that of 16 bits on sm_100 also
+# FMUL.RZ between it and F2I, see `_divides`.
 FOREIGN = re.compile(
     r"U?FFMA.*|D(?:ADD|MUL|FMA|SETP).*|MUFU\.(?!RCP).*"
     r"|U?F(?:ADD|MUL|SETP|SET|MNMX)[\d.]*.*\b(?:FTZ|SAT|RZ|RP|RM)\b.*"
@@ -104,6 +106,13 @@ def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[s
     return sorted(
         f"{kernel}: {name}"
         for kernel, listing in made.items()
-        for name in set(listing)
+        for name in {name for at, name in enumerate(listing) if not _divides(listing, at)}
         if FOREIGN.fullmatch(name)
     )
+
+
+def _divides(listing: Sequence[str], at: int) -> bool:
+    """Whether an instruction is the FMUL.RZ of a division of integers, whose quotient is exact."""
+    before, behind = listing[max(0, at - DIVISION) : at], listing[at + 1 : at + 1 + DIVISION]
+    converts = any(name.startswith("F2I.U32.TRUNC") for name in behind)
+    return listing[at] == "FMUL.RZ" and "I2F.U16.RZ" in before and "MUFU.RCP" in before and converts

@@ -27,6 +27,7 @@ PLANTED = {
     ),
     "flushed": ("x[0] = x[1] * x[2];", {"ftz": True}, "FMUL.FTZ"),
     "toward_zero": ("x[0] = __fadd_rz(x[1], x[2]);", {}, "FADD.RZ"),
+    "product_toward_zero": ("x[0] = __fmul_rz(x[1], x[2]);", {}, "FMUL.RZ"),
     "approximate": ("x[0] = __sinf(x[1]);", {}, "MUFU.SIN"),
     "double": ("x[0] = float(double(x[1]) * x[2] + x[3]);", {}, "DMUL"),
 }
@@ -80,6 +81,15 @@ def test_operations_that_are_written_are_none_of_those(tmp_path: Path) -> None:
     source.write_text(HEAD + "{" + body + "}")
     assert "FFMA" in listings(compile_unit(source, "sm_90").cubin)["planted"]
     assert foreign(source, "sm_90") == []
+
+
+def test_a_division_of_short_integers_is_none_of_those(tmp_path: Path) -> None:
+    """It has a product that is rounded toward zero there."""
+    source = tmp_path / "planted.cu"
+    body = "unsigned short a = n, b = n >> 16; x[a / b] = 1.0f;"
+    source.write_text(HEAD + "{" + body + "}")
+    assert "FMUL.RZ" in listings(compile_unit(source, "sm_100").cubin)["planted"]
+    assert foreign(source, "sm_100") == []
 
 
 def test_weights_are_loaded_ahead() -> None:
