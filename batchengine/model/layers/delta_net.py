@@ -5,7 +5,7 @@ As attention it has two halves: `mix` runs for every row of a step, because each
 as a whole (kernels.StateShape); a step does not change the one that it reads.
 
 Rows may turn out not to belong to their timeline, as a draft was wrong. A layer keeps the inputs of
-the rows that it is told to, and `rewind` computes the state from those of them that stay.
+the rows that its caller names, and `rewind` computes the state from those of them that stay.
 """
 
 from __future__ import annotations
