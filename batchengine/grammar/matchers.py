@@ -71,7 +71,8 @@ class _Draft:
 class Matcher:
     """The grammar of one turn. `mask` says which tokens may come after those that were accepted;
     None: not known yet. `on_change` is called when that, or `error`, has changed. may_follow:
-    drafts are followed; not any more once the process has ended with a request of this matcher."""
+    drafts are followed; not if the process cannot, and not any more once it has ended with a
+    request of this matcher."""
 
     def __init__(
         self, owner: Grammars, number: int, tenant: str, constraint: Constraint, tokens: array[int]
@@ -131,9 +132,10 @@ class Matcher:
         self._n_sent = self._draft = None
         self.may_follow = self.may_follow and not asked
 
-    def followed(self, masks: bytes) -> None:
+    def followed(self, masks: bytes, *, can_follow: bool) -> None:
         """Take the masks behind a draft, one after another, unless it was forgotten."""
         draft, mask = self._draft, self.mask
+        self.may_follow = self.may_follow and can_follow
         if draft is None or not draft.is_sent or not mask:
             return
         self._draft = None
@@ -333,10 +335,10 @@ class Grammars:
                     matcher.found(bytes(frame.payload))
                 if matcher is not None:
                     self.advance(matcher)
-            case Followed(number):
+            case Followed(number, can_follow):
                 self._asked.pop(number, None)
                 if (matcher := self._matchers.get(number)) is not None:
-                    matcher.followed(bytes(frame.payload))
+                    matcher.followed(bytes(frame.payload), can_follow=can_follow)
                     self.advance(matcher)
             case Broken(number, why):
                 self._asked.pop(number, None)

@@ -48,13 +48,18 @@ STACK_BYTES = 1 << 30  # as in a text process: what passes its check does not en
 @dataclass(slots=True)
 class _Turn:
     """A matcher, None until its grammar is compiled; `tokens` are those of the answer.
-    has_followed: the matcher has followed drafts."""
+
+    follower: another matcher of the grammar, behind the first `n_followed` of these tokens, which
+    computes the masks behind drafts: they use up the limits of a matcher.
+    """
 
     tenant: str
     constraint: Constraint
     matcher: GrammarMatcher | None = None
     tokens: list[int] = field(default_factory=list[int])
-    has_followed: bool = False
+    can_follow: bool = True
+    follower: GrammarMatcher | None = None
+    n_followed: int = 0
 
 
 @dataclass(slots=True)
@@ -135,43 +140,40 @@ class GrammarProcess:
 
 
 def _answer(compiler: GrammarCompiler, job: _Job) -> tuple[Allowed | Followed | Broken, bytes]:
-    if isinstance(job.request, Follow):
-        return Followed(job.request.matcher), b"".join(_masks_behind(job.turn, job.tokens))
-    started = time.perf_counter_ns()
     turn, number = job.turn, job.request.matcher
+    if isinstance(job.request, Follow):
+        masks = b"".join(_masks_behind(compiler, turn, job.tokens))
+        return Followed(number, turn.can_follow), masks
+    started = time.perf_counter_ns()
     turn.tokens += job.tokens
     try:
-        mask = _mask(compiler, turn, job.tokens)
+        if isinstance(job.request, Begin):
+            turn.matcher = compiler.matcher(job.request.constraint)
+        if turn.matcher is None:
+            return Broken(number, "its grammar did not compile"), b""
+        turn.matcher.accept(job.tokens, again=isinstance(job.request, Begin))
+        mask = turn.matcher.mask()
     except BaseException as error:  # a defect of the library may raise what is no Exception
         turn.matcher = None
         return Broken(number, _why(refusal(error))), b""
     return Allowed(number, len(turn.tokens), (time.perf_counter_ns() - started) // 1000), mask
 
 
-def _mask(compiler: GrammarCompiler, turn: _Turn, tokens: list[int]) -> bytes:
-    """The mask of a turn whose last tokens are these, the new ones. A matcher that has followed
-    drafts, or failed at one, is made again before it gives up: drafts use up its limits too."""
-    if turn.matcher is not None:
-        try:
-            turn.matcher.accept(tokens)
-            return turn.matcher.mask()
-        except BaseException:
-            if not turn.has_followed:
-                raise
-    turn.matcher, turn.has_followed = compiler.matcher(turn.constraint), False
-    turn.matcher.accept(turn.tokens)
-    return turn.matcher.mask()
-
-
-def _masks_behind(turn: _Turn, draft: list[int]) -> list[bytes]:
-    """The masks behind leading tokens of a draft."""
-    if turn.matcher is None:
+def _masks_behind(compiler: GrammarCompiler, turn: _Turn, draft: list[int]) -> list[bytes]:
+    """The masks behind leading tokens of a draft. After the first failure there are none, as the
+    answer does not need them."""
+    end_s, matcher = time.perf_counter() + FOLLOW_S_MAX, turn.matcher
+    turn.can_follow = turn.can_follow and matcher is not None and not matcher.counts
+    if not turn.can_follow:
         return []
-    turn.has_followed, end_s = True, time.perf_counter() + FOLLOW_S_MAX
     try:
-        return turn.matcher.follow(draft, lambda: time.perf_counter() < end_s)
-    except BaseException:  # as above; the next token has it made again
-        turn.matcher = None
+        if turn.follower is None:
+            turn.follower = compiler.matcher(turn.constraint)
+        turn.follower.accept(turn.tokens[turn.n_followed :], again=True)
+        turn.n_followed = len(turn.tokens)
+        return turn.follower.follow(draft, lambda: time.perf_counter() < end_s)
+    except BaseException:  # as above
+        turn.can_follow, turn.follower = False, None
         return []
 
 

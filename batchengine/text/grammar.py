@@ -54,6 +54,8 @@ SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
 # names by which the library says that it allows no further token -> in plain words
 NO_ANSWER = "no answer follows it: a part of it consists of itself, or excludes what it needs"
 STOPS = {"NoExtension": NO_ANSWER, "NoExtensionBias": NO_ANSWER}
+# attributes of rules with which llguidance goes back behind no token
+_COUNTS = re.compile(r"\b(?:max_tokens|stop)\s*=")
 _AT_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _SCHEMA = re.compile(r"%json\s+(?=\{)")
 # what the library says of a keyword that it leaves out -> its name, if the text does not have it
@@ -93,7 +95,8 @@ class GrammarCompiler:
             made = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits)
         except (ValueError, UnicodeError) as error:
             raise errors.GRAMMAR_REFUSED(why=_line(str(error))) from None
-        matcher = GrammarMatcher(made, self.words, constraint.text)
+        counts = constraint.kind == "lark" and _COUNTS.search(constraint.text) is not None
+        matcher = GrammarMatcher(made, self.words, constraint.text, counts=counts)
         matcher.check()
         return matcher
 
@@ -176,10 +179,12 @@ class GrammarCompiler:
 class GrammarMatcher:
     """The grammar of one answer after some of its tokens."""
 
-    def __init__(self, made: LLMatcher, words: int, source: str) -> None:
+    def __init__(self, made: LLMatcher, words: int, source: str, *, counts: bool = False) -> None:
+        """counts: the grammar has bounds for which masks count, too, not tokens alone."""
         self._made = made
         self._words = words
         self._source = source
+        self.counts = counts
 
     def lost(self) -> list[str]:
         """The names of keywords of its schemas that answers may break."""
@@ -194,12 +199,19 @@ class GrammarMatcher:
             found.update((name,) if int(bound) >= _EXACT_MAX else ())
         return sorted(found)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], *, again: bool = False) -> None:
         """Add tokens of the answer; those behind the end of the grammar change nothing. Raises
-        GRAMMAR_REFUSED."""
-        for token in tokens:
+        GRAMMAR_REFUSED.
+
+        The library is as if they had come one by one, with a mask before each: masks use up its
+        limits. again: they did come so, and only what decides masks has to be the same.
+        """
+        needs_masks = self.counts or not again
+        for index, token in enumerate(tokens):
             if self._made.is_stopped():
                 break
+            if needs_masks and (index or again):
+                self.mask()
             self._made.consume_token(token)
         self.check()
 

@@ -72,9 +72,11 @@ class Follow(Message, tag=8, frozen=True):
 
 class Followed(Message, tag=9, frozen=True):
     """Process -> engine: the payload has the masks behind leading tokens of a draft, those which
-    the grammar allows and for which there was time, one after another."""
+    the grammar allows and for which there was time, one after another. can_follow: further drafts
+    may have some."""
 
     matcher: int
+    can_follow: bool
 
 
 GrammarMessage = Setup | Started | Begin | Accept | Close | Allowed | Broken | Follow | Followed

@@ -1,6 +1,5 @@
 """A grammar process in which a regular expression HANG hangs, and CRASH ends the process. Under
-HANGS_AT_DRAFTS a draft hangs; under FAILS_BEHIND_DRAFTS the library gives up with all that follows
-one."""
+HANGS_AT_DRAFTS a draft hangs; under FAILS_AT_DRAFTS the library gives up with one."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from batchengine.text.grammar import GrammarCompiler, GrammarMatcher
 
 HANG, CRASH = Constraint("regex", "HANG"), Constraint("regex", "CRASH")
 HANGS_AT_DRAFTS = Constraint("regex", "(abc ){9}|HANGS")
-FAILS_BEHIND_DRAFTS = Constraint("regex", "(abc ){9}|FAILS")
+FAILS_AT_DRAFTS = Constraint("regex", "(abc ){9}|FAILS")
 
 
 class HangingMatcher(GrammarMatcher):
@@ -26,19 +25,9 @@ class HangingMatcher(GrammarMatcher):
 
 
 class FailingMatcher(GrammarMatcher):
-    has_followed = False
-
     def follow(self, draft: Sequence[int], is_in_time: Callable[[], bool]) -> list[bytes]:
-        if self.has_followed:
-            raise errors.GRAMMAR_REFUSED(why="its drafts have used up its limits")
-        found = super().follow(draft, is_in_time)
-        self.has_followed = True
-        return found
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        if self.has_followed:
-            raise errors.GRAMMAR_REFUSED(why="its drafts have used up its limits")
-        super().accept(tokens)
+        super().follow(draft, is_in_time)
+        raise errors.GRAMMAR_REFUSED(why="its drafts have used up its limits")
 
 
 class HostileCompiler(GrammarCompiler):
@@ -50,7 +39,7 @@ class HostileCompiler(GrammarCompiler):
         made = super().matcher(constraint)
         if constraint == HANGS_AT_DRAFTS:
             made.__class__ = HangingMatcher
-        elif constraint == FAILS_BEHIND_DRAFTS:
+        elif constraint == FAILS_AT_DRAFTS:
             made.__class__ = FailingMatcher
         return made
 

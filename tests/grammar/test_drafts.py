@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.core import Constraint
+from batchengine.core import BatchEngineError, Constraint
+from batchengine.grammar import process
 from batchengine.grammar.matchers import GrammarLimits, Grammars
+from batchengine.text import grammar
 from batchengine.text.grammar import GrammarCompiler
 from batchengine.text.vocab import Tokenizer
-from tests.grammar.hostile_process import FAILS_BEHIND_DRAFTS, HANGS_AT_DRAFTS
+from batchengine.wire import grammar as wire
+from tests.grammar.hostile_process import FAILS_AT_DRAFTS, HANGS_AT_DRAFTS
 from tests.grammar.test_matchers import allowed, tokens_of
 from tests.support.engines import until
 
@@ -161,25 +165,90 @@ async def test_a_process_that_hangs_at_a_draft_is_replaced(
         await grammars.close()
 
 
-async def test_a_matcher_that_fails_behind_drafts_is_made_again(
+async def test_a_matcher_that_fails_at_a_draft_has_none_any_more(
     pocket_path: Path, tokenizer: Tokenizer
 ) -> None:
-    """What drafts have used up of its limits is no part of the answer."""
+    """Its answer goes on as without."""
     grammars = Grammars(str(pocket_path), module="tests.grammar.hostile_process")
     song, given = tokens_of(tokenizer, "abc abc "), list[list[bytes]]()
     own = GrammarCompiler(tokenizer).matcher(WORD)
     try:
-        for n_drafts in (1, 2):  # the second draft fails itself
-            matcher = await grammars.begin(FAILS_BEHIND_DRAFTS, "a", ())
-            for _ in range(n_drafts):
-                given.clear()
-                matcher.follow(song[:2], lambda masks: given.append(list(masks)))
-                await until(lambda: bool(given))
-            assert [bool(mask) for mask in given[0]] == [n_drafts == 1] * 2
-            matcher.accept(song[:1])
-            await until(lambda made=matcher: made.mask is not None)
-            assert matcher.error is None
-        own.accept(song[:1])
+        matcher = await grammars.begin(FAILS_AT_DRAFTS, "a", ())
+        matcher.follow(song[:2], lambda masks: given.append(list(masks)))
+        await until(lambda: bool(given))
+        assert given == [[b"", b""]]
+        assert not matcher.may_follow
+        matcher.accept(song[:3])
+        await until(lambda: matcher.mask is not None)
+        own.accept(song[:3])
         assert matcher.mask == own.mask()
     finally:
         await grammars.close()
+
+
+@pytest.mark.parametrize("rule", ["max_tokens=5", 'stop="q"'])
+async def test_a_grammar_that_counts_masks_has_no_drafts(
+    pocket_path: Path, tokenizer: Tokenizer, rule: str
+) -> None:
+    """The library cannot go back under it. When it begins again behind an answer, masks are
+    computed between the tokens: without them it would be at another place."""
+    counting = Constraint("lark", f'start: (x "\\n")+\nx[{rule}]: /(la li lo |la lu )+/')
+    compiler, rng, differs = GrammarCompiler(tokenizer), random.Random(2), 0
+    for _ in range(20):
+        plain, accepted = compiler.matcher(counting), list[int]()
+        for _ in range(25):
+            choices = sorted(allowed(plain.mask()) - tokenizer.eog) or sorted(tokenizer.eog)
+            accepted.append(rng.choice(choices))
+            plain.accept(accepted[-1:])
+            again, rough = compiler.matcher(counting), compiler.matcher(counting)
+            again.accept(accepted, again=True)
+            assert again.mask() == plain.mask()
+            with contextlib.suppress(BatchEngineError):
+                rough.counts = False
+                rough.accept(accepted, again=True)
+                differs += rough.mask() != plain.mask()
+    assert differs or rule.startswith("stop")
+    grammars, given = Grammars(str(pocket_path)), list[list[bytes]]()
+    try:
+        matcher = await grammars.begin(counting, "a", ())
+        matcher.follow(tokens_of(tokenizer, "la "), lambda masks: given.append(list(masks)))
+        await until(lambda: bool(given))
+        assert not any(given[0])
+        assert not matcher.may_follow
+    finally:
+        await grammars.close()
+
+
+@pytest.mark.parametrize("states", [150, 200, 300])
+def test_drafts_use_up_no_limit_of_an_answer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, states: int
+) -> None:
+    """It fails at the same token as without them, or not at all, however tokens come."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", states)
+    hungry = Constraint("regex", "([a-z]{0,30}[0-9]{0,9}){1,20}")
+    compiler, n_failed = GrammarCompiler(tokenizer), 0
+    for seed in range(6):
+        rng, tokens, masks = random.Random(seed), list[int](), list[bytes]()
+        plain = compiler.matcher(hungry)
+        with contextlib.suppress(BatchEngineError):
+            for _ in range(40):
+                masks.append(plain.mask())
+                tokens.append(rng.choice(sorted(allowed(masks[-1]) - tokenizer.eog)))
+                plain.accept(tokens[-1:])
+            masks.append(plain.mask())
+        n_failed += len(masks) <= len(tokens)
+
+        turn, n = process._Turn("a", hungry), 0
+        begin = process._Job(turn, wire.Begin(1, "a", hungry), [])
+        found, mask = process._answer(compiler, begin)
+        while isinstance(found, wire.Allowed):
+            assert mask == masks[n]
+            if n == len(tokens):
+                break
+            draft = tokens[n : n + rng.randrange(9)] + rng.choices(range(tokenizer.vocab_size), k=3)
+            process._answer(compiler, process._Job(turn, wire.Follow(1), draft))
+            part = tokens[n : n + rng.randint(1, 5)]
+            found, mask = process._answer(compiler, process._Job(turn, wire.Accept(1), part))
+            n += len(part)
+            assert isinstance(found, wire.Allowed) == (n < len(masks))
+    assert n_failed or states > 200

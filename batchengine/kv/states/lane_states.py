@@ -27,6 +27,8 @@ from kv_store import keys
 from kv_store.states import state_name, state_seed
 from kv_store.store import Store
 
+PROVEN_MAX = 16  # rows behind a saved state that an import may find: those of a draft
+
 log = logging.getLogger("batchengine.kv")
 
 
@@ -161,8 +163,10 @@ class LaneStates:
         best = live if live < position else 0
         if saved is None or not len(saved):
             return best
-        if position % PAGE_TOKENS and self.key_at(session, position)[0] in saved:
-            return position
+        page_first = page_start(full_pages(position))
+        for tail in range(position, max(best, page_first, position - PROVEN_MAX), -1):
+            if tail % PAGE_TOKENS and self.key_at(session, tail)[0] in saved:
+                return tail
         self._slots.know_keys(session, full_pages(position))
         for page in range(full_pages(position), full_pages(best), -1):
             if kv.keys[page - 1] in saved:
@@ -218,8 +222,10 @@ class LaneStates:
         while not kv.pending and (
             (reach := self.reach(session, session.frontier)) < session.frontier
         ):
-            session.loss = session.loss or Loss.STATE
-            if kv.state is not None and kv.state.position == reach:  # inside its open page
+            if session.frontier - reach > PROVEN_MAX:
+                session.loss = session.loss or Loss.STATE
+            is_live = kv.state is not None and kv.state.position == reach
+            if is_live or reach % PAGE_TOKENS:  # inside its open page
                 session.frontier = reach
                 self._slots.fit(session)
             else:  # of held pages only whole super-pages stay, so it may fall back further
@@ -271,6 +277,14 @@ class LaneStates:
         session.kv.set_state(LiveState(written, position))
         if not position % PAGE_TOKENS and self.is_due(session, position):
             self.save(session)
+
+    def fall_back(self, session: Session) -> None:
+        """Have the frontier of a session fall back to its state, a few tokens before, from where it
+        can be saved, parked and moved."""
+        state = session.kv.state
+        if state is not None and state.position < session.frontier:
+            session.frontier = state.position
+            self._slots.fit(session)
 
     def save(self, session: Session) -> bool:
         """Have the next frame write the session's state to a file; False if there is none at its

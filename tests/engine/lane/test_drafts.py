@@ -20,11 +20,13 @@ from batchengine.engine.lane.steps.meter import StepMeter
 from batchengine.engine.lane.steps.writer import StepWriter
 from batchengine.engine.turns.drafts import TurnDrafts
 from batchengine.engine.turns.stream import Generation
+from batchengine.kv.states import LaneStates
 from batchengine.lanes import host_device
 from batchengine.lanes.host_device import n_accepted, sample_specs, wanted_rows
 from batchengine.lanes.step_input import BadStep, StepLimits, unpack
 from batchengine.policy.cost import CostModel
 from batchengine.policy.drafts import NO_DRAFT, Draft
+from batchengine.session import Session
 from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT, LOGITS_ROWS_MIN
 from tests.simulation.stage import Stage, play
@@ -212,6 +214,53 @@ def test_a_state_is_the_one_behind_the_tokens_of_a_draft_that_were_right() -> No
                 stage.process(stage.home("s")).end(-9)
         await reading
         assert 0 < sum_of(stage, "accepted") < sum_of(stage, "drafted")
+
+    play(scene, recurrent=4096, repeats=2, router__dwell_s=0.0)
+
+
+@pytest.mark.parametrize("way", ["stays", "moves", "parks", "parks, and its worker dies"])
+def test_a_state_survives_a_turn_that_ends_inside_a_draft(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session falls back to the state before the step, which is saved where it goes."""
+    prompt, n = words(1, 1200), 200
+    ends = dict[str, int]()
+    finish = StepWriter._finish
+
+    def ended(writer: StepWriter, generation: Generation, token: int, n_tokens: int) -> str:
+        if ends.get(generation.request.request_id, n_tokens + 1) <= n_tokens:
+            return "stop"
+        return finish(writer, generation, token, n_tokens)
+
+    dropped: list[int] = []
+    fall_back = LaneStates.fall_back
+
+    def falls_back(states: LaneStates, session: Session) -> None:
+        before = session.frontier
+        fall_back(states, session)
+        dropped.append(before - session.frontier)
+
+    monkeypatch.setattr(StepWriter, "_finish", ended)
+    monkeypatch.setattr(LaneStates, "fall_back", falls_back)
+
+    async def scene(stage: Stage) -> None:
+        for at in range(30, n):
+            asked = stage.ask(prompt, n, f"s{at}")
+            ends[asked.request.request_id] = at
+            await stage.start(asked)
+            if dropped:
+                break
+        assert 0 < dropped[0] <= PAGE_TOKENS
+        name, session = f"s{at}", stage.up.state.sessions["", f"s{at}"]
+        history = list(session.tokens)
+        if way.startswith("parks"):
+            await stage.until(lambda: session.kv.parked is not None)
+            stage.process(stage.home(name)).end(-9)
+        elif way == "moves":
+            await stage.up.promote("", name, to=stage.other(name))
+        again = stage.ask([*history, 9], 20, name)
+        await stage.start(again)
+        assert again.cached_tokens >= len(history) - 17
 
     play(scene, recurrent=4096, repeats=2, router__dwell_s=0.0)
 

@@ -274,7 +274,7 @@ class StepWriter:
         now_ms: float,
     ) -> None:
         """Take the tokens of rows. `state` is the one behind the last row: if tokens are dropped,
-        it is that of no timeline, and the session keeps the one before the step."""
+        it is that of no timeline, and the session falls back to the one before the step."""
         session, left = turn.session, len(rows)
         for n, row in enumerate(rows):
             left -= 1
@@ -295,6 +295,7 @@ class StepWriter:
                 break
         if state is not None and left:
             state.release()
+            self._kv.states.fall_back(session)
 
     def _commit_pages(
         self, in_flight: InFlightStep, done: wire.StepDone, without_rows: set[Turn]
