@@ -141,8 +141,8 @@ def test_a_peer_that_is_lost_during_a_step_is_not_waited_for(
     scene.peers.peers["north"].answers = False
     compute, now_ms = scene.worker._step, scene.seats.now_ms()
 
-    def lost(step: wire.Step, payload: Payload) -> wire.StepDone:
-        done = compute(step, payload)
+    def lost(number: int, step: wire.Step, payload: Payload) -> wire.StepDone:
+        done = compute(number, step, payload)
         assert isinstance(done, wire.StepDone)
         if scene.unreachable == 0 and done.unreachable:
             scene.lose("north")

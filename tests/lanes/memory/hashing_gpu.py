@@ -163,12 +163,16 @@ class LazyMark:
         self._gpu.wait(self._end)
 
 
+def no_states(_: object) -> None:
+    """As Stepper.rewind of a model without recurrent state."""
+
+
 class HashSteps:
     """`GpuSteps` that reads and writes rows of pages by address. computed: tokens and rows of each
     entry, by session and first position."""
 
     def __init__(self, gpu: LazyGpu, refusals: int) -> None:
-        self.gpu, self.stepper = gpu, SimpleNamespace(logits_max=ENTRIES)
+        self.gpu, self.stepper = gpu, SimpleNamespace(logits_max=ENTRIES, rewind=no_states)
         self.pool, self.refusals = kernels.Pool(1), refusals
         self.fails = set[
             tuple[int, int]
@@ -189,6 +193,7 @@ class HashSteps:
         wanted: Any,
         taken: Taken = NOTHING_TAKEN,
         states: None = None,
+        drafts: Any = (),
     ) -> tuple[list[Any], kernels.KvRows]:
         batch, ids = self.batch, tokens.tolist()
         self.gpu.begin(lambda: self._compute(batch, ids, entries, pages, wanted, taken))
