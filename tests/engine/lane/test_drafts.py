@@ -164,6 +164,7 @@ async def test_a_session_moves_and_its_worker_dies_while_it_has_drafts(
             await until(lambda at=60 * i: generation.completion_tokens >= at)
             here = generation.lane
             if i % 3:
+                await until(lambda: all(loop.up for loop in loops.values()))
                 await engine.promote("", "s", "right" if here == "left" else "left")
             elif (pid := loops[here].lane.pid) is not None:
                 os.kill(pid, signal.SIGKILL)
