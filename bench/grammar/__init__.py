@@ -238,7 +238,7 @@ async def measure_drafts(
 
 def gained(options: argparse.Namespace) -> dict[str, report.Samples]:
     """How many times as fast whole answers are with drafts, by batch."""
-    sizes, rounds, n_records = ([1], 1, 3) if options.quick else ([1, 4], 5, 16)
+    sizes, rounds, n_records = ([1], 1, 3) if options.quick else ([1, 4], 3, 8)
     with report.memory_folder("grammar-", 2 << 30) as folder:
         gains = asyncio.run(measure_drafts(options.model, folder, sizes, rounds, n_records))
     for name, samples in gains.items():
