@@ -277,9 +277,25 @@ struct WeightsIQ4_XS {
     }
 };
 
-struct WeightsQ6_K {
-    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ6_K);
+// Q6_K and Q3_K: a scale for each 16 k. Weights::half adds the product of such a half of a block.
+template <class Weights, class Packed>
+struct HalvesUnit {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
 
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t halves) {
+        const auto& super = *reinterpret_cast<const Packed*>(unit);
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        __m256i sums[N];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
+        Weights::template half<N, 0>(sums, super, i, row, q, x.halves + halves);
+        Weights::template half<N, 4>(sums, super, i, row, q, x.halves + halves + GROUP_TOKENS);
+        scale_in<N>(acc, sums, _mm256_load_ps(super.d + row), x.scale + cell);
+    }
+};
+
+struct WeightsQ6_K : HalvesUnit<WeightsQ6_K, PackedQ6_K> {
     template <int G>
     SIMD_FN __m256i weights(const PackedQ6_K::Block& from, size_t row) {
         const __m256i packed = load32(from.low[G % 4][row]);
@@ -315,24 +331,11 @@ struct WeightsQ6_K {
         UNROLL for (int n = 0; n < N; ++n)
             out[n] = _mm256_add_epi32(out[n], _mm256_mullo_epi32(sums[n], scale));
     }
-    template <int N>
-    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
-                       const Panel& x, size_t cell, size_t halves) {
-        const auto& super = *reinterpret_cast<const PackedQ6_K*>(unit);
-        const int8_t* q = x.q + cell * BLOCK_WIDTH;
-        __m256i sums[N];
-        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
-        half<N, 0>(sums, super, i, row, q, x.halves + halves);
-        half<N, 4>(sums, super, i, row, q, x.halves + halves + GROUP_TOKENS);
-        scale_in<N>(acc, sums, _mm256_load_ps(super.d + row), x.scale + cell);
-    }
 };
 
 // A half of a block adds up in int16 with its offset (4*7*127*2 + 4*127*16 = 15240), which the low words hold;
 // its scale then takes the place of ones.
-struct WeightsQ3_K {
-    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ3_K);
-
+struct WeightsQ3_K : HalvesUnit<WeightsQ3_K, PackedQ3_K> {
     template <int G>
     SIMD_FN __m256i weights(const PackedQ3_K::Block& from, size_t row) {
         constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
@@ -359,17 +362,6 @@ struct WeightsQ3_K {
         const __m256i scale = signed_bytes_at(super.scale[2 * i + G / 4] + row);
         const __m256i both = _mm256_blend_epi16(scale, _mm256_slli_epi32(scale, 16), 0xAA);
         UNROLL for (int n = 0; n < N; ++n) add_dwords(out[n], _mm256_madd_epi16(pairs[n], both));
-    }
-    template <int N>
-    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
-                       const Panel& x, size_t cell, size_t halves) {
-        const auto& super = *reinterpret_cast<const PackedQ3_K*>(unit);
-        const int8_t* q = x.q + cell * BLOCK_WIDTH;
-        __m256i sums[N];
-        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
-        half<N, 0>(sums, super, i, row, q, x.halves + halves);
-        half<N, 4>(sums, super, i, row, q, x.halves + halves + GROUP_TOKENS);
-        scale_in<N>(acc, sums, _mm256_load_ps(super.d + row), x.scale + cell);
     }
 };
 
