@@ -290,7 +290,8 @@ def sampled(
             del of[1 + n_accepted(draft, [choice.token for choice in of]) :]
     bad = {*nonfinite, *[i for i, of in found.items() if any(one.nonfinite for one in of)]}
     unmasked = [index for index in unmasked if index not in bad]
-    kept = {index: of for index, of in found.items() if index not in bad | {*unmasked}}
+    without_token = bad.union(unmasked)
+    kept = {index: of for index, of in found.items() if index not in without_token}
     rows = [
         wire.SampledRow(batch.entries[i].session, one.token, one.logprob, tuple(one.top))
         for i, of in kept.items()

@@ -54,7 +54,7 @@ SHORT = b'"},]:{['  # a token of one such byte is part of a short answer
 # names by which the library says that it allows no further token -> in plain words
 NO_ANSWER = "no answer follows it: a part of it consists of itself, or excludes what it needs"
 STOPS = {"NoExtension": NO_ANSWER, "NoExtensionBias": NO_ANSWER}
-# attributes of rules with which llguidance goes back behind no token
+# attributes of Lark's rules under which llguidance cannot roll tokens back
 _COUNTS = re.compile(r"\b(?:max_tokens|stop)\s*=")
 _AT_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _SCHEMA = re.compile(r"%json\s+(?=\{)")
