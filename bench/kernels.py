@@ -6,6 +6,7 @@ its roof: `gops` of the int8 peak (float matrices: of the fma peak) when the ker
 tokens and more); `gbps` of the read peak when it streams (few tokens, decode attention), or of the
 rate at which the peak of computing would use up what is read, if that is lower.
 Rows `model_*` run the same synthetic GGUF through this engine and through llama.cpp in turn.
+With AMX-INT8 rows `levels_*` compare it with AVX512-VNNI, in turn.
 
 Each kernel row also prints a hash of its result, so that another result is noticed.
 """
@@ -24,7 +25,7 @@ import kernels
 from bench import report
 
 WINDOW = 128  # gpt-oss
-Row = dict[str, float]
+Row = dict[str, float | bool]
 
 
 def random_packed(pool: Any, kind: str, rows: int, cols: int, rng: np.random.Generator) -> Any:
@@ -236,6 +237,21 @@ class Bench:
         self.result[name] = {"us": us, "whole_us": whole_us, "ratio": us / whole_us}
         print(f"  {name:<32}{us:9.1f} us, without a window {whole_us:.1f}")
 
+    def levels(self, name: str, case: Case) -> None:
+        """The level in use and the one before it, in turn: times, and whether bits are the same."""
+        now, before = kernels.isa(), kernels.isa_levels()[-2]
+        best, hashes = dict.fromkeys((before, now), float("inf")), set[str]()
+        for _ in range(5):
+            for level in best:
+                kernels.set_isa(level)
+                best[level] = min(best[level], best_seconds(case.run, self.budget_s / 10)[0])
+                hashes.add(fingerprint(case.out))
+        kernels.set_isa(now)
+        us, before_us = 1e6 * best[now], 1e6 * best[before]
+        row = {"us": us, "before_us": before_us, "ratio": before_us / us}
+        self.result[f"levels_{name}"] = row | {"identical": len(hashes) == 1}
+        print(f"  {name:<32}{us:9.0f} us, {before} {before_us:.0f}: {before_us / us:.2f} times")
+
     def delta(self, tokens: int) -> None:
         """Nanoseconds per token and layer; in decode GB/s of states, read and written."""
         layers = 4 if tokens > 1 else 24  # decode: more bytes than a cache holds
@@ -319,6 +335,19 @@ def main(argv: list[str]) -> int:
     for tokens in (1, 64):
         bench.delta(tokens)
     bench.small_ops()
+    if kernels.isa() == "amx-int8" and not args.quick:
+        for kind in kernels.KINDS[:-3]:
+            for tokens in (14, 16, 64, 512):
+                case = linear_case(bench.pool, bench.rng, kind, tokens, (2048, 4096), 1 << 28)
+                bench.levels(f"linear_{kind}_{tokens}", case)
+        for group, context, queries in (
+            (2, 512, 512),
+            (4, 8192, 256),
+            (8, 8192, 256),
+            (8, 4096, 1),
+        ):
+            case = attention_case(bench.pool, bench.rng, group, context, queries, 1)
+            bench.levels(f"attend_g{group}_{queries}_of_{context}", case)
     details = models(bench, args.model)
     report.finish(
         {

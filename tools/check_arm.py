@@ -55,11 +55,11 @@ def output_of(command: Sequence[str]) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def build_here() -> Path:
+def build_here(program: str = "print_golden") -> Path:
     """The program for this machine, from the objects of `make native`."""
     cmake = f"{sys.prefix}/bin/cmake"
-    output_of([cmake, "--build", f"{ROOT}/build/native", "--target", "print_golden"])
-    return ROOT / "build/native/print_golden"
+    output_of([cmake, "--build", f"{ROOT}/build/native", "--target", program])
+    return ROOT / "build/native" / program
 
 
 def build_for_arm() -> Path:

@@ -28,6 +28,22 @@ def test_the_program_prints_the_golden_records_of_the_module(pool: kernels.Pool)
         assert lines == printed["scalar"]
 
 
+@pytest.mark.skipif(
+    "avx512-vnni" not in kernels.isa_levels(), reason="the level of AMX needs AVX-512 besides"
+)
+@pytest.mark.skipif(not NATIVE.exists(), reason="the program is built where `make native` ran")
+def test_kernels_on_emulated_tiles_give_the_bits_of_the_definition() -> None:
+    """The sources of the level amx-int8 with tiles in plain memory, which any machine has.
+
+    A use of a tile that does not fit its shape ends the program.
+    """
+    program = str(check_arm.build_here("print_golden_emulated"))
+    assert check_arm.output_of([program]).split()[-1] == "amx-int8"
+    printed = check_arm.sections(check_arm.output_of([program, "scalar", "amx-int8"]))
+    assert check_arm.differences(printed["scalar"], printed["amx-int8"]) == []
+    assert len(printed["scalar"]) > 1000
+
+
 def test_differences_and_missing_packages_are_named() -> None:
     assert check_arm.differences(["1 a", "2 b c"], ["1 a", "3 b c"]) == ["b c"]
     assert check_arm.differences(["1 a", "2 b"], ["1 a"]) == ["(1 records instead of 2)"]

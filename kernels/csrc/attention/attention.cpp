@@ -35,6 +35,8 @@ struct Piece {
     size_t superpage;
 };
 
+static_assert(HEAD_DIM_MAX == HEAD_BLOCKS_MAX * 32);
+
 struct TileAccumulators {
     float m[ATTENTION_ROWS_MAX];
     float l[ATTENTION_ROWS_MAX];
@@ -54,6 +56,7 @@ Workspace& workspace() {
 
 PageKernel page_kernel() {
 #if defined(BATCHENGINE_X86)
+    if (level() == Level::amx) return page_partials_amx;
     if (level() == Level::avx512) return page_partials_avx512;
     if (level() == Level::avx2) return page_partials_avx2;
 #elif defined(BATCHENGINE_ARM)

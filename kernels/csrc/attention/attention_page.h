@@ -12,6 +12,7 @@
 namespace batchengine {
 
 constexpr int ATTENTION_ROWS_MAX = 32;  // rows of one call: enough to amortise a page read from L2
+constexpr int HEAD_BLOCKS_MAX = 8;      // blocks of 32 dims of a head
 
 struct PageView {
     const int8_t* k;
@@ -106,6 +107,7 @@ void page_partials_scalar(const PageView&, int, const QueryRows&, AttentionScrat
 void page_partials_avx2(const PageView&, int, const QueryRows&, AttentionScratch&, const PagePartials&);
 void page_partials_avx512(const PageView&, int, const QueryRows&, AttentionScratch&,
                           const PagePartials&);
+void page_partials_amx(const PageView&, int, const QueryRows&, AttentionScratch&, const PagePartials&);
 #elif defined(BATCHENGINE_ARM)
 void page_partials_neon(const PageView&, int, const QueryRows&, AttentionScratch&, const PagePartials&);
 #endif

@@ -54,13 +54,15 @@ void bind_isa(nb::module_& module) {
             Golden golden;
             if (part == "gating")
                 golden_gating(pool, golden);
+            else if (part == "many_tokens")
+                golden_many_tokens(pool, golden);
             else
                 golden_later_kind(pool, kind_of(part), golden);
             return list_of(golden);
         },
         nb::arg("pool"), nb::arg("part"),
         nb::sig("def golden_records_of(pool: Pool, part: str) -> list[tuple[str, bytes]]"),
-        "The same of a part that arith_id does not cover: a kind of weights, or \"gating\".");
+        "The same of a part that arith_id does not cover: a kind of weights, \"gating\" or \"many_tokens\".");
     module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
                "RN(a*b + c) in binary32, by the fmaf of the C library.");
     module.def("fused_binary64", &fused_binary64, nb::arg("a"), nb::arg("b"), nb::arg("c"),

@@ -5,7 +5,11 @@
 #include <cstdlib>
 #include <stdexcept>
 
-#if defined(BATCHENGINE_ARM)
+#if defined(BATCHENGINE_X86)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(BATCHENGINE_ARM)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -15,15 +19,37 @@ namespace {
 
 std::atomic<int> current{0};
 
+#if defined(BATCHENGINE_X86)
+// Whether the processor multiplies tiles and the kernel lets this process use them, which it does once it is
+// asked, for all threads.
+bool tiles_permitted() {
+#if defined(BATCHENGINE_EMULATE_AMX)
+    return true;
+#else
+    unsigned a, b, c, d;
+    constexpr unsigned TILE = 1u << 24, INT8 = 1u << 25;  // of leaf 7, EDX
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE) == 0 || (d & INT8) == 0) return false;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of asm/prctl.h
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#endif
+}
+#endif
+
 bool supported(Level candidate) {
 #if defined(BATCHENGINE_X86)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                       __builtin_cpu_supports("f16c");
-    if (candidate != Level::avx512)
-        return candidate == Level::scalar || (candidate == Level::avx2 && avx2);
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    static const bool tiles = avx512 && tiles_permitted();
+    switch (candidate) {
+        case Level::scalar: return true;
+        case Level::avx2: return avx2;
+        case Level::avx512: return avx512;
+        case Level::amx: return tiles;
+        default: return false;
+    }
 #elif defined(BATCHENGINE_ARM)
     const bool dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
     const bool i8mm = getauxval(AT_HWCAP2) & HWCAP2_I8MM;
@@ -37,8 +63,8 @@ bool supported(Level candidate) {
 }  // namespace
 
 const char* level_name(Level level) {
-    static const char* const names[LEVEL_COUNT] = {"scalar", "avx2", "avx512-vnni", "neon-dotprod",
-                                                    "neon-i8mm"};
+    static const char* const names[LEVEL_COUNT] = {"scalar",   "avx2",         "avx512-vnni",
+                                                    "amx-int8", "neon-dotprod", "neon-i8mm"};
     return names[static_cast<int>(level)];
 }
 
@@ -50,6 +76,8 @@ std::vector<Level> levels_supported() {
 }
 
 Level level() { return static_cast<Level>(current.load(std::memory_order_relaxed)); }
+
+Level vector_level() { return level() == Level::amx ? Level::avx512 : level(); }
 
 void set_level(const std::string& name) {
     std::string choices;

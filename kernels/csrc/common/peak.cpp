@@ -200,11 +200,11 @@ private:
 }  // namespace
 
 double peak_int8_gops(int threads, double seconds) {
-    return rate_of(dots_of(level()), threads, seconds);
+    return rate_of(dots_of(vector_level()), threads, seconds);
 }
 
 double peak_float_gops(int threads, double seconds) {
-    return rate_of(fmas_of(level()), threads, seconds);
+    return rate_of(fmas_of(vector_level()), threads, seconds);
 }
 
 double peak_read_gbps(int threads, std::size_t bytes, int repeats) {

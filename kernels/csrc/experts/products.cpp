@@ -21,15 +21,20 @@ size_t piece_tiles(size_t tiles, size_t all, size_t bytes_per_tile, size_t run, 
     return std::min(std::min(balanced, most), round_up(tiles, run));
 }
 
-// Calls body(tile, tiles, group, pairs of the group, whether the group is the run's first) for the row
-// tiles [first, end) of one expert and all of its groups.
+// Calls body(tile, tiles, group, pairs, whether the group is the run's first) for the row tiles [first, end)
+// of one expert and all of its groups, at most `groups_max` at a time from `group` on. All groups of an
+// expert but its last are full.
 template <class Body>
 void walk(const ExpertPairs& pairs, const ExpertPairs::Run& of, size_t first, size_t end, size_t run,
-          Body&& body) {
-    for (size_t group = of.group; group < of.group + of.groups; ++group)
+          size_t groups_max, Body&& body) {
+    const size_t groups_end = of.group + of.groups;
+    for (size_t group = of.group; group < groups_end; group += groups_max) {
+        const size_t last = std::min(group + groups_max, groups_end) - 1;
+        const size_t rows =
+            (last - group) * GROUP_TOKENS + static_cast<size_t>(pairs.group_pairs[last]);
         for (size_t tile = first; tile < end; tile += run)
-            body(tile, std::min(run, end - tile), group,
-                 static_cast<size_t>(pairs.group_pairs[group]), group == of.group);
+            body(tile, std::min(run, end - tile), group, rows, group == of.group);
+    }
 }
 
 // The bias of a row tile of a bank, or null.
@@ -43,7 +48,8 @@ void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
                  const LinearPart& up_part, ca::Activation activation, const ExpertPairs& pairs,
                  Rows& out) {
     if (pairs.n_runs == 0) return;
-    const GateTile gate_tile = linear_kernels().gate(activation);
+    const LinearKernels& kernels = linear_kernels();
+    const GateTile gate_tile = kernels.gate(activation);
     const Matrix &gate = *gate_part.matrix, &up = *up_part.matrix;
     const size_t tiles = out.width / TILE_ROWS;
     const size_t run = std::min(run_tiles(gate.kind), run_tiles(up.kind));
@@ -52,19 +58,22 @@ void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
     const size_t cuts = div_up(tiles, cut);
     Shares shares(pairs.n_runs * cuts, pool.threads());
     pool.run([&](int ith, int) {
-        TileResult gates[RUN_TILES_MAX], ups[RUN_TILES_MAX];
+        RunResults gates, ups;
         for (size_t piece; shares.take(ith, &piece);) {
             const ExpertPairs::Run& of = pairs.runs[piece / cuts];
             const size_t first = piece % cuts * cut, bank = of.expert * tiles;
-            walk(pairs, of, first, std::min(tiles, first + cut), run,
+            walk(pairs, of, first, std::min(tiles, first + cut), run, kernels.groups_max,
                  [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
-                     multiply_tiles(gate, x, bank + tile, count, group, rows, cold, gates);
-                     multiply_tiles(up, x, bank + tile, count, group, rows, cold, ups);
-                     float* to = out.row(group * GROUP_TOKENS) + tile * TILE_ROWS;
-                     for (size_t t = 0; t < count; ++t)
-                         gate_tile(gates[t], bias_of(gate_part, bank + tile + t), ups[t],
-                                   {to + t * TILE_ROWS, out.stride,
-                                    bias_of(up_part, bank + tile + t), rows, TILE_ROWS});
+                     multiply_tiles(gate, x, bank + tile, count, group, rows, cold, gates.of);
+                     multiply_tiles(up, x, bank + tile, count, group, rows, cold, ups.of);
+                     each_group(group, rows, count, [&](size_t g, size_t of_group, size_t place) {
+                         float* to = out.row(g * GROUP_TOKENS) + tile * TILE_ROWS;
+                         for (size_t t = 0; t < count; ++t)
+                             gate_tile(gates.of[place + t], bias_of(gate_part, bank + tile + t),
+                                       ups.of[place + t],
+                                       {to + t * TILE_ROWS, out.stride,
+                                        bias_of(up_part, bank + tile + t), of_group, TILE_ROWS});
+                     });
                  });
         }
     });
@@ -81,7 +90,7 @@ void pairs_add(Pool& pool, const Activations& x, const LinearPart& down_part,
     const size_t cut = piece_tiles(tiles, tiles, bytes, run, pool.threads());
     Shares shares(div_up(tiles, cut), pool.threads());
     pool.run([&](int ith, int) {
-        TileResult results[RUN_TILES_MAX];
+        RunResults results;
         static thread_local Buffer<float> sums;  // [token][rows of the piece]
         const size_t stride = cut * TILE_ROWS;
         if (sums.size() < pairs.tokens * stride) sums = Buffer<float>(pairs.tokens * stride);
@@ -91,16 +100,18 @@ void pairs_add(Pool& pool, const Activations& x, const LinearPart& down_part,
             for (size_t i = 0; i < pairs.n_runs; ++i) {
                 const ExpertPairs::Run& of = pairs.runs[i];
                 const size_t bank = of.expert * tiles;
-                walk(pairs, of, first, end, run,
+                walk(pairs, of, first, end, run, kernels.groups_max,
                      [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
-                         multiply_tiles(down, x, bank + tile, count, group, rows, cold, results);
-                         const size_t row = group * GROUP_TOKENS;
-                         for (size_t t = 0; t < count; ++t)
-                             kernels.add_pairs(
-                                 results[t],
-                                 {pairs.row_token.data() + row, pairs.row_weight.data() + row,
-                                  bias_of(down_part, bank + tile + t), rows,
-                                  sums.data() + (tile - first + t) * TILE_ROWS, stride});
+                         multiply_tiles(down, x, bank + tile, count, group, rows, cold, results.of);
+                         each_group(group, rows, count, [&](size_t g, size_t of_group, size_t place) {
+                             const size_t row = g * GROUP_TOKENS;
+                             for (size_t t = 0; t < count; ++t)
+                                 kernels.add_pairs(
+                                     results.of[place + t],
+                                     {pairs.row_token.data() + row, pairs.row_weight.data() + row,
+                                      bias_of(down_part, bank + tile + t), of_group,
+                                      sums.data() + (tile - first + t) * TILE_ROWS, stride});
+                         });
                      });
             }
             for (size_t token = 0; token < pairs.tokens; ++token) {

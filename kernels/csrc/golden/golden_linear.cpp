@@ -142,4 +142,26 @@ void golden_later_kind(Pool& pool, Kind kind, Golden& golden) {
     golden_kind(pool, kind, inputs, golden);
 }
 
+// More token groups than one call of a level's kernel takes, the last one ragged.
+void golden_many_tokens(Pool& pool, Golden& golden) {
+    constexpr size_t tokens = (RUN_GROUPS_MAX + 4) * GROUP_TOKENS + 5, rows = 20;
+    GoldenSource source{0x3A2E};
+    Rows in(tokens, COLS), out(tokens, rows);
+    for (size_t t = 0; t < tokens; ++t)
+        for (size_t i = 0; i < COLS; ++i) in.row(t)[i] = source.unit() * (i % 97 ? 1.0f : 40.0f);
+    in.row(tokens - 2)[500] = ca::canonical_nan();
+    Activations x(tokens, COLS, false);
+    quantise(pool, in, tokens, x);
+    for (int i = 0; i < KIND_COUNT; ++i) {
+        const Kind kind = static_cast<Kind>(i);
+        if (kind == Kind::f16 || kind == Kind::bf16 || kind == Kind::f32) continue;
+        const std::vector<uint8_t> tensor = random_tensor(kind, rows, COLS, source);
+        Buffer<uint8_t> packed(packed_bytes(kind, rows, COLS));
+        pack(pool, kind, rows, COLS, tensor.data(), packed.data());
+        const Matrix matrix{kind, rows, COLS, packed.data()};
+        linear(pool, x, {{&matrix, nullptr}}, tokens, out);
+        golden.add(std::string("linear of many ") + kind_name(kind), out, tokens);
+    }
+}
+
 }  // namespace batchengine

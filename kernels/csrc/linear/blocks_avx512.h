@@ -194,6 +194,11 @@ struct WeightsQ5_0 : PairUnit<PackedQ5_0, FiveBitDots, 1> {};
 struct WeightsQ8_0 : PairUnit<PackedQ8_0, ByteDots, 4> {};
 struct WeightsIQ4_NL : PairUnit<PackedQ4_0, NibbleDots<Table<IQ4_VALUES, 128>>, 4> {};
 
+SIMD_FN __m512 power_at(const uint8_t* fields) {
+    const __m128i field = _mm_load_si128(reinterpret_cast<const __m128i*>(fields));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(field), 23));
+}
+
 // Four blocks, each with a power of two as its scale.
 struct WeightsMXFP4 {
     static constexpr size_t BLOCKS = 4, BYTES = sizeof(PackedMXFP4);
@@ -207,8 +212,7 @@ struct WeightsMXFP4 {
         UNROLL for (int r = 0; r < R; ++r) {
             const auto* four = reinterpret_cast<const PackedMXFP4*>(unit[r]);
             block[r] = block_at(*four, i);
-            const __m128i field = _mm_load_si128(reinterpret_cast<const __m128i*>(four->field[i]));
-            power[r] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(field), 23));
+            power[r] = power_at(four->field[i]);
         }
         NibbleDots<Table<MXFP4_VALUES, 16>>::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
         power_in(acc, sums, power, x.scale + cell);

@@ -28,11 +28,13 @@ struct Plan {
 
 // Pieces are as large as balance allows, in rows first: a longer run over tokens reuses the weights.
 // They are cut at multiples of `run` row tiles, so that all but the last run is whole; with many
-// token groups at twice that, because a smaller piece reads the activations more often.
-Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t tokens, int threads) {
+// token groups at twice that, because a smaller piece reads the activations more often. A level that unpacks
+// weights for several groups gets half as many as it takes, at least.
+Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t groups_max, size_t tokens,
+          int threads) {
     const size_t groups = div_up(tokens, GROUP_TOKENS);
     const bool few = groups <= FEW_GROUPS;
-    if (!few) run = MANY_GROUPS_TILES;
+    if (!few && groups_max == 1) run = MANY_GROUPS_TILES;
     const size_t per_thread = few ? PIECES_PER_THREAD_FEW_GROUPS : PIECES_PER_THREAD;
     const size_t wanted = threads == 1 ? 1 : per_thread * static_cast<size_t>(threads);
     Plan made{};
@@ -44,27 +46,30 @@ Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t tokens, int th
     made.tile_chunks = div_up(tiles, made.chunk_tiles);
     made.chunk_groups = groups;
     if (!few && made.tile_chunks < wanted)
-        made.chunk_groups = std::max<size_t>(1, groups * made.tile_chunks / wanted);
+        made.chunk_groups =
+            std::max(div_up(groups_max, 2), groups * made.tile_chunks / wanted);
     made.group_chunks = div_up(groups, made.chunk_groups);
     return made;
 }
 
 size_t tile_count(const Matrix& matrix) { return div_up(matrix.rows, TILE_ROWS); }
 
-// Calls body(tile, tiles, group, tokens in group) over one piece, at most `run` at a time;
-// all tiles of the piece see a group before the next group comes.
+// Calls body(tile, tiles, group, tokens) over one piece: of at most `run` tiles and `groups_max` groups from
+// `group` on. All tiles of the piece see these groups before the next ones come.
 template <class Body>
-void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, size_t run,
+void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, size_t run, size_t groups_max,
           Body&& body) {
     const size_t tile_first = piece % made.tile_chunks * made.chunk_tiles;
     const size_t tile_end = std::min(tiles, tile_first + made.chunk_tiles);
     const size_t group_first = piece / made.tile_chunks * made.chunk_groups;
     const size_t group_end =
         std::min(div_up(tokens, GROUP_TOKENS), group_first + made.chunk_groups);
-    for (size_t group = group_first; group < group_end; ++group)
+    for (size_t group = group_first; group < group_end; group += groups_max) {
+        const size_t end = std::min(group_end, group + groups_max) * GROUP_TOKENS;
         for (size_t tile = tile_first; tile < tile_end; tile += run)
             body(tile, std::min(run, tile_end - tile), group,
-                 std::min(GROUP_TOKENS, tokens - group * GROUP_TOKENS));
+                 std::min(end, tokens) - group * GROUP_TOKENS);
+    }
 }
 
 TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile, size_t group,
@@ -107,7 +112,8 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
     for (const LinearPart& part : parts) {
         const Plan made = plan(tile_count(*part.matrix),
                                tile_bytes(part.matrix->kind, part.matrix->cols),
-                               run_tiles(part.matrix->kind), tokens, pool.threads());
+                               run_tiles(part.matrix->kind), kernels.groups_max, tokens,
+                               pool.threads());
         pieces += made.pieces();
         parts_cut.push_back({&part, made, column, pieces});
         column += part.matrix->rows;
@@ -115,20 +121,24 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
     const auto finish_tile = finish == Finish::add ? kernels.add : kernels.store;
     Shares shares(pieces, ranges(pool, tokens));
     pool.run([&](int ith, int) {
-        TileResult results[RUN_TILES_MAX];
+        RunResults results;
         for (size_t index; shares.take(ith, &index);) {
             size_t i = 0;
             while (index >= parts_cut[i].piece_end) ++i;
             const Piecewise& mine = parts_cut[i];
             const size_t piece = index - (mine.piece_end - mine.plan.pieces());
             const Matrix& matrix = *mine.part->matrix;
-            walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
+            walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind), kernels.groups_max,
                  [&](size_t tile, size_t tiles, size_t group, size_t count) {
-                     expect(target(out, mine.column, *mine.part, tile, group, count), tiles);
-                     multiply_tiles(matrix, x, tile, tiles, group, count, group == 0, results);
-                     for (size_t t = 0; t < tiles; ++t)
-                         finish_tile(results[t],
-                                     target(out, mine.column, *mine.part, tile + t, group, count));
+                     each_group(group, count, tiles, [&](size_t g, size_t of_group, size_t) {
+                         expect(target(out, mine.column, *mine.part, tile, g, of_group), tiles);
+                     });
+                     multiply_tiles(matrix, x, tile, tiles, group, count, group == 0, results.of);
+                     each_group(group, count, tiles, [&](size_t g, size_t of_group, size_t place) {
+                         for (size_t t = 0; t < tiles; ++t)
+                             finish_tile(results.of[place + t],
+                                         target(out, mine.column, *mine.part, tile + t, g, of_group));
+                     });
                  });
         }
     });
@@ -139,6 +149,7 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
 const LinearKernels& linear_kernels() {
     switch (level()) {
 #if defined(BATCHENGINE_X86)
+        case Level::amx: return LINEAR_AMX;
         case Level::avx512: return LINEAR_AVX512;
         case Level::avx2: return LINEAR_AVX2;
 #elif defined(BATCHENGINE_ARM)
@@ -156,7 +167,8 @@ void multiply_tiles(const Matrix& matrix, const Activations& x, size_t tile, siz
     for (size_t token = 0; token < tokens; ++token)
         if (nonfinite[token])
             for (size_t t = 0; t < tiles; ++t)
-                std::fill_n(results[t].y[token], TILE_ROWS, ca::canonical_nan());
+                std::fill_n(results[token / GROUP_TOKENS * tiles + t].y[token % GROUP_TOKENS], TILE_ROWS,
+                            ca::canonical_nan());
 }
 
 void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts, size_t tokens,
@@ -173,28 +185,33 @@ void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t
 void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
                   ca::Activation activation, size_t tokens, Rows& out) {
     if (tokens == 0) return;
-    const GateTile gate_tile = linear_kernels().gate(activation);
+    const LinearKernels& kernels = linear_kernels();
+    const GateTile gate_tile = kernels.gate(activation);
     const size_t tiles = tile_count(*gate.matrix);
     const size_t run = std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind));
     const Plan made = plan(tiles, tile_bytes(gate.matrix->kind, gate.matrix->cols) +
                                       tile_bytes(up.matrix->kind, up.matrix->cols),
-                           run, tokens, pool.threads());
+                           run, kernels.groups_max, tokens, pool.threads());
     Shares shares(made.pieces(), ranges(pool, tokens));
     pool.run([&](int ith, int) {
-        TileResult gates[RUN_TILES_MAX], ups[RUN_TILES_MAX];
+        RunResults gates, ups;
         for (size_t piece; shares.take(ith, &piece);)
-            walk(made, piece, tiles, tokens, run,
-                 [&](size_t tile, size_t count, size_t group, size_t group_tokens) {
-                     expect(target(out, 0, up, tile, group, group_tokens), count);
+            walk(made, piece, tiles, tokens, run, kernels.groups_max,
+                 [&](size_t tile, size_t count, size_t group, size_t run_tokens) {
+                     each_group(group, run_tokens, count, [&](size_t g, size_t of_group, size_t) {
+                         expect(target(out, 0, up, tile, g, of_group), count);
+                     });
                      const bool cold = group == 0;
-                     multiply_tiles(*gate.matrix, x, tile, count, group, group_tokens, cold, gates);
-                     multiply_tiles(*up.matrix, x, tile, count, group, group_tokens, cold, ups);
-                     for (size_t t = 0; t < count; ++t) {
-                         const float* gate_bias =
-                             gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
-                         gate_tile(gates[t], gate_bias, ups[t],
-                                   target(out, 0, up, tile + t, group, group_tokens));
-                     }
+                     multiply_tiles(*gate.matrix, x, tile, count, group, run_tokens, cold, gates.of);
+                     multiply_tiles(*up.matrix, x, tile, count, group, run_tokens, cold, ups.of);
+                     each_group(group, run_tokens, count, [&](size_t g, size_t of_group, size_t place) {
+                         for (size_t t = 0; t < count; ++t) {
+                             const float* gate_bias =
+                                 gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
+                             gate_tile(gates.of[place + t], gate_bias, ups.of[place + t],
+                                       target(out, 0, up, tile + t, g, of_group));
+                         }
+                     });
                  });
     });
 }

@@ -5,6 +5,7 @@
 // threads nor the batch can change an output.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "common/pool.h"
@@ -47,8 +48,11 @@ struct GateTiles {
 };
 
 struct LinearKernels {
-    // results[i] = tile (tile0 + i) times tokens [0, tokens) of group `group`, without bias. Of a
-    // nonfinite token the results are unspecified. `cold`: no cache holds these weights.
+    // Most token groups of one call of multiply: above 1 where weights are unpacked for all of them.
+    size_t groups_max;
+    // results[g * tiles + i] = tile (tile0 + i) times the tokens of group `group` + g, without bias;
+    // `tokens` is the number of all. Of a nonfinite token the results are unspecified. `cold`: no cache
+    // holds these weights.
     void (*multiply)(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles,
                      size_t group, size_t tokens, bool cold, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
@@ -70,6 +74,7 @@ extern const LinearKernels LINEAR_SCALAR;
 #if defined(BATCHENGINE_X86)
 extern const LinearKernels LINEAR_AVX2;
 extern const LinearKernels LINEAR_AVX512;
+extern const LinearKernels LINEAR_AMX;
 #elif defined(BATCHENGINE_ARM)
 extern const LinearKernels LINEAR_NEON;
 extern const LinearKernels LINEAR_I8MM;
@@ -86,6 +91,21 @@ constexpr size_t run_tiles(Kind kind) {
 constexpr size_t REREAD_BYTES = size_t{384} << 10;
 // Least bytes of a piece of a step that streams its weights from memory.
 constexpr size_t STREAM_BYTES = size_t{48} << 10;
+
+constexpr size_t RUN_GROUPS_MAX = 8;  // of any level's groups_max
+
+// The results of one call of multiply.
+struct RunResults {
+    TileResult of[RUN_GROUPS_MAX * RUN_TILES_MAX];
+};
+
+// Calls body(group, its tokens, the place of its first result) for each group of a call of multiply.
+template <class Body>
+void each_group(size_t group, size_t tokens, size_t tiles, Body&& body) {
+    size_t place = 0;
+    for (size_t first = 0; first < tokens; first += GROUP_TOKENS, place += tiles)
+        body(group++, std::min(GROUP_TOKENS, tokens - first), place);
+}
 
 // multiply() of the level in use, then the canonical NaN in every output of a nonfinite token.
 void multiply_tiles(const Matrix& matrix, const Activations& x, size_t tile, size_t tiles, size_t group,

@@ -47,6 +47,18 @@ struct Panel {
           offset(x.offset.data() + group * x.blocks * GROUP_TOKENS),
           sum(x.sum.data() + group * x.blocks * GROUP_TOKENS),
           halves(x.halves.data() + group * x.blocks * GROUP_TOKENS * 2), blocks(x.blocks) {}
+
+    // The panel `groups` groups further on.
+    Panel after(size_t groups) const {
+        Panel panel = *this;
+        const size_t cells = groups * blocks * GROUP_TOKENS;
+        panel.q += cells * BLOCK_WIDTH;
+        panel.scale += cells;
+        panel.offset += cells;
+        panel.sum += cells;
+        panel.halves += 2 * cells;
+        return panel;
+    }
 };
 
 // How far ahead weights are prefetched for one token, which memory bandwidth bounds. Into the second
@@ -180,43 +192,43 @@ void multiply_floats(const uint8_t* tile, size_t bytes, size_t tiles, const Acti
         floats_of<KIND, 1>(tile + t * bytes, bytes, x, token, tokens, results + t);
 }
 
-void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles, size_t group,
-              size_t tokens, bool cold, TileResult* results) {
+// body<Weights>() of a quantised kind; false of a float kind.
+template <class Body>
+bool of_blocks(Kind kind, Body&& body) {
+    switch (kind) {
+        case Kind::q4_0: body.template operator()<WeightsQ4_0>(); return true;
+        case Kind::q4_1: body.template operator()<WeightsQ4_1>(); return true;
+        case Kind::q5_0: body.template operator()<WeightsQ5_0>(); return true;
+        case Kind::q5_1: body.template operator()<WeightsQ5_1>(); return true;
+        case Kind::q8_0: body.template operator()<WeightsQ8_0>(); return true;
+        case Kind::iq4_nl: body.template operator()<WeightsIQ4_NL>(); return true;
+        case Kind::q4_k: body.template operator()<WeightsQ4_K>(); return true;
+        case Kind::q5_k: body.template operator()<WeightsQ5_K>(); return true;
+        case Kind::q6_k: body.template operator()<WeightsQ6_K>(); return true;
+        case Kind::mxfp4: body.template operator()<WeightsMXFP4>(); return true;
+        case Kind::iq4_xs: body.template operator()<WeightsIQ4_XS>(); return true;
+        case Kind::q3_k: body.template operator()<WeightsQ3_K>(); return true;
+        case Kind::f16:
+        case Kind::bf16:
+        case Kind::f32: break;
+    }
+    return false;
+}
+
+[[maybe_unused]] void multiply(const Matrix& matrix, const Activations& x, size_t tile0, size_t tiles,
+                               size_t group, size_t tokens, bool cold, TileResult* results) {
     const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
     const uint8_t* tile = matrix.data + tile0 * bytes;
-    const Panel panel(x, group);
-    switch (matrix.kind) {
-        case Kind::q4_0:
-            return multiply_blocks<WeightsQ4_0>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q4_1:
-            return multiply_blocks<WeightsQ4_1>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q5_0:
-            return multiply_blocks<WeightsQ5_0>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q5_1:
-            return multiply_blocks<WeightsQ5_1>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q8_0:
-            return multiply_blocks<WeightsQ8_0>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::iq4_nl:
-            return multiply_blocks<WeightsIQ4_NL>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q4_k:
-            return multiply_blocks<WeightsQ4_K>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q5_k:
-            return multiply_blocks<WeightsQ5_K>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q6_k:
-            return multiply_blocks<WeightsQ6_K>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::mxfp4:
-            return multiply_blocks<WeightsMXFP4>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::iq4_xs:
-            return multiply_blocks<WeightsIQ4_XS>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::q3_k:
-            return multiply_blocks<WeightsQ3_K>(tile, bytes, tiles, panel, tokens, cold, results);
-        case Kind::f16:
-            return multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
-        case Kind::bf16:
-            return multiply_floats<Kind::bf16>(tile, bytes, tiles, x, group, tokens, results);
-        case Kind::f32:
-            return multiply_floats<Kind::f32>(tile, bytes, tiles, x, group, tokens, results);
-    }
+    const bool is_quantised = of_blocks(matrix.kind, [&]<class Weights>() {
+        multiply_blocks<Weights>(tile, bytes, tiles, Panel(x, group), tokens, cold, results);
+    });
+    if (is_quantised) return;
+    if (matrix.kind == Kind::f16)
+        multiply_floats<Kind::f16>(tile, bytes, tiles, x, group, tokens, results);
+    else if (matrix.kind == Kind::bf16)
+        multiply_floats<Kind::bf16>(tile, bytes, tiles, x, group, tokens, results);
+    else
+        multiply_floats<Kind::f32>(tile, bytes, tiles, x, group, tokens, results);
 }
 
 SIMD_FN V16 biased(const TileResult& result, const float* bias, size_t token) {

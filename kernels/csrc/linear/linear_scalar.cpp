@@ -271,7 +271,8 @@ float multiply_then_add(float a, float b, float c) { return a * b + c; }
 
 }  // namespace
 
-const LinearKernels LINEAR_SCALAR = {multiply,
+const LinearKernels LINEAR_SCALAR = {1,
+                                    multiply,
                                      store,
                                      add,
                                      {{gate<ca::Activation::silu>, gate<ca::Activation::oai>,

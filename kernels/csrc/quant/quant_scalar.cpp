@@ -20,7 +20,7 @@ void quantise_rows_scalar(const float* rows, size_t stride, size_t token, size_t
 }
 
 QuantiseRows quantise_rows() {
-    switch (level()) {
+    switch (vector_level()) {
 #if defined(BATCHENGINE_X86)
         case Level::avx512: return quantise_rows_avx512;
         case Level::avx2: return quantise_rows_avx2;

@@ -70,7 +70,7 @@ extern const DeltaKernels delta_neon;
 
 inline const DeltaKernels& delta_kernels() {
 #if defined(BATCHENGINE_X86)
-    if (level() == Level::avx512) return delta_avx512;
+    if (vector_level() == Level::avx512) return delta_avx512;
     if (level() == Level::avx2) return delta_avx2;
 #elif defined(BATCHENGINE_ARM)
     if (level() != Level::scalar) return delta_neon;

@@ -51,7 +51,7 @@ extern const RowOps rowops_neon;
 
 inline const RowOps& rowops() {
 #if defined(BATCHENGINE_X86)
-    if (level() == Level::avx512) return rowops_avx512;
+    if (vector_level() == Level::avx512) return rowops_avx512;
     if (level() == Level::avx2) return rowops_avx2;
 #elif defined(BATCHENGINE_ARM)
     if (level() != Level::scalar) return rowops_neon;
