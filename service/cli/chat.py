@@ -129,7 +129,7 @@ class Talk:
             raise errors.SESSION_NOT_CHAT(session=session)
         self.begin(session)
         self.history = messages or self.history
-        shown = [f"{one['role']}: {render.plain(one['content'])}" for one in messages]
+        shown = render.message_lines(messages)
         return "\n".join([*shown, f"(session {session} goes on: {len(messages)} messages)"])
 
     def attach(self, path: Path) -> str:

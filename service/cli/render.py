@@ -266,6 +266,21 @@ def plain(text: str) -> str:
     )
 
 
+def message_lines(messages: Sequence[Facts]) -> list[str]:
+    """The history of a session: a line for each message that has text, and one for each call."""
+    lines: list[str] = []
+    for message in messages:
+        name = f" {plain(message['name'])}" if message.get("name") else ""
+        calls: Sequence[Facts] = message.get("tool_calls", ())
+        if message["content"] or not calls:
+            lines.append(f"{message['role']}{name}: {plain(message['content'])}")
+        for call in calls:
+            function: Facts = call["function"]
+            written = f"{function['name']}({function['arguments']})"
+            lines.append(f"{message['role']} calls {plain(written)}")
+    return lines
+
+
 def ms(value: float | None) -> str:
     """A time in ms as text, in seconds from ten on; None = no limit."""
     if value is None:

@@ -271,7 +271,7 @@ def _fork_lines(found: Answer, given: Given) -> list[str]:
 def _message_lines(found: Answer, _: Given) -> list[str]:
     if not found["messages"]:
         return [found.get("text") or "the session has no history"]
-    return [f"{one['role']}: {render.plain(one['content'])}" for one in found["messages"]]
+    return render.message_lines(found["messages"])
 
 
 LINES: dict[str, Callable[[Answer, Given], list[str]]] = {

@@ -77,3 +77,25 @@ def test_a_decision_tells_prompt_tokens_of_the_store_from_those_of_the_session()
     assert "7,792 of the prompt had KV (7,792 of them in pages of the store)" in text
     assert "first  fast  r  no token came" in text
     assert "no limit" not in text
+
+
+def test_the_history_of_a_session_shows_calls_and_their_results() -> None:
+    call = {"id": "call_0", "type": "function"}
+    messages = [
+        {"role": "user", "content": "What is in a.txt?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {**call, "function": {"name": "read", "arguments": '{"path": "a.txt"}'}}
+            ],
+        },
+        {"role": "tool", "name": "read", "content": "red\x1b[31m", "tool_call_id": "call_0"},
+        {"role": "assistant", "content": ""},
+    ]
+    assert render.message_lines(messages) == [
+        "user: What is in a.txt?",
+        'assistant calls read({"path": "a.txt"})',
+        "tool read: red\N{REPLACEMENT CHARACTER}[31m",
+        "assistant: ",
+    ]
