@@ -317,7 +317,8 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
         f"on the file: min={same.min():.6f} median={np.median(same):.6f}"
     )
     middle, worst = 1 - EXACT_MEDIAN, 1 - EXACT_WORST
-    same_middle, same_worst = 1 - COSINE_MIN, 1 - COSINE_MIN + 0.001
+    # Of the file llama.cpp rounds activations its own way, which differs between processors.
+    same_middle, same_worst = 1 - COSINE_MIN, 1 - COSINE_MIN + 0.0015
     if shape.n_v_head:
         middle = max(middle, RECURRENT_MEDIAN * float(np.median(own)))
         worst = max(worst, RECURRENT_WORST * float(own.max()))
