@@ -3,7 +3,7 @@
 // Scores: lane = token. K^0x80 is an unsigned byte, so vpdpbusd starts at -128 * sum(q). A block of
 // R rows x TT token tiles stays in registers, like a small GEMM. Outputs: lane = dim; each 14-bit
 // weight is two 7-bit digits, one vpdpbusd each, and a V tile loaded once serves R rows.
-#include "attention/softmax_avx512.h"
+#include "attention/avx512/softmax.h"
 
 namespace batchengine {
 namespace {

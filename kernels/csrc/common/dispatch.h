@@ -1,7 +1,7 @@
 // The instruction set of the kernels: chosen once at start, forced by BATCHENGINE_ISA or a test.
 //
 // Every level gives the same bits. A kernel family keeps one table of function pointers per level
-// and indexes it with level(), or with vector_level() where tiles serve it nothing.
+// and indexes it with level(), or with vector_level() where it has no unit on tiles.
 #pragma once
 
 #include <string>

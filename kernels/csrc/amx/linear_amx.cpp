@@ -5,7 +5,7 @@
 // registers, whose lanes are rows; there an output is the same chain of fma in block order as on every level.
 // The products of block b + 1 overlap with the folds of block b. A segment of a row tile is unpacked once for
 // all token groups of a call.
-#include "linear/blocks_amx.h"
+#include "amx/blocks_amx.h"
 
 namespace batchengine {
 namespace {

@@ -3,8 +3,8 @@
 // Scores: 16 rows of queries are operand A, a block of 16 tokens' K is operand B as it lies in the page. Outputs:
 // the digits of 64 tokens' weights are A, and V of 16 dims is B; sums stay in tiles for the whole page, so
 // that only the two sums of a digit leave them.
-#include "attention/softmax_avx512.h"
-#include "common/amx.h"
+#include "attention/avx512/softmax.h"
+#include "amx/tiles.h"
 
 namespace batchengine {
 namespace {

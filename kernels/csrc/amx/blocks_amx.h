@@ -2,7 +2,7 @@
 // for many tokens. Helpers that take blocks apart are those of AVX-512.
 #pragma once
 
-#include "common/amx.h"
+#include "amx/tiles.h"
 #include "linear/blocks_avx512.h"
 
 namespace batchengine {
