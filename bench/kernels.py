@@ -337,15 +337,18 @@ def main(argv: list[str]) -> int:
     bench.small_ops()
     if kernels.isa() == "amx-int8" and not args.quick:
         for kind in kernels.KINDS[:-3]:
-            for tokens in (14, 16, 64, 512):
+            for tokens in (14, 16, 18, 64, 512):
                 case = linear_case(bench.pool, bench.rng, kind, tokens, (2048, 4096), 1 << 28)
                 bench.levels(f"linear_{kind}_{tokens}", case)
-        for group, context, queries in (
+        shapes = (
             (2, 512, 512),
             (4, 8192, 256),
             (8, 8192, 256),
             (8, 4096, 1),
-        ):
+            (8, 80, 1),
+            (8, 16, 16),
+        )
+        for group, context, queries in shapes:
             case = attention_case(bench.pool, bench.rng, group, context, queries, 1)
             bench.levels(f"attend_g{group}_{queries}_of_{context}", case)
     details = models(bench, args.model)

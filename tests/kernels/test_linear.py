@@ -10,8 +10,6 @@ import ctypes
 import math
 import mmap
 import os
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -696,41 +694,3 @@ def test_pool_pins_threads_and_restores_the_affinity_of_the_caller() -> None:
     team.run_empty()
     team.close()
     assert os.sched_getaffinity(0) == before
-
-
-def run_with_isa(value: str) -> subprocess.CompletedProcess[str]:
-    code = "import kernels; print(kernels.isa())"
-    environment = {**os.environ, "BATCHENGINE_ISA": value}
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-
-
-def test_the_environment_selects_a_level() -> None:
-    assert run_with_isa("scalar").stdout.strip() == "scalar"
-    assert run_with_isa("").stdout.strip() == k.isa_levels()[-1]
-    failed = run_with_isa("avx1024")
-    assert failed.returncode != 0
-    assert "BATCHENGINE_ISA: instruction set 'avx1024' is unknown" in failed.stderr
-    assert "it supports: scalar" in failed.stderr
-    with pytest.raises(ValueError, match="is unknown or not supported"):
-        k.set_isa("avx1024")
-
-
-@pytest.mark.skipif(k.isa_levels()[-1] != "amx-int8", reason="the processor has no tiles")
-def test_a_process_that_may_not_use_tiles_goes_without() -> None:
-    """Linux refuses them while a thread has a signal stack that is too small for their state."""
-    code = """
-import ctypes
-class Stack(ctypes.Structure):
-    _fields_ = [("at", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
-memory = ctypes.create_string_buffer(8192)
-stack = Stack(ctypes.addressof(memory), 0, 8192)
-assert ctypes.CDLL(None).sigaltstack(ctypes.byref(stack), None) == 0
-import kernels
-print(*kernels.isa_levels(), kernels.isa())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == [*k.isa_levels()[:-1], "avx512-vnni"]

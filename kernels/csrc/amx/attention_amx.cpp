@@ -3,8 +3,8 @@
 // Scores: 16 rows of queries are operand A, a block of 16 tokens' K is operand B as it lies in the page. Outputs:
 // the digits of 64 tokens' weights are A, and V of 16 dims is B; sums stay in tiles for the whole page, so
 // that only the two sums of a digit leave them.
-#include "attention/avx512/softmax.h"
 #include "amx/tiles.h"
+#include "attention/avx512/softmax.h"
 
 namespace batchengine {
 namespace {
@@ -17,12 +17,12 @@ struct Sums {
     alignas(64) int32_t of[TILE][TILE];
 };
 
-// Scores of up to 16 rows from `row` on; AHEAD: prefetches V of the same tokens.
+// Scores of up to 16 rows. `ahead`: V of the same tokens is prefetched.
 struct Scores {
     const PageView& page;
     int head_dim;
     int blocks;
-    const int8_t* q;                         // of the first row
+    const int8_t* q;  // of the first row
     alignas(64) float q_scale[HEAD_BLOCKS_MAX][TILE];  // 0 of rows that there are not
     Sums sums[2] = {};
 
@@ -129,15 +129,16 @@ void each_tile(int rows, Body&& body) {
     for (int row = 0; row < rows; row += TILE) body(row, rows - row < TILE ? rows - row : TILE);
 }
 
-// Fewest rows whose products pay for the tiles, as measured.
-constexpr int ROWS_MIN = 7;
+// Fewest scores of a page that pay for the tiles, as measured: seven rows of 256 tokens.
+constexpr int SCORES_MIN = 7 * 256;
 
 }  // namespace
 
 void page_partials_amx(const PageView& page, int head_dim, const QueryRows& rows,
                        AttentionScratch& scratch, const PagePartials& out) {
-    if (rows.rows < ROWS_MIN) return page_partials_avx512(page, head_dim, rows, scratch, out);
     const int hidden_min = rows.hidden[0], visible_max = rows.visible[rows.rows - 1];
+    if (rows.rows * (visible_max - hidden_min) < SCORES_MIN)
+        return page_partials_avx512(page, head_dim, rows, scratch, out);
     const int first_tile = hidden_min / TILE, tiles = (visible_max + TILE - 1) / TILE;
     each_tile(rows.rows, [&](int row, int count) {
         Scores scores(page, head_dim, rows, row, count);

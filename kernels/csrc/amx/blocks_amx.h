@@ -46,134 +46,70 @@ SIMD_FN void put_nibbles(const uint8_t* block, int8_t (&to)[GROUPS][64]) {
 }
 
 template <int ZERO>
-SIMD_FN void put_five_bits(const FiveBits& block, int8_t (&to)[GROUPS][64]) {
+SIMD_FN void put_five_bits(const FiveBits* block, int8_t (&to)[GROUPS][64]) {
     repeat<GROUPS>(EACH(g) {
-        put(to[g], _mm512_sub_epi8(five_bits<g>(block), _mm512_set1_epi8(ZERO)));
+        put(to[g], _mm512_sub_epi8(five_bits<g>(*block), _mm512_set1_epi8(ZERO)));
     });
 }
 
-// Of each kind: its packed unit, and block(unit, i, to, b), which unpacks block i of a unit as block b of `to`.
-template <class Weights>
-struct Unpack;
+// Bytes hold weight + 128.
+SIMD_FN void put_bytes(const uint8_t* block, int8_t (&to)[GROUPS][64]) {
+    const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
+    UNROLL for (size_t g = 0; g < GROUPS; ++g)
+        put(to[g], _mm512_xor_si512(_mm512_load_si512(block + 64 * g), flip));
+}
 
-// Kinds of two blocks, each with a scale.
-template <class Packed>
-struct UnpackPair {
-    static constexpr int PARTS = 1;
+// Scales of block i of a packed unit, by its layout, and how they are folded.
+template <class Packed_>
+struct PairScales {
+    using Packed = Packed_;
     static constexpr FoldKind FOLD = FoldKind::scale;
-    SIMD_FN void scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
+    SIMD_FN void put_scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
         to.scale[b] = halves_at(unit.d[i]);
     }
 };
-template <>
-struct Unpack<WeightsQ4_0> : UnpackPair<PackedQ4_0> {
-    using Packed = PackedQ4_0;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, i, to, b);
-        put_nibbles<Number<8>>(block_at(unit, i), to.weights[b][0]);
-    }
-};
-template <>
-struct Unpack<WeightsIQ4_NL> : UnpackPair<PackedQ4_0> {
-    using Packed = PackedQ4_0;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, i, to, b);
-        put_nibbles<Entry<IQ4_VALUES>>(block_at(unit, i), to.weights[b][0]);
-    }
-};
-template <>
-struct Unpack<WeightsQ5_0> : UnpackPair<PackedQ5_0> {
-    using Packed = PackedQ5_0;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, i, to, b);
-        put_five_bits<16>(*block_at(unit, i), to.weights[b][0]);
-    }
-};
-template <>
-struct Unpack<WeightsQ8_0> : UnpackPair<PackedQ8_0> {
-    using Packed = PackedQ8_0;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, i, to, b);
-        const __m512i flip = _mm512_set1_epi8(static_cast<char>(0x80));
-        UNROLL for (size_t g = 0; g < GROUPS; ++g)
-            put(to.weights[b][0][g],
-                _mm512_xor_si512(_mm512_load_si512(block_at(unit, i) + 64 * g), flip));
-    }
-};
-
-template <>
-struct Unpack<WeightsMXFP4> {
+struct PowerScales {
     using Packed = PackedMXFP4;
-    static constexpr int PARTS = 1;
     static constexpr FoldKind FOLD = FoldKind::power;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
+    SIMD_FN void put_scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
         to.scale[b] = power_at(unit.field[i]);
-        put_nibbles<Entry<MXFP4_VALUES>>(block_at(unit, i), to.weights[b][0]);
     }
 };
-
-// Kinds of one block with a scale and a minimum.
-template <class Packed>
-struct UnpackMinimum {
-    static constexpr int PARTS = 1;
+template <class Packed_>
+struct MinimumScales {
+    using Packed = Packed_;
     static constexpr FoldKind FOLD = FoldKind::scale_and_minimum;
-    SIMD_FN void scales(const Packed& unit, Operands<1>& to, size_t b) {
+    SIMD_FN void put_scales(const Packed& unit, size_t, Operands<1>& to, size_t b) {
         to.scale[b] = halves_at(unit.d);
         to.minimum[b] = halves_at(unit.m);
     }
 };
-template <>
-struct Unpack<WeightsQ4_1> : UnpackMinimum<PackedQ4_1> {
-    using Packed = PackedQ4_1;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, to, b);
-        put_nibbles<Plain>(block_at(unit, i), to.weights[b][0]);
-    }
-};
-template <>
-struct Unpack<WeightsQ5_1> : UnpackMinimum<PackedQ5_1> {
-    using Packed = PackedQ5_1;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, to, b);
-        put_five_bits<0>(*block_at(unit, i), to.weights[b][0]);
-    }
-};
-
-// Superblocks whose sub-blocks have a scale and a minimum; the products are exact.
-template <class Packed>
-struct UnpackSuperblock {
-    static constexpr int PARTS = 1;
+// Of superblocks the products with the scales of sub-blocks are exact.
+template <class Packed_>
+struct SuperblockScales {
+    using Packed = Packed_;
     static constexpr FoldKind FOLD = FoldKind::scale_and_minimum;
-    SIMD_FN void scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
+    SIMD_FN void put_scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
         to.scale[b] = _mm512_mul_ps(halves_at(unit.d), bytes_at(unit.scale[i]));
         to.minimum[b] = _mm512_mul_ps(halves_at(unit.m), bytes_at(unit.min[i]));
     }
 };
-template <>
-struct Unpack<WeightsQ4_K> : UnpackSuperblock<PackedQ4_K> {
-    using Packed = PackedQ4_K;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, i, to, b);
-        put_nibbles<Plain>(block_at(unit, i), to.weights[b][0]);
-    }
-};
-template <>
-struct Unpack<WeightsQ5_K> : UnpackSuperblock<PackedQ5_K> {
-    using Packed = PackedQ5_K;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
-        scales(unit, i, to, b);
-        put_five_bits<0>(*block_at(unit, i), to.weights[b][0]);
-    }
-};
-template <>
-struct Unpack<WeightsIQ4_XS> {
+struct SignedScales {
     using Packed = PackedIQ4_XS;
-    static constexpr int PARTS = 1;
     static constexpr FoldKind FOLD = FoldKind::scale;
-    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
+    SIMD_FN void put_scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
         to.scale[b] =
             _mm512_mul_ps(halves_at(unit.d), _mm512_cvtepi32_ps(signed_bytes_at(unit.scale[i])));
-        put_nibbles<Entry<IQ4_VALUES>>(block_at(unit, i), to.weights[b][0]);
+    }
+};
+
+// A kind by its scales and by what unpacks the weights of a block.
+template <class Scales, auto PUT_WEIGHTS>
+struct UnpackBlocks : Scales {
+    static constexpr int PARTS = 1;
+    SIMD_FN void block(const typename Scales::Packed& unit, size_t i, Operands<1>& to, size_t b) {
+        Scales::put_scales(unit, i, to, b);
+        PUT_WEIGHTS(block_at(unit, i), to.weights[b][0]);
     }
 };
 
@@ -206,6 +142,30 @@ struct UnpackHalves {
         });
     }
 };
+
+// Of each kind: its packed unit, and block(unit, i, to, b), which unpacks block i of a unit as block b of `to`.
+template <class Weights>
+struct Unpack;
+template <>
+struct Unpack<WeightsQ4_0> : UnpackBlocks<PairScales<PackedQ4_0>, put_nibbles<Number<8>>> {};
+template <>
+struct Unpack<WeightsIQ4_NL> : UnpackBlocks<PairScales<PackedQ4_0>, put_nibbles<Entry<IQ4_VALUES>>> {};
+template <>
+struct Unpack<WeightsQ5_0> : UnpackBlocks<PairScales<PackedQ5_0>, put_five_bits<16>> {};
+template <>
+struct Unpack<WeightsQ8_0> : UnpackBlocks<PairScales<PackedQ8_0>, put_bytes> {};
+template <>
+struct Unpack<WeightsMXFP4> : UnpackBlocks<PowerScales, put_nibbles<Entry<MXFP4_VALUES>>> {};
+template <>
+struct Unpack<WeightsQ4_1> : UnpackBlocks<MinimumScales<PackedQ4_1>, put_nibbles<Plain>> {};
+template <>
+struct Unpack<WeightsQ5_1> : UnpackBlocks<MinimumScales<PackedQ5_1>, put_five_bits<0>> {};
+template <>
+struct Unpack<WeightsQ4_K> : UnpackBlocks<SuperblockScales<PackedQ4_K>, put_nibbles<Plain>> {};
+template <>
+struct Unpack<WeightsQ5_K> : UnpackBlocks<SuperblockScales<PackedQ5_K>, put_five_bits<0>> {};
+template <>
+struct Unpack<WeightsIQ4_XS> : UnpackBlocks<SignedScales, put_nibbles<Entry<IQ4_VALUES>>> {};
 template <>
 struct Unpack<WeightsQ6_K> : UnpackHalves<PackedQ6_K, 32> {};
 template <>

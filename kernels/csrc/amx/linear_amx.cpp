@@ -71,10 +71,10 @@ struct Next {
     const uint8_t* packed;
     size_t lines;  // of all blocks; 0: nothing
 
-    SIMD_FN void fetch(const Next& next, size_t block, size_t blocks) {
-        const size_t end = next.lines * (block + 1) / blocks;
-        for (size_t line = next.lines * block / blocks; line < end; ++line)
-            __builtin_prefetch(next.packed + line * CACHE_LINE, 0, 2);
+    void fetch(size_t block, size_t blocks) const {
+        const size_t end = lines * (block + 1) / blocks;
+        for (size_t line = lines * block / blocks; line < end; ++line)
+            __builtin_prefetch(packed + line * CACHE_LINE, 0, 2);
     }
 };
 
@@ -91,7 +91,7 @@ void multiply_segment(const Operands<PARTS>& from, const Panel& x, size_t first,
     for (size_t b = 0; b < blocks; ++b) {
         if (b + 1 < blocks)
             sum_block(q + (b + 1) * GROUP_TOKENS * BLOCK_WIDTH, from, b + 1, sums[(b + 1) % 2]);
-        if (next.lines > 0) Next::fetch(next, b, blocks);
+        if (next.lines > 0) next.fetch(b, blocks);
         fold_block<FOLD>(acc, sums[b % 2], from, b, x.scale + cell + b * GROUP_TOKENS,
                          x.sum + cell + b * GROUP_TOKENS);
     }
@@ -125,26 +125,28 @@ void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Pane
     }
 }
 
-// Fewest tokens whose products pay for unpacking, as measured: with two parts it takes five times as long.
+// Fewest tokens whose products pay for unpacking, as measured: with two parts it takes five times as long. Fewer
+// of a last group than LAST_TOKENS_MIN take less time without tiles.
 template <int PARTS>
 constexpr size_t TOKENS_MIN = PARTS == 1 ? 13 : 48;
+constexpr size_t LAST_TOKENS_MIN = 8;
 
 void multiply_with_tiles(const Matrix& matrix, const Activations& x, size_t tile, size_t tiles,
                          size_t group, size_t tokens, bool cold, TileResult* results) {
-    bool done = false;
+    const size_t last = tokens % GROUP_TOKENS;
+    const size_t many = last < LAST_TOKENS_MIN ? tokens - last : tokens;
+    size_t first = 0;  // token that tiles leave
     of_blocks(matrix.kind, [&]<class Weights>() {
-        done = tokens >= TOKENS_MIN<Unpack<Weights>::PARTS>;
-        if (!done) return;
+        if (many < TOKENS_MIN<Unpack<Weights>::PARTS>) return;
         const size_t bytes = tile_bytes(matrix.kind, matrix.cols);
-        multiply_blocks<Weights>(matrix.data + tile * bytes, bytes, tiles, Panel(x, group), tokens, cold,
+        multiply_blocks<Weights>(matrix.data + tile * bytes, bytes, tiles, Panel(x, group), many, cold,
                                  results);
+        first = many;
     });
-    if (done) return;
-    for (size_t first = 0; first < tokens; first += GROUP_TOKENS) {
+    for (; first < tokens; first += GROUP_TOKENS) {
         const size_t now = tokens - first < GROUP_TOKENS ? tokens - first : GROUP_TOKENS;
-        LINEAR_AVX512.multiply(matrix, x, tile, tiles, group, now, cold && first == 0, results);
-        group += 1;
-        results += tiles;
+        LINEAR_AVX512.multiply(matrix, x, tile, tiles, group + first / GROUP_TOKENS, now,
+                               cold && first == 0, results + first / GROUP_TOKENS * tiles);
     }
 }
 

@@ -55,7 +55,7 @@ void bind_isa(nb::module_& module) {
             if (part == "gating")
                 golden_gating(pool, golden);
             else if (part == "many_tokens")
-                golden_many_tokens(pool, golden);
+                golden_many_tokens(golden);
             else
                 golden_later_kind(pool, kind_of(part), golden);
             return list_of(golden);

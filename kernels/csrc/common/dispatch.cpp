@@ -42,12 +42,14 @@ bool supported(Level candidate) {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
-    static const bool tiles = avx512 && tiles_permitted();
     switch (candidate) {
         case Level::scalar: return true;
         case Level::avx2: return avx2;
         case Level::avx512: return avx512;
-        case Level::amx: return tiles;
+        case Level::amx: {
+            static const bool permitted = avx512 && tiles_permitted();
+            return permitted;
+        }
         default: return false;
     }
 #elif defined(BATCHENGINE_ARM)
@@ -80,16 +82,17 @@ Level level() { return static_cast<Level>(current.load(std::memory_order_relaxed
 Level vector_level() { return level() == Level::amx ? Level::avx512 : level(); }
 
 void set_level(const std::string& name) {
-    std::string choices;
-    for (const Level candidate : levels_supported()) {
-        if (name == level_name(candidate)) {
-            current.store(static_cast<int>(candidate));
-            return;
-        }
-        choices += std::string(choices.empty() ? "" : ", ") + level_name(candidate);
+    for (int i = 0; i < LEVEL_COUNT; ++i) {
+        const Level candidate = static_cast<Level>(i);
+        if (name != level_name(candidate) || !supported(candidate)) continue;
+        current.store(i);
+        return;
     }
-    throw std::invalid_argument("instruction set '" + name + "' is unknown or not supported by " +
-                                "this processor; it supports: " + choices);
+    std::string choices;
+    for (const Level candidate : levels_supported())
+        choices += std::string(choices.empty() ? "" : ", ") + level_name(candidate);
+    throw std::invalid_argument("instruction set '" + name + "' is unknown or not supported: this " +
+                                "machine lacks it or does not permit it; it supports: " + choices);
 }
 
 void choose_level_from_environment() {

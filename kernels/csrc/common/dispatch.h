@@ -12,7 +12,7 @@ namespace batchengine {
 enum class Level : int { scalar, avx2, avx512, amx, neon_dotprod, neon_i8mm };
 constexpr int LEVEL_COUNT = 6;
 
-const char* level_name(Level level);          // "scalar", "avx2", "avx512-vnni", "neon-dotprod", ...
+const char* level_name(Level level);          // "scalar", "avx512-vnni", "amx-int8", ...
 std::vector<Level> levels_supported();        // in rising order, scalar first
 Level level();                                // the one in use
 Level vector_level();                         // the same, with AVX-512 for AMX, which has it besides

@@ -6,8 +6,8 @@
 namespace batchengine {
 
 // Giga-operations per second (a multiply and an add count as two) of the int8 dots of the level in
-// use, those of vectors where it has tiles, on `threads` threads for about `seconds`: the sum of what each did in its best 5 ms. 0 where
-// a level has none.
+// use, those of vectors where it has tiles, on `threads` threads for about `seconds`: the sum of what
+// each did in its best 5 ms. 0 where a level has none.
 double peak_int8_gops(int threads, double seconds);
 
 // The same of fp32 fma, the roof of float matrices.

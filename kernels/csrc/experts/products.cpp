@@ -64,8 +64,8 @@ void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
             const size_t first = piece % cuts * cut, bank = of.expert * tiles;
             walk(pairs, of, first, std::min(tiles, first + cut), run, kernels.groups_max,
                  [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
-                     multiply_tiles(gate, x, bank + tile, count, group, rows, cold, gates.of);
-                     multiply_tiles(up, x, bank + tile, count, group, rows, cold, ups.of);
+                     multiply_tiles(kernels, gate, x, bank + tile, count, group, rows, cold, gates.of);
+                     multiply_tiles(kernels, up, x, bank + tile, count, group, rows, cold, ups.of);
                      each_group(group, rows, count, [&](size_t g, size_t of_group, size_t place) {
                          float* to = out.row(g * GROUP_TOKENS) + tile * TILE_ROWS;
                          for (size_t t = 0; t < count; ++t)
@@ -102,7 +102,7 @@ void pairs_add(Pool& pool, const Activations& x, const LinearPart& down_part,
                 const size_t bank = of.expert * tiles;
                 walk(pairs, of, first, end, run, kernels.groups_max,
                      [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
-                         multiply_tiles(down, x, bank + tile, count, group, rows, cold, results.of);
+                         multiply_tiles(kernels, down, x, bank + tile, count, group, rows, cold, results.of);
                          each_group(group, rows, count, [&](size_t g, size_t of_group, size_t place) {
                              const size_t row = g * GROUP_TOKENS;
                              for (size_t t = 0; t < count; ++t)

@@ -59,6 +59,6 @@ void golden_sample(Pool& pool, Golden& golden);     // sampling
 void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates
 void golden_gating(Pool& pool, Golden& golden);     // choices of experts by other functions than softmax
-void golden_many_tokens(Pool& pool, Golden& golden);  // linear kernels that some levels use for many token groups
+void golden_many_tokens(Golden& golden);  // linear kernels that some levels use for many token groups
 
 }  // namespace batchengine

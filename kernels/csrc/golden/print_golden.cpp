@@ -144,7 +144,7 @@ void print_level(Pool& pool) {
     golden_recurrent(pool, golden);
     for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
     golden_gating(pool, golden);
-    golden_many_tokens(pool, golden);
+    golden_many_tokens(golden);
     Shapes shapes(pool, golden);
     for (int kind = 0; kind < KIND_COUNT; ++kind) shapes.linear_of(static_cast<Kind>(kind));
     for (size_t head_dim = 32; head_dim <= HEAD_DIM_MAX; head_dim += 32) shapes.attention_of(head_dim);

@@ -28,8 +28,8 @@ struct Plan {
 
 // Pieces are as large as balance allows, in rows first: a longer run over tokens reuses the weights.
 // They are cut at multiples of `run` row tiles, so that all but the last run is whole; with many
-// token groups at twice that, because a smaller piece reads the activations more often. A level that unpacks
-// weights for several groups gets half as many as it takes, at least.
+// token groups at twice that, because a smaller piece reads the activations more often. Where weights are
+// unpacked for several groups, a piece has half as many at least, if there is a piece for every thread.
 Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t groups_max, size_t tokens,
           int threads) {
     const size_t groups = div_up(tokens, GROUP_TOKENS);
@@ -45,9 +45,11 @@ Plan plan(size_t tiles, size_t bytes_per_tile, size_t run, size_t groups_max, si
                                     std::max(run, REREAD_BYTES / bytes_per_tile / run * run));
     made.tile_chunks = div_up(tiles, made.chunk_tiles);
     made.chunk_groups = groups;
-    if (!few && made.tile_chunks < wanted)
-        made.chunk_groups =
-            std::max(div_up(groups_max, 2), groups * made.tile_chunks / wanted);
+    if (!few && made.tile_chunks < wanted) {
+        const size_t chunks = groups * made.tile_chunks;
+        const size_t each = std::max<size_t>(1, chunks / static_cast<size_t>(threads));
+        made.chunk_groups = std::max(std::min(div_up(groups_max, 2), each), chunks / wanted);
+    }
     made.group_chunks = div_up(groups, made.chunk_groups);
     return made;
 }
@@ -112,8 +114,8 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
     for (const LinearPart& part : parts) {
         const Plan made = plan(tile_count(*part.matrix),
                                tile_bytes(part.matrix->kind, part.matrix->cols),
-                               run_tiles(part.matrix->kind), kernels.groups_max, tokens,
-                               pool.threads());
+                               run_tiles(part.matrix->kind),
+                               run_groups(kernels, part.matrix->kind), tokens, pool.threads());
         pieces += made.pieces();
         parts_cut.push_back({&part, made, column, pieces});
         column += part.matrix->rows;
@@ -128,12 +130,14 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
             const Piecewise& mine = parts_cut[i];
             const size_t piece = index - (mine.piece_end - mine.plan.pieces());
             const Matrix& matrix = *mine.part->matrix;
-            walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind), kernels.groups_max,
+            walk(mine.plan, piece, tile_count(matrix), tokens, run_tiles(matrix.kind),
+                 run_groups(kernels, matrix.kind),
                  [&](size_t tile, size_t tiles, size_t group, size_t count) {
                      each_group(group, count, tiles, [&](size_t g, size_t of_group, size_t) {
                          expect(target(out, mine.column, *mine.part, tile, g, of_group), tiles);
                      });
-                     multiply_tiles(matrix, x, tile, tiles, group, count, group == 0, results.of);
+                     multiply_tiles(kernels, matrix, x, tile, tiles, group, count, group == 0,
+                                    results.of);
                      each_group(group, count, tiles, [&](size_t g, size_t of_group, size_t place) {
                          for (size_t t = 0; t < tiles; ++t)
                              finish_tile(results.of[place + t],
@@ -160,9 +164,9 @@ const LinearKernels& linear_kernels() {
     }
 }
 
-void multiply_tiles(const Matrix& matrix, const Activations& x, size_t tile, size_t tiles, size_t group,
-                    size_t tokens, bool cold, TileResult* results) {
-    linear_kernels().multiply(matrix, x, tile, tiles, group, tokens, cold, results);
+void multiply_tiles(const LinearKernels& kernels, const Matrix& matrix, const Activations& x, size_t tile,
+                    size_t tiles, size_t group, size_t tokens, bool cold, TileResult* results) {
+    kernels.multiply(matrix, x, tile, tiles, group, tokens, cold, results);
     const uint8_t* nonfinite = x.nonfinite.data() + group * GROUP_TOKENS;
     for (size_t token = 0; token < tokens; ++token)
         if (nonfinite[token])
@@ -189,21 +193,25 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
     const GateTile gate_tile = kernels.gate(activation);
     const size_t tiles = tile_count(*gate.matrix);
     const size_t run = std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind));
+    const size_t groups_max =
+        std::min(run_groups(kernels, gate.matrix->kind), run_groups(kernels, up.matrix->kind));
     const Plan made = plan(tiles, tile_bytes(gate.matrix->kind, gate.matrix->cols) +
                                       tile_bytes(up.matrix->kind, up.matrix->cols),
-                           run, kernels.groups_max, tokens, pool.threads());
+                           run, groups_max, tokens, pool.threads());
     Shares shares(made.pieces(), ranges(pool, tokens));
     pool.run([&](int ith, int) {
         RunResults gates, ups;
         for (size_t piece; shares.take(ith, &piece);)
-            walk(made, piece, tiles, tokens, run, kernels.groups_max,
+            walk(made, piece, tiles, tokens, run, groups_max,
                  [&](size_t tile, size_t count, size_t group, size_t run_tokens) {
                      each_group(group, run_tokens, count, [&](size_t g, size_t of_group, size_t) {
                          expect(target(out, 0, up, tile, g, of_group), count);
                      });
                      const bool cold = group == 0;
-                     multiply_tiles(*gate.matrix, x, tile, count, group, run_tokens, cold, gates.of);
-                     multiply_tiles(*up.matrix, x, tile, count, group, run_tokens, cold, ups.of);
+                     multiply_tiles(kernels, *gate.matrix, x, tile, count, group, run_tokens, cold,
+                                    gates.of);
+                     multiply_tiles(kernels, *up.matrix, x, tile, count, group, run_tokens, cold,
+                                    ups.of);
                      each_group(group, run_tokens, count, [&](size_t g, size_t of_group, size_t place) {
                          for (size_t t = 0; t < count; ++t) {
                              const float* gate_bias =

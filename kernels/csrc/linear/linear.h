@@ -107,9 +107,15 @@ void each_group(size_t group, size_t tokens, size_t tiles, Body&& body) {
         body(group++, std::min(GROUP_TOKENS, tokens - first), place);
 }
 
-// multiply() of the level in use, then the canonical NaN in every output of a nonfinite token.
-void multiply_tiles(const Matrix& matrix, const Activations& x, size_t tile, size_t tiles, size_t group,
-                    size_t tokens, bool cold, TileResult* results);
+// Token groups that run together: more of float weights would share nothing.
+constexpr size_t run_groups(const LinearKernels& kernels, Kind kind) {
+    return kind < Kind::f16 ? kernels.groups_max : 1;
+}
+
+// kernels.multiply(), then the canonical NaN in every output of a nonfinite token. Callers read
+// linear_kernels() once: by another level than its groups_max a call may be too large.
+void multiply_tiles(const LinearKernels& kernels, const Matrix& matrix, const Activations& x, size_t tile, size_t tiles,
+                    size_t group, size_t tokens, bool cold, TileResult* results);
 
 struct LinearPart {
     const Matrix* matrix;

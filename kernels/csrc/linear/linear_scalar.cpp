@@ -272,7 +272,7 @@ float multiply_then_add(float a, float b, float c) { return a * b + c; }
 }  // namespace
 
 const LinearKernels LINEAR_SCALAR = {1,
-                                    multiply,
+                                     multiply,
                                      store,
                                      add,
                                      {{gate<ca::Activation::silu>, gate<ca::Activation::oai>,
