@@ -54,7 +54,7 @@ print(*kernels.isa_levels(), kernels.isa())
 
 @pytest.mark.skipif(k.isa_levels()[-1] != "amx-int8", reason="the processor has no tiles")
 def test_a_lower_level_asks_for_no_tiles() -> None:
-    """Whoever has asked for them needs larger signal stacks."""
+    """A process that has asked for them needs larger signal stacks."""
     code = """
 import ctypes
 import kernels
