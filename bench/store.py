@@ -32,7 +32,7 @@ from kv_store.pages.index import PageEvent, PageRef
 from kv_store.pages.pool import Ticket
 from kv_store.store import Store, StoreSettings
 
-LAYOUT = PageLayout(1, 1, 32)  # the smallest page: the figures do not depend on its size
+LAYOUT = PageLayout.uniform(1, 1, 32)  # the smallest page: the figures do not depend on its size
 DESCRIPTOR = Descriptor("aa" * 32, "bb" * 32, "bench", LAYOUT)
 TIMELINE_PAGES = 512  # 128K tokens
 SALT = b"bench"

@@ -634,9 +634,7 @@ def _layout_of(descriptor: Any) -> PageLayout | None:
     """The page layout that a stored descriptor names, without the model it describes."""
     try:
         fields = cast(dict[str, str], json.loads(descriptor))
-        layout = PageLayout(
-            int(fields["n_layer"]), int(fields["n_kv_head"]), int(fields["head_dim"])
-        )
+        layout = PageLayout.from_text(fields["n_layer"], fields["n_kv_head"], fields["head_dim"])
         return layout if fields["layout_id"] == layout.layout_id else None
     except (ValueError, TypeError, KeyError, StoreError):
         return None

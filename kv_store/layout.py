@@ -11,15 +11,18 @@ One head, D = head_dim (all integers little-endian):
     V scale fp16 [256]                    one per token
 
 Heads in order inside a layer, layers in order inside a page; then zeros up to a multiple of 64 KiB.
+Layers may differ in their heads.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +34,9 @@ PAGE_TOKENS = 256
 PAGE_ALIGN_BYTES = 64 * 1024  # covers every page size in use and the alignment of direct I/O
 KV_DTYPE = "kv8-v1"
 Page = bytes | bytearray | memoryview
+Part = npt.NDArray[np.unsignedinteger[Any]]
 K_SCALE_DIMS = 32
+LAYERS_MAX = 1 << 16
 
 # One row of the arena's sidecar: token id, 1 if written, XXH3-64 of the row's bytes.
 ROW_RECORD_DTYPE = np.dtype([("token", "<u4"), ("valid", "<u4"), ("digest", "<u8")])
@@ -39,19 +44,11 @@ ROW_RECORDS_BYTES = PAGE_TOKENS * ROW_RECORD_DTYPE.itemsize
 assert ROW_RECORDS_BYTES == 4096
 
 
-@dataclass(frozen=True, slots=True)
-class PageLayout:
-    """Shape of a page. head_dim is a multiple of 32; sizes below are in bytes."""
+class KvHeads(NamedTuple):
+    """The KV heads of one layer. head_dim is a multiple of 32; sizes below are in bytes."""
 
-    n_layer: int
     n_kv_head: int
     head_dim: int
-
-    def __post_init__(self) -> None:
-        if self.n_layer < 1 or self.n_kv_head < 1:
-            raise ValueError(f"a page needs layers and heads, got {self}")
-        if self.head_dim < 32 or self.head_dim % K_SCALE_DIMS:
-            raise ValueError(f"head_dim must be a multiple of {K_SCALE_DIMS}, got {self.head_dim}")
 
     @property
     def k_bytes(self) -> int:
@@ -70,8 +67,36 @@ class PageLayout:
         return self.k_bytes + self.k_scale_bytes + self.v_bytes + PAGE_TOKENS * 2
 
     @property
+    def layer_bytes(self) -> int:
+        return self.n_kv_head * self.head_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """Shape of a page: the heads of each layer. Sizes are in bytes."""
+
+    layers: tuple[KvHeads, ...]
+
+    @classmethod
+    def uniform(cls, n_layer: int, n_kv_head: int, head_dim: int) -> Self:
+        """A page whose layers are all alike."""
+        return cls((KvHeads(n_kv_head, head_dim),) * n_layer)
+
+    def __post_init__(self) -> None:
+        if not self.layers or any(heads.n_kv_head < 1 for heads in self.layers):
+            raise ValueError(f"a page needs layers and heads, got {self}")
+        for heads in self.layers:
+            if heads.head_dim < 32 or heads.head_dim % K_SCALE_DIMS:
+                why = f"must be a multiple of {K_SCALE_DIMS}, got {heads.head_dim}"
+                raise ValueError(f"head_dim {why}")
+
+    @property
+    def n_layer(self) -> int:
+        return len(self.layers)
+
+    @property
     def payload_bytes(self) -> int:
-        return self.n_layer * self.n_kv_head * self.head_bytes
+        return sum(heads.layer_bytes for heads in self.layers)
 
     @property
     def page_bytes(self) -> int:
@@ -83,12 +108,35 @@ class PageLayout:
         return self.payload_bytes // PAGE_TOKENS
 
     @property
+    def heads_text(self) -> tuple[str, str]:
+        """n_kv_head and head_dim as text: one number if all layers are alike, else one for each."""
+        layers = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
+        return (
+            ",".join(str(heads.n_kv_head) for heads in layers),
+            ",".join(str(heads.head_dim) for heads in layers),
+        )
+
+    @classmethod
+    def from_text(cls, n_layer: str, n_kv_head: str, head_dim: str) -> Self:
+        """The layout of such texts. Raises ValueError for any others, and for absurd sizes."""
+        n = int(n_layer)
+        each = [[int(value) for value in text.split(",")] for text in (n_kv_head, head_dim)]
+        if not 1 <= n <= LAYERS_MAX:
+            raise ValueError(f"a page has no {n} layers")
+        layers = tuple(map(KvHeads, *each))
+        layout = cls(layers * n if len(layers) == 1 else layers)
+        if layout.n_layer != n or layout.heads_text != (n_kv_head, head_dim):
+            raise ValueError(f"{n_kv_head!r} heads of {head_dim!r} dims are not {n} layers")
+        return layout
+
+    @property
     def layout_id(self) -> str:
         """Hex SHA-256 of the layout's description: equal id = bytes may be exchanged."""
+        n_kv_head, head_dim = self.heads_text
         text = (
             f"{KV_DTYPE};tokens={PAGE_TOKENS};k=[16][D/4][16][4];ks=[16][D/32][16]f16;"
-            f"v=[64][D][4];vs=[256]f16;layers={self.n_layer};kv_heads={self.n_kv_head};"
-            f"head_dim={self.head_dim};align={PAGE_ALIGN_BYTES}"
+            f"v=[64][D][4];vs=[256]f16;layers={self.n_layer};kv_heads={n_kv_head};"
+            f"head_dim={head_dim};align={PAGE_ALIGN_BYTES}"
         )
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -97,13 +145,17 @@ class PageLayout:
     ) -> npt.NDArray[np.uint8]:
         """The bytes of rows [first, first+count): shape (count, row_bytes), layers and heads in
         order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale. A row record's digest covers them."""
-        parts = list[npt.NDArray[np.uint8]]()
-        for part in self._parts(page):
-            heads, _, inner, _ = part.shape
-            rows = part.transpose(0, 1, 3, 2).reshape(heads, PAGE_TOKENS, inner)
-            parts.append(rows[:, first : first + count].view(np.uint8))
-        joined = np.concatenate(parts, axis=2)
-        return np.ascontiguousarray(joined.transpose(1, 0, 2)).reshape(count, self.row_bytes)
+        found = list[npt.NDArray[np.uint8]]()
+        for parts in self._runs(page):
+            joined = list[npt.NDArray[np.uint8]]()
+            for part in parts:
+                heads, _, inner, _ = part.shape
+                rows = part.transpose(0, 1, 3, 2).reshape(heads, PAGE_TOKENS, inner)
+                joined.append(rows[:, first : first + count].view(np.uint8))
+            of_heads = np.concatenate(joined, axis=2)
+            width = of_heads.shape[0] * of_heads.shape[2]
+            found.append(np.ascontiguousarray(of_heads.transpose(1, 0, 2)).reshape(count, width))
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=1)
 
     def copy_rows(self, source: Page, target: bytearray | memoryview, count: int) -> None:
         """Copy rows [0, count) of one page into another; nothing else of `target` changes."""
@@ -122,28 +174,35 @@ class PageLayout:
                 whole += 1
             part[:, whole:] = 0
 
-    def _parts(self, page: Page) -> tuple[npt.NDArray[np.unsignedinteger[Any]], ...]:
-        """Views of K, K scale, V, V scale of a page, each (heads, groups, inner, tokens of one
-        group); one group is contiguous in memory."""
-        d = self.head_dim
-        flat = np.frombuffer(page, np.uint8, self.payload_bytes).reshape(-1, self.head_bytes)
-        k, ks, v, vs = np.split(
-            flat, np.cumsum([self.k_bytes, self.k_scale_bytes, self.v_bytes]).tolist(), axis=1
-        )
-        heads = len(flat)
-        return (
-            k.view("<u4").reshape(heads, 16, d // 4, 16),
-            ks.view("<u2").reshape(heads, 16, d // 32, 16),
-            v.reshape(heads, 64, d, 4),
-            vs.view("<u2").reshape(heads, 1, 1, 256),
-        )
+    def _parts(self, page: Page) -> Iterator[Part]:
+        return itertools.chain.from_iterable(self._runs(page))
+
+    def _runs(self, page: Page) -> Iterator[tuple[Part, ...]]:
+        """For each run of layers that are alike views of K, K scale, V, V scale of a page, each
+        (heads, groups, inner, tokens of one group); one group is contiguous in memory."""
+        at, memory = 0, np.frombuffer(page, np.uint8, self.payload_bytes)
+        for of, layers in itertools.groupby(self.layers):
+            size = of.layer_bytes * sum(1 for _ in layers)
+            flat = memory[at : at + size].reshape(-1, of.head_bytes)
+            at += size
+            d, heads = of.head_dim, len(flat)
+            k, ks, v, vs = np.split(
+                flat, np.cumsum([of.k_bytes, of.k_scale_bytes, of.v_bytes]).tolist(), axis=1
+            )
+            yield (
+                k.view("<u4").reshape(heads, 16, d // 4, 16),
+                ks.view("<u2").reshape(heads, 16, d // 32, 16),
+                v.reshape(heads, 64, d, 4),
+                vs.view("<u2").reshape(heads, 1, 1, 256),
+            )
 
 
 # The smallest and a common shape, computed by hand: the formulas above must not change.
-assert PageLayout(1, 1, 32).head_bytes == 8192 + 512 + 8192 + 512
-assert PageLayout(28, 8, 128).payload_bytes == 28 * 8 * (2 * 32768 + 2048 + 512)
-assert PageLayout(28, 8, 128).page_bytes == 233 * 65536
-assert PageLayout(28, 8, 128).row_bytes * 256 == PageLayout(28, 8, 128).payload_bytes
+assert KvHeads(1, 32).head_bytes == 8192 + 512 + 8192 + 512
+_COMMON = PageLayout.uniform(28, 8, 128)
+assert _COMMON.payload_bytes == 28 * 8 * (2 * 32768 + 2048 + 512)
+assert _COMMON.page_bytes == 233 * 65536
+assert _COMMON.row_bytes * 256 == _COMMON.payload_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +226,7 @@ class Descriptor:
     def fields(self) -> dict[str, str]:
         """Every field by name, as text."""
         shape = self.layout
+        n_kv_head, head_dim = shape.heads_text
         named = {
             "magic": "BEKV",
             "version": "1",
@@ -177,8 +237,8 @@ class Descriptor:
             "arch": self.arch,
             "first_layer": str(self.first_layer),
             "n_layer": str(shape.n_layer),
-            "n_kv_head": str(shape.n_kv_head),
-            "head_dim": str(shape.head_dim),
+            "n_kv_head": n_kv_head,
+            "head_dim": head_dim,
             "kv_dtype": KV_DTYPE,
             "layout_id": shape.layout_id,
             "page_tokens": str(PAGE_TOKENS),
@@ -205,12 +265,12 @@ class Descriptor:
         fields = {str(k): str(v) for k, v in cast(dict[str, object], named).items()}
         extra = {name[2:]: fields[name] for name in fields if name.startswith("x.")}
         try:
-            shape = [int(fields[name]) for name in ("n_layer", "n_kv_head", "head_dim")]
+            shape = [fields[name] for name in ("n_layer", "n_kv_head", "head_dim")]
             found = cls(
                 fields["model_hash"],
                 fields["arith_id"],
                 fields["arch"],
-                PageLayout(*shape),
+                PageLayout.from_text(*shape),
                 int(fields["first_layer"]),
                 fields["provenance"],
                 fields["rope_digest"],

@@ -420,7 +420,7 @@ def _report_loading(launch: Launch, lane: int, message: wire.Loading) -> None:
 def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Store:
     """Open the KV store with a descriptor from the workers' facts. Raises BatchEngineError."""
     settings_of, identity = config.store, facts.identity
-    layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+    layout = PageLayout(facts.layers)
     named = ("model_hash", "arch", "rope_digest")
     descriptor = Descriptor(
         model_hash=str(identity["model_hash"]),
@@ -516,6 +516,8 @@ def inspect_model(config: Config) -> ModelInfo:
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
             "n_layer_whole": spec.n_layer_whole,
+            "whole_query_dims": spec.whole_query_dims,
+            "page_payload_bytes": spec.page_layout.payload_bytes,
             "n_layer_kv": spec.n_layer_kv,
             "state_bytes": spec.state_bytes,
             "n_expert": spec.experts.n_expert if spec.experts else 0,
@@ -530,12 +532,11 @@ def inspect_model(config: Config) -> ModelInfo:
 
 def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | None) -> StepCost:
     """What steps of a lane are assumed to cost; `facts` are its worker's, if it has loaded."""
-    n_head, n_kv_head, head_dim, n_layer_whole, n_layer, state_bytes = (
+    query_dims, page_payload_bytes, n_layer_whole, n_layer, state_bytes = (
         int(info.details[name])
         for name in (
-            "n_head",
-            "n_kv_head",
-            "head_dim",
+            "whole_query_dims",
+            "page_payload_bytes",
             "n_layer_whole",
             "n_layer_kv",
             "state_bytes",
@@ -550,8 +551,8 @@ def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | Non
         info.file_bytes,
         info.file_bytes - expert_bytes,
         info.n_params - unused_params,
-        n_layer_whole * n_head * head_dim,
-        PageLayout(n_layer, n_kv_head, head_dim).payload_bytes,
+        query_dims,
+        page_payload_bytes,
         PAGE_TOKENS,
         info.context_tokens,
         capacity.Experts(n_expert, n_used, expert_bytes) if n_expert else None,

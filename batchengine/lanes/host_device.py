@@ -166,13 +166,12 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
         arith_id=kernels.arith_id(pool),
         isa=isa,
         threads=pool.threads,
-        n_layer=model.shape.n_layer,
-        n_kv_head=attention.n_kv_head,
-        head_dim=attention.head_dim,
+        layers=spec.page_layout.layers,
         payload_bytes=model.shape.payload_bytes,
         vocab_size=spec.n_vocab,
         identity=identity,
         state_bytes=0 if states is None else states.image_bytes,
+        is_whole=spec.n_layer_kv < spec.n_layer,
     )
 
 

@@ -65,7 +65,7 @@ class ProofPage:
 
     def __init__(self, layout: PageLayout) -> None:
         self._layout = layout
-        self._shape = kernels.PageShape(layout.n_layer, layout.n_kv_head, layout.head_dim)
+        self._shape = kernels.PageShape(layout.layers)
         self._batch = kernels.Batch(PAGE_TOKENS, 1, 1)
         self._own: memoryview | None = None  # most workers never import
 

@@ -270,7 +270,7 @@ class Worker:
             raise errors.ATTACH_BEFORE_LOAD()
         if self._memory is not None:
             raise errors.ATTACHED_TWICE()
-        layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+        layout = PageLayout(facts.layers)
         if (layout.payload_bytes, attach.state_bytes) != (facts.payload_bytes, facts.state_bytes):
             raise errors.LAYOUT_DISAGREES()
         self._memory = device.attach(attach, layout)

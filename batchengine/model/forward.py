@@ -36,6 +36,7 @@ from batchengine.model.layers import (
 from batchengine.model.ops import I32, U64, Ops, is_float
 from batchengine.weights import (
     AttentionSpec,
+    AttentionWeights,
     DeltaNetRoles,
     DeltaNetSpec,
     DenseSpec,
@@ -44,7 +45,7 @@ from batchengine.weights import (
     MoeRoles,
     Weights,
 )
-from batchengine.weights.spec import RopeSpec
+from batchengine.weights.spec import AttentionWidths, RopeSpec
 
 F32 = npt.NDArray[np.float32]
 
@@ -60,17 +61,21 @@ class Model:
         self.weights = weights
         self.spec = weights.spec
         self.layers = weights.layers
-        attention = self.spec.attention
         mixers = [self.spec.layers[index].mixer for index in self.layers]
-        n_kv = sum(isinstance(mixer, AttentionSpec) for mixer in mixers)
-        self.shape = kernels.PageShape(n_kv, attention.n_kv_head, attention.head_dim)
+        heads = [
+            (mixer.n_kv_head, mixer.head_dim)
+            for mixer in mixers
+            if isinstance(mixer, AttentionSpec) and mixer.has_kv
+        ]
+        self.shape = kernels.PageShape(heads)
         self.states: kernels.StateShape | None = None
-        if (net := self.spec.delta_net) is not None and n_kv < len(mixers):
+        n_recurrent = sum(isinstance(mixer, DeltaNetSpec) for mixer in mixers)
+        if (net := self.spec.delta_net) is not None and n_recurrent:
             self.states = kernels.StateShape(
-                len(mixers) - n_kv, net.n_k_head, net.n_v_head, net.head_dim, net.conv_kernel
+                n_recurrent, net.n_k_head, net.n_v_head, net.head_dim, net.conv_kernel
             )
-        specs = dict.fromkeys(mixer.rope for mixer in self.spec.attentions)
-        self.ropes = {rope: self._table(rope, attention.head_dim) for rope in specs}
+        rotations = dict.fromkeys((of.rope, of.head_dim) for of in self.spec.attentions)
+        self.ropes = {rotation: self._table(*rotation) for rotation in rotations}
 
     def _table(self, rope: RopeSpec, head_dim: int) -> kernels.RopeTable:
         factors = self.weights.rope_factors if rope.has_factors else None
@@ -130,13 +135,18 @@ def _make_mixers(
     attending = {i: w for i, w in weights.items() if not isinstance(w, DeltaNetRoles)}
     recurrent = {i: w for i, w in weights.items() if isinstance(w, DeltaNetRoles)}
     mixers: dict[int, Attention | DeltaNet] = {}
-    heads = AttentionBuffers(
-        ops, spec.attention, attending.values(), tokens_max, wanted_max, spec.n_embd
+    attentions = {
+        i: mixer for i in attending if isinstance(mixer := spec.layers[i].mixer, AttentionSpec)
+    }
+    buffers = _make_attention_buffers(
+        ops, attentions, attending, tokens_max, wanted_max, spec.n_embd
     )
-    for kv_layer, (index, of) in enumerate(attending.items()):
-        if isinstance(mixer := spec.layers[index].mixer, AttentionSpec):
-            rope = model.ropes[mixer.rope]
-            mixers[index] = Attention(ops, mixer, of, eps, rope, model.shape, rows, kv_layer, heads)
+    kv_layers = {i: n for n, i in enumerate([i for i, of in attentions.items() if of.has_kv])}
+    for index, mixer in attentions.items():
+        rope = model.ropes[mixer.rope, mixer.head_dim]
+        at = model.shape, rows, kv_layers[index if mixer.has_kv else mixer.kv_from]
+        of = attending[index]
+        mixers[index] = Attention(ops, mixer, of, eps, rope, *at, buffers[mixer.widths])
     if model.states is not None and isinstance(net := spec.delta_net, DeltaNetSpec):
         buffers = DeltaNetBuffers(
             ops, model.states, net, recurrent.values(), tokens_max, wanted_max
@@ -144,6 +154,23 @@ def _make_mixers(
         for layer, (index, of) in enumerate(recurrent.items()):
             mixers[index] = DeltaNet(ops, of, eps, model.states, layer, buffers)
     return {index: mixers[index] for index in model.layers}
+
+
+def _make_attention_buffers(
+    ops: Ops,
+    attentions: Mapping[int, AttentionSpec],
+    weights: Mapping[int, AttentionWeights],
+    tokens_max: int,
+    wanted_max: int,
+    n_embd: int,
+) -> dict[AttentionWidths, AttentionBuffers]:
+    """The buffers of attention, which layers of equal widths share."""
+    made: dict[AttentionWidths, AttentionBuffers] = {}
+    for spec in attentions.values():
+        if spec.widths not in made:
+            equal = [weights[i] for i, of in attentions.items() if of.widths == spec.widths]
+            made[spec.widths] = AttentionBuffers(ops, spec, equal, tokens_max, wanted_max, n_embd)
+    return made
 
 
 def _make_ffns(

@@ -121,6 +121,8 @@ class Ops(Protocol):
         scale: float,
         queries: kernels.Queries,
         rows: kernels.KvRows | None = None,
+        v_norm: kernels.Vector | None = None,
+        has_kv: bool = True,
     ) -> None: ...
     def attend(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from batchengine.weights import yarn
 from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.ffn import FfnSpec, MoeSpec, count_dense, read_dense, read_ffn
 from batchengine.weights.keys import count_of, number_between, same_for_all_layers, unsupported
+from kv_store.layout import KvHeads, PageLayout
 
 HEAD_DIM_MAX = 256
 CONV_KERNEL_MAX = 4
@@ -52,14 +54,27 @@ class RopeSpec:
     query_span: int = 1
 
 
+class AttentionWidths(NamedTuple):
+    """See `AttentionSpec.widths`."""
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    has_kv: bool
+    has_post_norm: bool
+    has_gate: bool
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
-    has_rope: heads are rotated. window: how many positions a query sees, its own included; 0 = all
-    before it. has_sinks: each query head has a sink, which takes a share of the weight of its
-    tokens. has_post_norm: the output is normed before it is added. has_gate: the output is
-    multiplied by a sigmoid of another product of the input.
+    has_v_norm: heads of V are normed, too, without weights. kv_from: the layer whose K and V this
+    one reads instead of its own; -1 = it has some. has_rope: heads are rotated. window: how many
+    positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
+    sink, which takes a share of the weight of its tokens. has_post_norm: the output is normed
+    before it is added. has_gate: the output is multiplied by a sigmoid of another product of the
+    input.
     """
 
     n_head: int
@@ -73,6 +88,19 @@ class AttentionSpec:
     has_sinks: bool = False
     has_post_norm: bool = False
     has_gate: bool = False
+    has_v_norm: bool = False
+    kv_from: int = -1
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether a KV page has rows of this layer."""
+        return self.kv_from < 0
+
+    @property
+    def widths(self) -> AttentionWidths:
+        """What the buffers of a step are as wide as."""
+        heads = self.n_head, self.n_kv_head, self.head_dim
+        return AttentionWidths(*heads, self.has_kv, self.has_post_norm, self.has_gate)
 
     @property
     def q_rows(self) -> int:
@@ -161,20 +189,30 @@ class ModelSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The layers with attention, of which a KV page has rows."""
+        """The layers with attention."""
         mixers = [layer.mixer for layer in self.layers]
         return tuple([mixer for mixer in mixers if isinstance(mixer, AttentionSpec)])
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention of this model: a KV page has rows of one shape, so all layers agree in
-        widths, norms and sinks. RoPE and window are those of a layer."""
+        """The attention of the first layer that has some; that of others may differ."""
         return self.attentions[0]
 
     @property
     def n_layer_kv(self) -> int:
         """How many layers have rows in a KV page."""
-        return len(self.attentions)
+        return len(self.page_layout.layers)
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """The layout of a KV page."""
+        heads = [KvHeads(of.n_kv_head, of.head_dim) for of in self.attentions if of.has_kv]
+        return PageLayout(tuple(heads))
+
+    @property
+    def whole_query_dims(self) -> int:
+        """Values of the queries of one token in the layers that attend to the whole context."""
+        return sum(of.q_rows for of in self.attentions if of.window == 0)
 
     @property
     def delta_net(self) -> DeltaNetSpec | None:
@@ -185,7 +223,7 @@ class ModelSpec:
     @property
     def n_layer_recurrent(self) -> int:
         """How many layers have recurrent state."""
-        return self.n_layer - self.n_layer_kv
+        return self.n_layer - len(self.attentions)
 
     @property
     def state_bytes(self) -> int:

@@ -98,7 +98,7 @@ S = TypeVar("S")  # sinks: planned, or packed
 
 @dataclass(frozen=True)
 class AttentionRoles(Generic[M, V, S]):
-    """The tensors of an AttentionSpec by role. qkv has one fused matrix or three."""
+    """The tensors of an AttentionSpec by role. qkv has one fused matrix or three, or that of q."""
 
     norm: V
     qkv: list[M]
@@ -110,6 +110,7 @@ class AttentionRoles(Generic[M, V, S]):
     sinks: S | None = None
     post_norm: V | None = None
     gate: M | None = None
+    v_norm: V | None = None
 
     @property
     def readers(self) -> list[M]:

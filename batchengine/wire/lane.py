@@ -17,8 +17,9 @@ import msgspec
 
 from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
+from kv_store.layout import KvHeads
 
-VERSION = 16
+VERSION = 17
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -107,20 +108,25 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
 
     `identity` holds the fields of the KV representation; lanes whose identities differ must not
     share pages. `gpu` is what computes, None = the processor. `state_bytes`: size of the recurrent
-    state of one sequence; 0 = the model has none. `n_layer`: those with rows in a page.
+    state of one sequence; 0 = the model has none. `layers`: the heads of those with rows in a page.
+    `is_whole`: no part of its layers is computed alone.
     """
 
     arith_id: str
     isa: str
     threads: int
-    n_layer: int
-    n_kv_head: int
-    head_dim: int
+    layers: tuple[KvHeads, ...]
     payload_bytes: int
     vocab_size: int
     identity: dict[str, str | int | float]
     gpu: GpuFacts | None = None
     state_bytes: int = 0
+    is_whole: bool = False
+
+    @property
+    def n_layer(self) -> int:
+        """How many layers have rows in a page."""
+        return len(self.layers)
 
 
 class Ready(Message, tag=3, frozen=True):

@@ -76,7 +76,7 @@ async def start_worker(folder: Path, identity: wire.LinkIdentity) -> Worker:
     cpu = wire.CpuResources(1, (), SPIN_US)
     load = wire.Load(str(POCKET), str(folder), cpu, CHUNK, 1, 2 * LENGTH, identity)
     facts = await lane.start(load)
-    layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+    layout = PageLayout(facts.layers)
     slots = -(-LENGTH // PAGE_TOKENS)
     path = str(folder / f"{identity.name}.arena")
     Arena.create(path, layout, slots, lane.incarnation).close(delete=False)

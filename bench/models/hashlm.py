@@ -40,7 +40,7 @@ from batchengine.wire import lane as wire
 from batchengine.wire.frames import BlockingLink, Payload
 from kv_store.layout import PAGE_TOKENS, PageLayout
 
-LAYOUT = PageLayout(2, 1, 32)
+LAYOUT = PageLayout.uniform(2, 1, 32)
 ROW_BYTES = LAYOUT.row_bytes
 FIRST_TOKEN = 20  # smallest token that it samples: those below may end a turn
 MASK64 = (1 << 64) - 1
@@ -189,13 +189,12 @@ class HashDevice(HostDevice):
             arith_id=hashlib.sha256(b"hashlm arithmetic v2").hexdigest(),
             isa="hash",
             threads=1,
-            n_layer=LAYOUT.n_layer,
-            n_kv_head=LAYOUT.n_kv_head,
-            head_dim=LAYOUT.head_dim,
+            layers=LAYOUT.layers,
             payload_bytes=LAYOUT.payload_bytes,
             vocab_size=vocab,
             identity={"model_hash": self._key.hex(), "arch": "hashlm", "rope_digest": "none"},
             state_bytes=self.faults.state_bytes,
+            is_whole=bool(self.faults.state_bytes),
         )
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:

@@ -327,18 +327,22 @@ class CudaOps:
         scale: float,
         queries: Queries,
         rows: KvRows,
+        v_norm: kernels.Vector | None = None,
+        has_kv: bool = True,
     ) -> None:
         """As `kernels.place_kv`, with rows in any case."""
+        at = shape.layer(layer)
         is_neox = rope is not None and rope.style == "neox"
-        hadamard_width = shape.head_dim & -shape.head_dim
+        hadamard_width = at.head_dim & -at.head_dim
         self._gpu.launch(
             "place_kv",
-            (batch.n_tokens, n_head + 2 * shape.n_kv_head, 1),
+            (batch.n_tokens, n_head + (2 * at.n_kv_head if has_kv else 0), 1),
             64,
             [
                 *(qkv.address, qkv.width, batch.positions, batch.written),
-                *(layer, shape.n_layer, n_head, shape.n_kv_head, shape.head_dim),
-                *(self._address(q_norm), self._address(k_norm), eps),
+                *(at.page_offset, shape.row_bytes, at.row_offset),
+                *(n_head, at.n_kv_head, at.head_dim),
+                *(self._address(q_norm), self._address(k_norm), self._address(v_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
                 *(LOG2_E * scale / hadamard_width, self._query_scales.get(rope, 0)),
                 *(queries.q, queries.scale, rows.address),
@@ -357,12 +361,12 @@ class CudaOps:
         sinks: kernels.Sinks | None = None,
     ) -> None:
         """As `kernels.attend`, and `quantise` of all tokens of the step."""
-        window = min(window, WINDOW_MAX)
+        window, at = min(window, WINDOW_MAX), shape.layer(layer)
         if quantised is not None:
             quantised.values = out.address
         q8 = [0, 0, 0] if quantised is None else quantised.addresses
-        heads = [queries.n_head, shape.n_kv_head, shape.head_dim]
-        tiles = batch.tiles(queries.n_head, shape.n_kv_head, shape.head_dim, window)
+        heads = [queries.n_head, at.n_kv_head, at.head_dim]
+        tiles = batch.tiles(queries.n_head, at.n_kv_head, at.head_dim, window)
         results = [tiles.m, tiles.denominators, tiles.o]
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
@@ -375,14 +379,23 @@ class CudaOps:
             )
             self._gpu.launch(
                 kernel,
-                (n_tiles, shape.n_kv_head, superpages * each),
+                (n_tiles, at.n_kv_head, superpages * each),
                 THREADS,
-                [queries.q, queries.scale, table, batch.pages, layer, *heads, *results, window],
+                [
+                    queries.q,
+                    queries.scale,
+                    table,
+                    batch.pages,
+                    at.page_offset,
+                    *heads,
+                    *results,
+                    window,
+                ],
             )
             self._gpu.launch(
                 "fold_attention",
-                (n_tiles, shape.n_kv_head, rows),
-                shape.head_dim,
+                (n_tiles, at.n_kv_head, rows),
+                at.head_dim,
                 [
                     *(table, *results, *heads, each, out.address, out.width, *q8),
                     *(window, self._address(sinks)),

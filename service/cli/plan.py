@@ -87,7 +87,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     from batchengine.policy.capacity import BATCH, Experts, ModelSize, step_bytes
     from batchengine.text.vocab import Tokenizer
     from batchengine.weights import plan_tensors, read_spec
-    from kv_store.layout import PAGE_TOKENS, PageLayout
+    from kv_store.layout import PAGE_TOKENS
 
     with GgufFile(path) as gguf:
         spec = read_spec(gguf)
@@ -109,14 +109,13 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     if not spec.tied:  # a tied one is the head too, which every step reads
         read_bytes -= sizes[embedding.name]
         products -= embedding.rows * embedding.cols
-    attention = spec.attention
-    layout = PageLayout(spec.n_layer_kv, attention.n_kv_head, attention.head_dim)
+    layout = spec.page_layout
     context = min(context_tokens or spec.context_trained, spec.context_trained)
     size = ModelSize(
         weight_bytes,
         read_bytes,
         products,
-        spec.n_layer_whole * attention.n_head * attention.head_dim,
+        spec.whole_query_dims,
         layout.page_bytes,
         PAGE_TOKENS,
         context,

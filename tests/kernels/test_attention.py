@@ -459,7 +459,7 @@ def test_pages_hold_rule_6_bit_for_bit(pool: K.Pool, level: str, d: int) -> None
     qkv[::13] *= np.float32(1e4)
     t = Timeline(K.PageShape(2, 2, d), 2, 2, layer=1)
     append(pool, t, qkv)
-    assert not t.memory[:, : t.shape.layer_bytes].any(), "layer 0 was not placed"
+    assert not t.memory[:, : t.shape.layer(0).page_bytes].any(), "layer 0 was not placed"
     x = qkv.reshape(270, 6, d)
     for head in range(2):
         parts = [t.head_page(p, head) for p in range(2)]
@@ -656,9 +656,9 @@ def test_step_digests_are_those_of_the_pages(threads: int, head_dim: int) -> Non
 
 def test_page_shape_has_the_documented_layout() -> None:
     shape = K.PageShape(28, 8, 128)
-    assert shape.head_bytes == 256 * 128 + 16 * 4 * 16 * 2 + 64 * 128 * 4 + 512
-    assert shape.layer_bytes == 8 * shape.head_bytes
-    assert shape.payload_bytes == 28 * shape.layer_bytes
+    assert shape.layer(0).head_bytes == 256 * 128 + 16 * 4 * 16 * 2 + 64 * 128 * 4 + 512
+    assert shape.layer(0).page_bytes == 8 * shape.layer(0).head_bytes
+    assert shape.payload_bytes == 28 * shape.layer(0).page_bytes
     for d in (0, 16, 48, 80, 288):
         with pytest.raises(ValueError, match="multiple of 32"):
             K.PageShape(1, 1, d)

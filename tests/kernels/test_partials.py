@@ -65,7 +65,7 @@ def partials_of(step: Step, spans: Spans) -> K.Partials:
         addresses[here] = step.addresses[here]
     batch = K.Batch(step.total, len(step.counts), len(addresses))
     batch.set(np.zeros(step.total, np.int32), step.entries, addresses, absent_pages=True)
-    out = K.Partials(step.total, step.n_head, step.shape.head_dim)
+    out = K.Partials(step.total, step.n_head, step.shape.layer(0).head_dim)
     K.attend_partials(
         step.pool, step.queries, batch, step.shape, step.layer, spans_array(spans), out
     )

@@ -55,15 +55,15 @@ class Timeline:
         self.memory = raw[skip : skip + self.pages_max * size].reshape(self.pages_max, size)
         first = K.address_of(raw) + skip
         self.addresses = np.arange(self.pages_max, dtype=np.uint64) * size + np.uint64(first)
-        self.scale = self.scale or self.shape.head_dim**-0.5
+        self.scale = self.scale or self.shape.layer(0).head_dim ** -0.5
 
     def pages_for(self, tokens: int) -> int:
         return -(-(self.done + tokens) // PAGE)
 
     def head_page(self, page: int, head: int) -> dict[str, NDArray[np.generic]]:
-        d = self.shape.head_dim
-        start = self.layer * self.shape.layer_bytes + head * self.shape.head_bytes
-        raw = self.memory[page, start : start + self.shape.head_bytes]
+        d = self.shape.layer(0).head_dim
+        start = self.shape.layer(self.layer).page_offset + head * self.shape.layer(0).head_bytes
+        raw = self.memory[page, start : start + self.shape.layer(0).head_bytes]
         k, ks, v, vs = np.split(raw, np.cumsum([256 * d, 16 * d, 256 * d]))
         return {
             "k": k.view(np.int8).reshape(16, d // 4, 16, 4).transpose(0, 2, 1, 3).reshape(256, d),
@@ -74,7 +74,7 @@ class Timeline:
 
     def dequantised(self, head: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """K, as it was before the transform of heads, and V."""
-        d = self.shape.head_dim
+        d = self.shape.layer(0).head_dim
         parts = [self.head_page(p, head) for p in range(-(-self.done // PAGE))]
         k = np.concatenate([p["k"] * np.repeat(p["ks"].astype(float), 32, 1) for p in parts])
         v = np.concatenate([p["v"] * p["vs"].astype(float)[:, None] for p in parts])
@@ -107,7 +107,7 @@ class Step:
         self.batch.set(np.zeros(self.total, np.int32), self.entries, self.addresses)
         qkv = K.Rows(self.total, rows[0].shape[1])
         qkv.view(self.total)[:] = np.concatenate(rows)
-        self.queries = K.Queries(self.total, self.n_head, self.shape.head_dim)
+        self.queries = K.Queries(self.total, self.n_head, self.shape.layer(0).head_dim)
         K.place_kv(
             pool, qkv, self.batch, self.shape, self.layer, self.n_head, one.norm, one.norm, 1e-6,
             one.rope, one.scale, self.queries, kv_rows,
@@ -116,7 +116,7 @@ class Step:
             t.done += n
 
     def rows(self) -> K.Rows:
-        return K.Rows(self.total, self.n_head * self.shape.head_dim)
+        return K.Rows(self.total, self.n_head * self.shape.layer(0).head_dim)
 
     def attend(self, window: int = 0, sinks: K.Sinks | None = None) -> F32:
         """(tokens, n_head * head_dim), copied."""

@@ -30,7 +30,7 @@ from tests.lanes.test_lane import frame_of, load_message, slot
 from tests.support.arena_rows import row_digests, valid_rows
 from tests.support.engines import Reference, words
 
-LAYOUT = PageLayout(2, 2, 64)
+LAYOUT = PageLayout.uniform(2, 2, 64)
 SLOTS = 4
 FILES = Files()
 IDS = np.arange(1000, 1000 + PAGE_TOKENS, dtype=np.int32)
@@ -157,17 +157,18 @@ def test_rows_whose_tokens_differ_from_the_ledger_are_not_imported(bank: Bank) -
 
 def byte_of(row: int, layer: int, head: int, part: str) -> int:
     """Where a page has the first byte of one part of one row."""
-    base = (layer * LAYOUT.n_kv_head + head) * LAYOUT.head_bytes
-    d = LAYOUT.head_dim
-    k_scale = LAYOUT.k_bytes
-    v = k_scale + LAYOUT.k_scale_bytes
+    heads = LAYOUT.layers[layer]
+    base = layer * heads.layer_bytes + head * heads.head_bytes
+    d = heads.head_dim
+    k_scale = heads.k_bytes
+    v = k_scale + heads.k_scale_bytes
     return (
         base
         + {
             "k": row // 16 * 16 * d + row % 16 * 4,
             "k scale": k_scale + (row // 16 * 16 * (d // 32) + row % 16) * 2,
             "v": v + row // 4 * 4 * d + row % 4,
-            "v scale": v + LAYOUT.v_bytes + row * 2,
+            "v scale": v + heads.v_bytes + row * 2,
         }[part]
     )
 
@@ -536,7 +537,7 @@ async def test_a_new_worker_continues_where_the_killed_one_stopped(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
     """Same tokens as an undisturbed run, and the same bytes in the page."""
-    layout, folder = PageLayout(4, 2, 64), tmp_path / "arena"
+    layout, folder = PageLayout.uniform(4, 2, 64), tmp_path / "arena"
     prompt = words(3, 300)
     reference = Reference(pocket_path, cache_dir)
     expected = reference.tokens(prompt, 12)
@@ -656,7 +657,7 @@ async def test_rows_behind_a_wrong_token_of_a_draft_are_not_proven(
     depend on all tokens before it."""
     load = wire.Load(str(pocket_path), str(cache_dir), wire.CpuResources(1, (), 0), 600, 4, 2048)
     command = hashlm.WORKER_COMMAND if model == "hash" else None
-    layout = hashlm.LAYOUT if model == "hash" else PageLayout(4, 2, 64)
+    layout = hashlm.LAYOUT if model == "hash" else PageLayout.uniform(4, 2, 64)
     lane = Lane("cpu", command=command) if command else Lane("cpu")
     await attach(lane, load, layout, tmp_path)
     codes, tokens = [ARENA_BIT], words(5, 40)

@@ -63,9 +63,9 @@ ONE_CHANGE = [
     ({"rope_digest": "x"}, {"rope_digest"}),
     ({"tokenizer_hash": "x"}, {"tokenizer_hash"}),
     ({"extra": (("rope.scale", "2"),)}, {"x.rope.scale"}),
-    ({"layout": PageLayout(1, 2, 32)}, {"layout_id", "n_kv_head"}),
-    ({"layout": PageLayout(2, 1, 32)}, {"layout_id", "n_layer"}),
-    ({"layout": PageLayout(1, 1, 64)}, {"layout_id", "head_dim"}),
+    ({"layout": PageLayout.uniform(1, 2, 32)}, {"layout_id", "n_kv_head"}),
+    ({"layout": PageLayout.uniform(2, 1, 32)}, {"layout_id", "n_layer"}),
+    ({"layout": PageLayout.uniform(1, 1, 64)}, {"layout_id", "head_dim"}),
 ]
 
 
@@ -282,7 +282,7 @@ def test_a_golden_store_keeps_its_keys_and_checksums(tmp_path: Path) -> None:
     chain = keys.chain_keys(IDS[:768], store.pages.repr_id, SALT)
     assert [store.pages.index.get(PageRef(i, 0)).key for i in range(3)] == chain
     assert store.pages.repr_id.hex().startswith("8cf782ac4d1017fa")
-    assert LAYOUT.layout_id == PageLayout(1, 1, 32).layout_id
+    assert LAYOUT.layout_id == PageLayout.uniform(1, 1, 32).layout_id
     assert PAGE_TOKENS == 256
     store.close()
 

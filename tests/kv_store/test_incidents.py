@@ -99,7 +99,7 @@ def check_other_model(folder: Path) -> None:
 
 def check_other_layout(folder: Path) -> None:
     """Pages of one layout are never pages of another that has the same size."""
-    check_other(folder, descriptor(layout=PageLayout(2, 1, 32)))
+    check_other(folder, descriptor(layout=PageLayout.uniform(2, 1, 32)))
 
 
 def name_by_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,8 @@ from tests.support.arena_rows import rows_left
 
 SLOTS, CONTEXT = 2 * (LATE_ENTRIES_MIN + 1), 512  # two slots of each session
 PENALISED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.7, frequency_penalty=0.4)
-FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, PageLayout(1, 1, 32).payload_bytes, 100, {})
+LAYOUT = PageLayout.uniform(1, 1, 32)
+FACTS = wire.ModelFacts("", "", 1, LAYOUT.layers, LAYOUT.payload_bytes, 100, {})
 
 
 @dataclass
@@ -132,7 +133,7 @@ def orders(device: LoggingDevice, *steps: tuple[wire.Step, bytes]) -> list[wire.
     ours, theirs = socket.socketpair()
     end, link = (BlockingLink(one, wire.LANE_LINK) for one in (ours, theirs))
     worker = Worker(link, 1, {wire.CpuResources: lambda: device})
-    attach = wire.Attach("", SLOTS, PageLayout(1, 1, 32).page_bytes, "")
+    attach = wire.Attach("", SLOTS, LAYOUT.page_bytes, "")
     load = wire.Load("", "", wire.CpuResources(1, (), 0), 8, 4, CONTEXT)
     for message, payload in ((load, b""), (attach, b""), *steps):
         end.send(wire.LANE_LINK.encode(message, payload, incarnation=1))
@@ -180,7 +181,7 @@ def test_a_step_that_comes_while_the_device_computes_is_started_at_once() -> Non
     worker = Worker(link, 1, {wire.CpuResources: lambda: device})
     thread = threading.Thread(target=worker.serve)
     thread.start()
-    attach = wire.Attach("", SLOTS, PageLayout(1, 1, 32).page_bytes, "")
+    attach = wire.Attach("", SLOTS, LAYOUT.page_bytes, "")
     load = wire.Load("", "", wire.CpuResources(1, (), 0), 8, 4, CONTEXT)
     for message, payload in ((load, b""), (attach, b""), decode(5, ahead=False)):
         end.send(wire.LANE_LINK.encode(message, payload, incarnation=1))
@@ -289,7 +290,7 @@ class Side:
         self.device = device
         load = wire.Load(str(model), str(folder.parent / "cache"), resources, 300, SLOTS, CONTEXT)
         facts = device.load(load, lambda *_: None)
-        layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+        layout = PageLayout(facts.layers)
         self.page_bytes = layout.page_bytes
         folder.mkdir()
         self.arena = Arena.create(str(folder / "arena.1"), layout, SLOTS, 1)

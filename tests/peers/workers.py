@@ -37,7 +37,7 @@ class Daemon:
     async def start_worker(self) -> None:
         """Start the next worker, as the lane's loop does after a death."""
         facts = await self.loader.load(self.lane, self.config)
-        layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+        layout = PageLayout(facts.layers)
         folder = self.node.folder / "kv"
         (folder / "ext").mkdir(parents=True, exist_ok=True)
         number = self.lane.incarnation

@@ -33,7 +33,7 @@ from kv_store.pages.index import PageRef, PageState
 from kv_store.pages.pool import Ticket
 from kv_store.store import Store, StoreSettings
 
-LAYOUT = PageLayout(1, 1, 32)  # 17 KiB of payload in one 64 KiB page
+LAYOUT = PageLayout.uniform(1, 1, 32)  # 17 KiB of payload in one 64 KiB page
 SALT = b"tenant"
 SAMPLING, SEED = '{"temperature":0.5}', (1 << 64) - 1  # of every turn
 

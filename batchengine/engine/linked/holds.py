@@ -475,9 +475,10 @@ def _read(kv: KvFormat, ids: tuple[str, str, str]) -> Descriptor:
 def _shape(descriptor: Descriptor, n_head: int) -> HeadShape:
     """The attention of a model, if it is one that a worker here can compute. Raises HoldRefused."""
     layout = descriptor.layout
-    shape = HeadShape(layout.n_layer, layout.n_kv_head, layout.head_dim, n_head)
+    shape = HeadShape(layout.n_layer, *layout.layers[0], n_head)
     if (
-        shape.n_layer > LAYERS_MAX
+        len(set(layout.layers)) > 1
+        or shape.n_layer > LAYERS_MAX
         or shape.n_kv_head > KV_HEADS_MAX
         or shape.head_dim > HEAD_DIM_MAX
         or n_head % shape.n_kv_head

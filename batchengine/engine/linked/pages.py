@@ -37,7 +37,7 @@ class LinkedPages:
     def __init__(
         self, state: EngineState, store: Store, peers: Peers, links: LaneLinks, spawn: Spawn
     ) -> None:
-        loop, page_bytes = state.lanes[0], store.pages.layout.page_bytes
+        loop = state.lanes[0]
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
         self.given = HoldsGiven(bytes_max)
         self.taken = HoldsTaken(store, loop, peers.links, links)
@@ -49,7 +49,7 @@ class LinkedPages:
             self.taken,
             PageMover(store, loop, self.taken, self.pages, links),
             spawn,
-            page_bytes,
+            store.pages.layout,
         )
         self._state = state
         self._peers = peers

@@ -33,6 +33,7 @@ from batchengine.policy.linked.routes import (
 )
 from batchengine.session import Loss, Session, State
 from batchengine.session_kv import full_pages
+from kv_store.layout import PageLayout
 
 log = logging.getLogger("batchengine.linked")
 
@@ -60,7 +61,7 @@ class RouteKeeper:
         taken: HoldsTaken,
         mover: PageMover,
         spawn: Spawn,
-        page_bytes: int,
+        layout: PageLayout,
     ) -> None:
         self.moves: dict[Session, PageMove] = {}  # under way
         self.expire: list[Callable[[float], None]] = [taken.expire]  # called at each look
@@ -70,7 +71,8 @@ class RouteKeeper:
         self._taken = taken
         self._mover = mover
         self._spawn = spawn
-        self._page_bytes = page_bytes
+        self._page_bytes = layout.page_bytes
+        self._has_equal_layers = len(set(layout.layers)) == 1  # as attention to spans needs them
         self._wanted: dict[Session, int] = {}  # pages that are to be here
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._slow = SlowPeers()
@@ -240,6 +242,8 @@ class RouteKeeper:
     def _pages_of_peers(self) -> int:
         """Pages that all peers have in all, those of other models half as many; UNKNOWN_PAGES while
         one has not said so."""
+        if not self._has_equal_layers:
+            return 0
         bytes_of = [
             (link.load.kv_bytes >> link.is_of_other_model) * link.state.is_open
             for link in self._peers.values()
@@ -287,7 +291,8 @@ class RouteKeeper:
     def is_usable(self, link: PeerLink) -> bool:
         """Whether a peer may get pages of this daemon's sessions now."""
         return (
-            link.state is LinkState.UP
+            self._has_equal_layers
+            and link.state is LinkState.UP
             and keeps_pages(link)
             and self._links.number(link.name) is not None
             and not self._taken.is_avoided(link.name)

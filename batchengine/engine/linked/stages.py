@@ -157,12 +157,13 @@ class ServedStages:
         ids = np.frombuffer(tokens, np.uint32)  # one below 0 is above every vocabulary
         if len(ids) and int(ids.max()) >= facts.vocab_size:
             return "a token is outside the vocabulary"
-        if facts.state_bytes:
-            return "a model with recurrent state is computed as a whole"
+        if facts.is_whole:
+            return "a model whose layers share KV or have recurrent state is computed as a whole"
         if message.end > facts.n_layer or message.first >= message.end:
             return f"it has {facts.n_layer} layers"
         n_pages = message.n_tokens // PAGE_TOKENS
-        n_bytes = n_pages * facts.payload_bytes // facts.n_layer * (message.end - message.first)
+        layers = facts.layers[message.first : message.end]
+        n_bytes = n_pages * sum(heads.layer_bytes for heads in layers)
         taken = sum(served.n_bytes for served in self._served.values())
         if len(self._served) >= SERVED_MAX or taken + n_bytes > self.bytes_max:
             return "it has no room for another stage"

@@ -67,7 +67,8 @@ class PeerPlans:
         self._loop, self._peers, self._pipelines = loop, peers, pipelines
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
-        self._has_state = bool(details["state_bytes"])  # of recurrent layers: no pipelines
+        # No pipelines with recurrent layers, nor with layers that read the KV of others.
+        self._is_whole = int(details["n_layer_kv"]) < n_layer
         self._kv_token_bytes = payload // 256
         self._model = PipelineModel(
             n_layer, self._kv_token_bytes // n_layer, 4 * int(details["n_embd"])
@@ -191,7 +192,7 @@ class PeerPlans:
                 await self._plan()
 
     def _usable(self) -> list[PeerLink]:
-        if self._has_state:
+        if self._is_whole:
             return []
         links = [link for _, link in sorted(self._peers.links.items())]
         return [link for link in links if self._pipelines.can_use(link.name)][: HOSTS_MAX - 1]

@@ -34,7 +34,7 @@ class DeviceMemory(HostMemory):
         """states: None of a model without."""
         super().__init__(attach, layout, states)
         self._cache = cache
-        shape = kernels.PageShape(layout.n_layer, layout.n_kv_head, layout.head_dim)
+        shape = kernels.PageShape(layout.layers)
         self.late = LateRows(pool, shape, self._address, self.record_places)
 
     def _address(self, slot: int) -> int:

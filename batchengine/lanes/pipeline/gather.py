@@ -35,14 +35,12 @@ class TileGather:
     def __init__(
         self,
         parts: Sequence[GatherPart],
-        layer_bytes: int,
         tile: Callable[[int, int], memoryview],
         counts: Counter[str],
     ) -> None:
         self.parts = tuple(parts)
         self.complete = 0  # leading pages
         self._n_layers = parts[-1].end
-        self._layer_bytes = layer_bytes
         self._tile = tile
         self._counts = counts
         self._slots: list[int] = []
@@ -80,12 +78,13 @@ class TileGather:
             raise BadTile(f"layer {layer} from a peer that does not compute it")
         if not 0 <= page < len(self._slots):
             raise BadTile(f"page {page} of {len(self._slots)}")
-        if len(data) != self._layer_bytes or xxhash.xxh3_128_digest(data) != tile.digest:
+        memory = self._tile(self._slots[page], layer)
+        if len(data) != len(memory) or xxhash.xxh3_128_digest(data) != tile.digest:
             raise BadTile(f"page {page}, layer {layer}: the bytes differ from their digest")
         if layer not in self._missing[page]:
             self._counts["duplicate"] += 1
             return False
-        self._tile(self._slots[page], layer)[:] = data
+        memory[:] = data
         self._missing[page].discard(layer)
         before = self.complete
         while self.complete < len(self._missing) and not self._missing[self.complete]:

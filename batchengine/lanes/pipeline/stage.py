@@ -59,8 +59,10 @@ class StageLayers:
         self._stepper = stepper
         self._layers = list(stepper.model.layers)[note.first : note.end]
         shape = stepper.model.shape
-        self._layer_bytes = shape.payload_bytes // shape.n_layer
-        self._page_bytes = self._layer_bytes * len(self._layers)
+        layers = [shape.layer(index) for index in range(note.first, note.end)]
+        self._origin = layers[0].page_offset
+        self._tiles = [(of.page_offset - self._origin, of.page_bytes) for of in layers]
+        self._page_bytes = sum(n_bytes for _, n_bytes in self._tiles)
         self._n_embd = stepper.model.spec.n_embd
         self._rows: deque[F32] = deque()
         try:
@@ -94,8 +96,8 @@ class StageLayers:
         the next call overwrites. Raises StageEnded for rows that are not finite."""
         stepper, start = self._stepper, self.frontier
         n_pages = -(-(start + n) // PAGE_TOKENS)
-        # The kernels find layer i of a page at i * layer_bytes: its address is before its memory.
-        origin = self._base - self.note.first * self._layer_bytes
+        # The kernels find a layer of a page at its offset: the page's address is before its memory.
+        origin = self._base - self._origin
         pages = np.uint64(origin) + np.arange(n_pages, dtype=np.uint64) * np.uint64(
             self._page_bytes
         )
@@ -123,6 +125,6 @@ class StageLayers:
 
     def tiles(self, page: int) -> Iterator[tuple[int, memoryview]]:
         """Layer and bytes of each tile of a full page."""
-        for index in range(len(self._layers)):
-            at = page * self._page_bytes + index * self._layer_bytes
-            yield self.note.first + index, self._view[at : at + self._layer_bytes]
+        for index, (offset, n_bytes) in enumerate(self._tiles):
+            at = page * self._page_bytes + offset
+            yield self.note.first + index, self._view[at : at + n_bytes]

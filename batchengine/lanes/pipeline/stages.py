@@ -57,7 +57,8 @@ class Stages:
         # By link, in turn: stage, page, layer and bytes of each tile.
         self._tiles: dict[int, deque[tuple[StageLayers, int, int, memoryview]]] = {}
         shape = stepper.model.shape
-        self._layer_bytes = shape.payload_bytes // shape.n_layer
+        layers = [shape.layer(index) for index in range(shape.n_layer)]
+        self._layers = [(of.page_offset, of.page_bytes) for of in layers]  # of a page
 
     @property
     def has_work(self) -> bool:
@@ -156,9 +157,7 @@ class Stages:
         if not why and (note.run in self._gathers or len(self._gathers) >= STAGES_MAX):
             why = f"it is open, or {STAGES_MAX} others are"
         if not why:
-            self._gathers[note.run] = TileGather(
-                parts, self._layer_bytes, self._layer_of, self._counts
-            )
+            self._gathers[note.run] = TileGather(parts, self._layer_of, self._counts)
         self._report(wire.GatherChanged(note.run, 0, 0, why))
 
     def _accept(self, note: wire.GatherPages) -> None:
@@ -173,7 +172,7 @@ class Stages:
         self._report(wire.GatherChanged(note.run, gather.accepted, gather.complete))
 
     def _layer_of(self, slot: int, layer: int) -> memoryview:
-        return self._memory(slot, layer * self._layer_bytes, self._layer_bytes)
+        return self._memory(slot, *self._layers[layer])
 
     # ------------------------------------------------------------------------------- the links
 

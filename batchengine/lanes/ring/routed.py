@@ -141,7 +141,7 @@ class RoutedAttention:
     ) -> None:
         """Attention of one layer for all entries; rows of unreachable ones are zero."""
         laps = self._laps = Laps(layer, window, sinks)
-        n_kv_head = self._attention.shape.n_kv_head
+        n_kv_head = self._attention.n_kv_head
         for unit in self._units:
             group, heads = unit.group, unit.heads
             unit.early = unit.before = None
@@ -228,13 +228,13 @@ class RoutedAttention:
 
         Those of local entries too: between two units the links are served.
         """
-        attention, n_kv_head = self._attention, self._attention.shape.n_kv_head
+        attention, n_kv_head = self._attention, self._attention.n_kv_head
         row_bytes = attention.row_bytes(attention.heads(0, 1)) * group.spans.n_tokens
         n_heads = min(n_kv_head, max(1, UNIT_BYTES // row_bytes))
         units: list[Unit] = []
         for first in range(0, n_kv_head, n_heads):
             heads = attention.heads(first, min(n_heads, n_kv_head - first))
-            queries = kernels.Queries(group.spans.n_tokens, heads.n_query, attention.shape.head_dim)
+            queries = kernels.Queries(group.spans.n_tokens, heads.n_query, attention.head_dim)
             slices = attention.slices(group.spans, heads)
             units.append(Unit(self._next_unit, group, heads, slices, queries))
             self._next_unit = (self._next_unit + 1) % (1 << 64)

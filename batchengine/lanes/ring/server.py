@@ -299,11 +299,10 @@ class AttentionServer:
         if not 1 <= len(hops) <= HOPS_MAX or hops[0].peer != self._name:
             raise BadQuery(f"not a query for {self._name}")
         attention = self._attention_for(hops[0].spans)
-        shape = attention.shape
         first, count = query.first_head, query.n_heads
-        if not (0 <= query.layer < shape.n_layer and 0 <= first < shape.n_kv_head):
+        if not (0 <= query.layer < attention.shape.n_layer and 0 <= first < attention.n_kv_head):
             raise BadQuery(f"layer {query.layer}, head {first}")
-        if not 1 <= count <= shape.n_kv_head - first:
+        if not 1 <= count <= attention.n_kv_head - first:
             raise BadQuery(f"{count} heads from {first}")
         if not 0 <= query.window <= WINDOW_MAX:
             raise BadQuery(f"a window of {query.window}")

@@ -89,17 +89,20 @@ class Spans:
 
 
 class SpanAttention:
-    """Attends to spans on one pool; owns the buffers for that."""
+    """Attends to spans on one pool; owns the buffers for that. Layers have the heads of the first
+    one: `kernels` raise ValueError for others."""
 
     def __init__(
         self, pool: kernels.Pool, shape: kernels.PageShape, n_head: int, tokens_max: int
     ) -> None:
-        if n_head % shape.n_kv_head:
-            raise ValueError(f"{n_head} query heads of {shape.n_kv_head} KV heads")
+        layer = shape.layer(0)
+        self.n_kv_head, self.head_dim = layer.n_kv_head, layer.head_dim
+        if n_head % self.n_kv_head:
+            raise ValueError(f"{n_head} query heads of {self.n_kv_head} KV heads")
         self.pool = pool
         self.shape = shape
         self.tokens_max = tokens_max
-        self.group = n_head // shape.n_kv_head
+        self.group = n_head // self.n_kv_head
         self._queries: dict[int, kernels.Queries] = {}
         self._partials: dict[int, list[kernels.Partials]] = {}
 
@@ -109,11 +112,11 @@ class SpanAttention:
 
     def row_bytes(self, heads: Heads) -> int:
         """Bytes of the accumulators of one token and super-page."""
-        return 4 * (self.shape.head_dim + 2) * heads.n_query
+        return 4 * (self.head_dim + 2) * heads.n_query
 
     def query_bytes(self, heads: Heads) -> int:
         """Bytes of the queries of one token."""
-        return heads.n_query * (self.shape.head_dim + self.shape.head_dim // 8)
+        return heads.n_query * (self.head_dim + self.head_dim // 8)
 
     def slices(self, spans: Spans, heads: Heads) -> list[I32Array]:
         """The spans in slices to attend to one after the other."""
@@ -128,7 +131,7 @@ class SpanAttention:
         if buffer is None:
             _make_room(self._queries)
             buffer = self._queries[heads.count] = kernels.Queries(
-                self.tokens_max, heads.n_query, self.shape.head_dim
+                self.tokens_max, heads.n_query, self.head_dim
             )
         buffer.load_bytes(queries, heads.count)
         return buffer
@@ -138,7 +141,7 @@ class SpanAttention:
         free = self._partials.get(heads.count)
         if free:
             return free.pop()
-        return kernels.Partials(self.tokens_max, heads.n_query, self.shape.head_dim)
+        return kernels.Partials(self.tokens_max, heads.n_query, self.head_dim)
 
     def put(self, partials: kernels.Partials, heads: Heads) -> None:
         """Keep a buffer for the next `take`."""

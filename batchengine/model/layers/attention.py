@@ -31,7 +31,8 @@ class AttentionBuffers:
         n_embd: int,
     ) -> None:
         keep_float = any(is_float(w.output) for w in weights)
-        self.qkv = ops.make_rows(tokens_max, spec.q_rows + 2 * spec.kv_rows)
+        kv_rows = 2 * spec.kv_rows if spec.has_kv else 0
+        self.qkv = ops.make_rows(tokens_max, spec.q_rows + kv_rows)
         self.queries = ops.make_queries(tokens_max, spec.n_head, spec.head_dim)
         self.mixed = ops.make_rows(tokens_max, spec.q_rows)
         self.gate = ops.make_rows(tokens_max if spec.has_gate else 0, spec.q_rows)
@@ -43,7 +44,8 @@ class AttentionBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One attention layer of a lane; kv_layer is its index among those that a page has rows of."""
+    """One attention layer of a lane; kv_layer is the index of its rows in a page, or of those that
+    it reads."""
 
     ops: Ops
     spec: AttentionSpec
@@ -86,6 +88,8 @@ class Attention:
             spec.scale,
             buffers.queries,
             self.rows,
+            w.v_norm,
+            spec.has_kv,
         )
         quantised = buffers.mixed_q8 if is_quantised else None
         if attend is None:

@@ -102,8 +102,8 @@ class Attended:
 
 def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Any int8 values with small scales; at times V of one sign, and K that weighs all alike."""
-    head_dim = shape.head_dim
-    page = rng.integers(0, 256, shape.payload_bytes, np.uint8).reshape(-1, shape.head_bytes)
+    head_dim, head_bytes = shape.layer(0).head_dim, shape.layer(0).head_bytes
+    page = rng.integers(0, 256, shape.payload_bytes, np.uint8).reshape(-1, head_bytes)
     k_scales = 256 * head_dim
     v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
     if rng.integers(2):  # large sums
@@ -122,8 +122,9 @@ def invalidate(
     page: NDArray[np.uint8], shape: kernels.PageShape, tokens: slice, rng: np.random.Generator
 ) -> None:
     """Give some tokens of a page scales that are not finite."""
-    heads, groups = page.reshape(-1, shape.head_bytes), shape.head_dim // 32
-    k_at, v_at = 256 * shape.head_dim, (512 + 16) * shape.head_dim
+    head_dim, head_bytes = shape.layer(0).head_dim, shape.layer(0).head_bytes
+    heads, groups = page.reshape(-1, head_bytes), head_dim // 32
+    k_at, v_at = 256 * head_dim, (512 + 16) * head_dim
     k_end, v_end = k_at + 512 * groups, v_at + 512
     v = heads[:, v_at:v_end].copy().view(np.uint16)
     v[:, tokens] = rng.choice(BAD_HALVES)
@@ -337,7 +338,7 @@ class Attention:
         if want.n_accumulators == 0:
             return
         heads = slice(group * first_kv, group * (first_kv + n_kv))
-        first_head = (self.LAYER * self.n_kv + first_kv) * self.shape.head_bytes
+        first_head = (self.LAYER * self.n_kv + first_kv) * self.shape.layer(0).head_bytes
         step = [arrays.put(a.read()[:, heads]).address for a in (q, scale)]
         step += [arrays.put(addresses + np.uint64(first_head)).address, 0]
         places, index = [], 0

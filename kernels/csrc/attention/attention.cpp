@@ -69,8 +69,7 @@ PageKernel page_kernel() {
 struct Job {
     const Queries& queries;
     const Batch& batch;
-    const PageShape& shape;
-    const size_t layer;
+    const LayerShape& shape;
     const KvHeads heads;  // those of `queries`; a tile counts from heads.first
     const size_t group;   // query heads per KV head
     const size_t window;  // 0: none
@@ -119,7 +118,7 @@ RowRun attend_page(const Job& job, const Tile& tile, size_t page_index, const in
     const size_t head_dim = job.shape.head_dim;
     uint8_t* base = job.batch.page(*tile.entry, page_start);
     const size_t kv_head = job.heads.first + tile.kv_head;
-    const HeadPage head(base, job.shape, job.layer, kv_head);
+    const HeadPage head(base, job.shape, kv_head);
     const size_t row = job.queries.row(job.heads.count, tile.kv_head, tile.entry->first_token, 0) +
                        tile.first_row + first;
     const QueryRows rows{job.queries.q.data() + row * head_dim,
@@ -130,7 +129,7 @@ RowRun attend_page(const Job& job, const Tile& tile, size_t page_index, const in
     const int8_t* next_k = after;
     if (next_start <= job.position(tile, tile.rows - 1) &&
         next_start < tile.end_superpage * SUPERPAGE_TOKENS)
-        next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, job.layer, kv_head).k;
+        next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, kv_head).k;
     const PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
     job.kernel(view, static_cast<int>(head_dim), rows, scratch,
                {into.m + first, into.l + first, into.o[0] + first * head_dim});
@@ -235,7 +234,7 @@ void fold_split(const Job& job, const Tile& tile, size_t row, const Accumulators
 const int8_t* first_k(const Job& job, const Piece& piece) {
     const size_t first = job.first_page(*piece.tile, piece.superpage);
     uint8_t* const page = job.batch.page(*piece.tile->entry, first * PAGE_TOKENS);
-    return HeadPage(page, job.shape, job.layer, job.heads.first + piece.tile->kv_head).k;
+    return HeadPage(page, job.shape, job.heads.first + piece.tile->kv_head).k;
 }
 
 // Adds the tiles of an entry's rows that see any of the super-pages [first, end).
@@ -321,18 +320,17 @@ void attend_tiles(Pool& pool, const Job& job, std::vector<Tile>& tiles, Accumula
     });
 }
 
-Job make_job(const Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-             KvHeads heads, size_t window) {
+Job make_job(const Queries& queries, const Batch& batch, const LayerShape& shape, KvHeads heads,
+             size_t window) {
     const size_t group = queries.n_head / heads.count;
-    return {queries, batch, shape, layer, heads, group, window, page_kernel(), rowops()};
+    return {queries, batch, shape, heads, group, window, page_kernel(), rowops()};
 }
 
 }  // namespace
 
-void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
-                     size_t layer, const std::vector<Span>& spans, KvHeads heads, Partials& out,
-                     size_t window) {
-    const Job job = make_job(queries, batch, shape, layer, heads, window);
+void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const LayerShape& shape,
+                     const std::vector<Span>& spans, KvHeads heads, Partials& out, size_t window) {
+    const Job job = make_job(queries, batch, shape, heads, window);
     set_spans(out, batch, spans, window);
     std::vector<Tile> tiles;
     for (size_t e = 0; e < batch.n_entries; e++) {
@@ -349,9 +347,9 @@ void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const Pag
     });
 }
 
-void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-            Rows& out, size_t window, const Sinks* sinks) {
-    const Job job = make_job(queries, batch, shape, layer, {0, shape.n_kv_head}, window);
+void attend(Pool& pool, Queries& queries, const Batch& batch, const LayerShape& shape, Rows& out,
+            size_t window, const Sinks* sinks) {
+    const Job job = make_job(queries, batch, shape, {0, shape.n_kv_head}, window);
     std::vector<Tile> tiles;
     for (size_t e = 0; e < batch.n_entries; e++)
         cut_entry(job, batch.entries[e], 0, SIZE_MAX, tiles);

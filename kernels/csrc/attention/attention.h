@@ -17,25 +17,27 @@ struct PlaceParams {
     float eps;
     const RopeTable* rope;  // null: no rotation
     double scale;           // 1/sqrt(head_dim) or the model's own
+    const Vector* v_norm = nullptr;
+    bool has_kv = true;  // false: another layer has put K and V there
 };
 
-// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied. What goes to
-// the pages is copied to `rows` too, if there are any.
-void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
+// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied; without K and V
+// they are q heads. What goes to the pages is copied to `rows` too, if there are any.
+void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const LayerShape& shape,
               const PlaceParams& params, Queries& queries, KvRows* rows = nullptr);
 
 // Attention to the super-pages of `spans` (at most one span per entry); reads no page outside them.
 // Entries without a span are empty in `out`. The order of rule 7: see partials.h. The heads of
 // `queries` and `out` are those that read the KV heads `heads`. No page is read that `window` hides from
 // all rows of its entry.
-void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape,
-                     size_t layer, const std::vector<Span>& spans, KvHeads heads, Partials& out,
+void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const LayerShape& shape,
+                     const std::vector<Span>& spans, KvHeads heads, Partials& out,
                      size_t window = 0);
 
 // attend_partials of all super-pages and finish, in one pass that stores no accumulators.
 // out row = heads in order, head_dim values each. A row that met a NaN or infinity is all NaN.
-void attend(Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
-            Rows& out, size_t window = 0, const Sinks* sinks = nullptr);
+void attend(Pool& pool, Queries& queries, const Batch& batch, const LayerShape& shape, Rows& out,
+            size_t window = 0, const Sinks* sinks = nullptr);
 
 // XXH3-64, seeded, of each token's K, K scale, V, V scale over all heads and layers in page order.
 void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* seeds,

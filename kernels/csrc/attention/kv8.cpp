@@ -68,8 +68,7 @@ uint8_t* page_of(const Batch& batch, size_t token) {
 struct PlaceJob {
     const Rows& qkv;
     const Batch& batch;
-    const PageShape& shape;
-    const size_t layer;
+    const LayerShape& shape;
     const PlaceParams& params;
     Queries& queries;
     KvRows* const rows;  // or null
@@ -108,7 +107,7 @@ struct PlaceJob {
     }
 
     HeadPage head_page(size_t token, size_t head) const {
-        return HeadPage(page_of(batch, token), shape, layer, head);
+        return HeadPage(page_of(batch, token), shape, head);
     }
 
     void quantise_kv(size_t token, const float* k, const float* v, const TokenKv& out) const {
@@ -116,6 +115,10 @@ struct PlaceJob {
         normalise(k, params.k_norm, y);
         rotate(y, batch.position(token));
         ops.quantise_kv8(y, shape.blocks(), 32, out.k, out.k_scale);
+        if (params.v_norm) {
+            normalise(v, params.v_norm, y);
+            v = y;
+        }
         ops.quantise_kv8(v, 1, shape.head_dim, out.v, out.v_scale);
     }
 
@@ -147,11 +150,20 @@ struct PlaceJob {
         }
     }
 
+    // The query heads of the group of a KV head, for tokens [first, last).
+    void place_queries(size_t head, size_t first, size_t last) const {
+        const size_t group = queries.n_head / shape.n_kv_head;
+        for (size_t token = first; token < last; token++)
+            for (size_t g = head * group; g < (head + 1) * group; g++)
+                place_query(token, g, qkv.row(token) + g * shape.head_dim);
+    }
+
     // One KV head and the query heads of its group, for tokens [first, last).
     void place(size_t head, size_t first, size_t last) const {
         const size_t group = queries.n_head / shape.n_kv_head, head_dim = shape.head_dim;
         const size_t k_column = (queries.n_head + head) * head_dim;
         const size_t v_column = k_column + shape.n_kv_head * head_dim;
+        if (!params.has_kv) return place_queries(head, first, last);
         alignas(2) uint8_t unkept[TILE_TOKENS][TOKEN_KV_MAX];
         TokenKv kv[TILE_TOKENS];
         prefetch_row(first, head);
@@ -163,7 +175,7 @@ struct PlaceJob {
                 if (token + i + TOKENS_AHEAD < last) prefetch_inputs(token + i + TOKENS_AHEAD, head);
                 for (size_t g = head * group; g < (head + 1) * group; g++)
                     place_query(token + i, g, x + g * head_dim);
-                kv[i] = TokenKv(rows ? rows->head(token + i, layer, head) : unkept[i], head_dim);
+                kv[i] = TokenKv(rows ? rows->head(token + i, shape, head) : unkept[i], head_dim);
                 quantise_kv(token + i, x + k_column, x + v_column, kv[i]);
             }
             const HeadPage page = head_page(token, head);
@@ -175,7 +187,7 @@ struct PlaceJob {
 };
 
 // Appends one token's bytes of one head to a digest row.
-uint8_t* gather_head(const HeadPage& page, size_t head_dim, size_t t, uint8_t* out) {
+void gather_head(const HeadPage& page, size_t head_dim, size_t t, uint8_t* out) {
     const int8_t* k = page.k + 4 * k_dword(head_dim, t, 0);
     for (size_t d4 = 0; d4 < head_dim / 4; d4++) std::memcpy(out + 4 * d4, k + 64 * d4, 4);
     out += head_dim;
@@ -185,25 +197,22 @@ uint8_t* gather_head(const HeadPage& page, size_t head_dim, size_t t, uint8_t* o
     for (size_t i = 0; i < head_dim; i++) out[i] = static_cast<uint8_t>(v[4 * i]);
     out += head_dim;
     std::memcpy(out, page.v_scale + t, 2);
-    return out + 2;
 }
 
 void digest_group(const Batch& batch, const PageShape& shape, size_t first, size_t last,
                   const uint64_t* seeds, uint64_t* digests) {
     static thread_local std::vector<uint8_t> gathered;
     gathered.resize(TILE_TOKENS * shape.row_bytes());
-    size_t filled = 0;
-    for (size_t layer = 0; layer < shape.n_layer; layer++)
-        for (size_t head = 0; head < shape.n_kv_head; head++) {
+    for (const LayerShape& layer : shape.layers)
+        for (size_t head = 0; head < layer.n_kv_head; head++)
             for (size_t token = first; token < last; token++) {
                 const size_t position = batch.position(token);
                 const BatchEntry& entry = batch.entries[batch.entry_of[token]];
-                gather_head(HeadPage(batch.page(entry, position), shape, layer, head),
-                            shape.head_dim, position % PAGE_TOKENS,
-                            gathered.data() + (token - first) * shape.row_bytes() + filled);
+                gather_head(HeadPage(batch.page(entry, position), layer, head), layer.head_dim,
+                            position % PAGE_TOKENS,
+                            gathered.data() + (token - first) * shape.row_bytes() +
+                                layer.row_offset + head * layer.head_row_bytes());
             }
-            filled += shape.head_row_bytes();
-        }
     for (size_t token = first; token < last; token++)
         digests[token] = xxh3_64(gathered.data() + (token - first) * shape.row_bytes(),
                                  shape.row_bytes(), seeds[token]);
@@ -218,10 +227,10 @@ float query_factor(double scale, size_t width) {
 
 }  // namespace
 
-void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
+void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const LayerShape& shape,
               const PlaceParams& params, Queries& queries, KvRows* rows) {
     const auto width = static_cast<size_t>(ca::hadamard_width(static_cast<int>(shape.head_dim)));
-    const PlaceJob job{qkv,  batch,    shape, layer, params, queries,
+    const PlaceJob job{qkv,  batch,    shape, params, queries,
                        rows, rowops(), width, query_factor(params.scale, width)};
     const size_t items = shape.n_kv_head * batch.n_tokens;
     // Head-major, so that a thread writes runs of neighbouring tokens and shares few cache lines.
@@ -253,17 +262,21 @@ void row_digests(const Batch& batch, const PageShape& shape, const uint64_t* see
 
 void store_rows(Pool& pool, KvRows& rows, const Batch& batch, size_t first) {
     const PageShape& shape = rows.shape;
-    for_each(pool, shape.n_layer * shape.n_kv_head, batch.n_tokens == 1, [&](size_t item) {
-        const size_t layer = item / shape.n_kv_head, head = item % shape.n_kv_head;
+    std::vector<std::pair<const LayerShape*, size_t>> heads;
+    for (const LayerShape& layer : shape.layers)
+        for (size_t head = 0; head < layer.n_kv_head; head++) heads.emplace_back(&layer, head);
+    for_each(pool, heads.size(), batch.n_tokens == 1, [&](size_t item) {
+        const LayerShape& layer = *heads[item].first;
+        const size_t head = heads[item].second;
         TokenKv kv[TILE_TOKENS];
         for (size_t token = 0, count; token < batch.n_tokens; token += count) {
             count = run_length(batch, token, batch.n_tokens);
             for (size_t i = 0; i < count; i++)
-                kv[i] = TokenKv(rows.head(first + token + i, layer, head), shape.head_dim);
-            const HeadPage page(page_of(batch, token), shape, layer, head);
+                kv[i] = TokenKv(rows.head(first + token + i, layer, head), layer.head_dim);
+            const HeadPage page(page_of(batch, token), layer, head);
             const size_t t = batch.position(token) % PAGE_TOKENS;
-            store_k(page, shape.head_dim, t, kv, count);
-            store_v(page, shape.head_dim, t, kv, count);
+            store_k(page, layer.head_dim, t, kv, count);
+            store_v(page, layer.head_dim, t, kv, count);
         }
     });
 }

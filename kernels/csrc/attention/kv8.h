@@ -11,9 +11,12 @@
 // batch carries addresses, and the caller of Batch.set keeps the mappings alive.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "common/ca.h"
 #include "common/types.h"
@@ -28,13 +31,15 @@ constexpr size_t SUPERPAGE_PAGES = ca::SUPERPAGE_PAGES;
 #endif
 constexpr size_t HEAD_DIM_MAX = 256;
 
-struct PageShape {
-    PageShape(size_t n_layer_, size_t n_kv_head_, size_t head_dim_)
-        : n_layer(n_layer_), n_kv_head(n_kv_head_), head_dim(head_dim_) {
-        if (n_layer == 0 || n_kv_head == 0)
-            throw std::invalid_argument("PageShape: n_layer and n_kv_head must be positive");
+// The KV heads of one layer, and where the layer begins in a page and in a token's row.
+struct LayerShape {
+    LayerShape(size_t n_kv_head_, size_t head_dim_, size_t page_offset_, size_t row_offset_)
+        : n_kv_head(n_kv_head_), head_dim(head_dim_), page_offset(page_offset_),
+          row_offset(row_offset_) {
+        if (n_kv_head == 0) throw std::invalid_argument("PageShape: n_kv_head must be positive");
         if (head_dim == 0 || head_dim % 32 != 0 || head_dim > HEAD_DIM_MAX)
-            throw std::invalid_argument("PageShape: head_dim must be a multiple of 32 up to 256, not " +
+            throw std::invalid_argument("PageShape: head_dim must be a multiple of 32 up to " +
+                                        std::to_string(HEAD_DIM_MAX) + ", not " +
                                         std::to_string(head_dim));
     }
     size_t blocks() const { return head_dim / 32; }
@@ -42,25 +47,54 @@ struct PageShape {
     size_t v_offset() const { return k_scale_offset() + PAGE_TOKENS * blocks() * 2; }
     size_t v_scale_offset() const { return v_offset() + PAGE_TOKENS * head_dim; }
     size_t head_bytes() const { return v_scale_offset() + PAGE_TOKENS * 2; }
-    size_t layer_bytes() const { return n_kv_head * head_bytes(); }
-    size_t payload_bytes() const { return n_layer * layer_bytes(); }
-    // One token's K, K scale, V and V scale of one head, gathered; and of all heads of all layers.
+    size_t page_bytes() const { return n_kv_head * head_bytes(); }
+    // One token's K, K scale, V and V scale of one head, gathered; and of all heads.
     size_t head_row_bytes() const { return 2 * head_dim + 2 * blocks() + 2; }
-    size_t row_bytes() const { return n_layer * n_kv_head * head_row_bytes(); }
+    size_t row_bytes() const { return n_kv_head * head_row_bytes(); }
 
-    const size_t n_layer;
-    const size_t n_kv_head;
-    const size_t head_dim;
+    size_t n_kv_head;
+    size_t head_dim;
+    size_t page_offset;
+    size_t row_offset;
+};
+
+// The layers of a page, which may differ in their heads.
+struct PageShape {
+    using Heads = std::pair<size_t, size_t>;  // n_kv_head and head_dim
+
+    explicit PageShape(const std::vector<Heads>& heads) {
+        if (heads.empty()) throw std::invalid_argument("PageShape: n_layer must be positive");
+        size_t page_offset = 0, row_offset = 0;
+        for (const auto& [n_kv_head, head_dim] : heads) {
+            layers.emplace_back(n_kv_head, head_dim, page_offset, row_offset);
+            page_offset += layers.back().page_bytes();
+            row_offset += layers.back().row_bytes();
+        }
+    }
+    PageShape(size_t n_layer, size_t n_kv_head, size_t head_dim)
+        : PageShape(std::vector<Heads>(n_layer, {n_kv_head, head_dim})) {}
+    size_t n_layer() const { return layers.size(); }
+    size_t payload_bytes() const { return layers.back().page_offset + layers.back().page_bytes(); }
+    // One token's bytes of all heads of all layers, gathered.
+    size_t row_bytes() const { return layers.back().row_offset + layers.back().row_bytes(); }
+    bool operator==(const PageShape& other) const {
+        return std::equal(layers.begin(), layers.end(), other.layers.begin(), other.layers.end(),
+                          [](const LayerShape& a, const LayerShape& b) {
+                              return a.n_kv_head == b.n_kv_head && a.head_dim == b.head_dim;
+                          });
+    }
+
+    std::vector<LayerShape> layers;
 };
 
 // The four parts of one KV head of one layer of one page.
 struct HeadPage {
-    HeadPage(uint8_t* base, const PageShape& shape, size_t layer, size_t head) {
-        uint8_t* const start = base + layer * shape.layer_bytes() + head * shape.head_bytes();
+    HeadPage(uint8_t* page, const LayerShape& layer, size_t head) {
+        uint8_t* const start = page + layer.page_offset + head * layer.head_bytes();
         k = reinterpret_cast<int8_t*>(start);
-        k_scale = reinterpret_cast<uint16_t*>(start + shape.k_scale_offset());
-        v = reinterpret_cast<int8_t*>(start + shape.v_offset());
-        v_scale = reinterpret_cast<uint16_t*>(start + shape.v_scale_offset());
+        k_scale = reinterpret_cast<uint16_t*>(start + layer.k_scale_offset());
+        v = reinterpret_cast<int8_t*>(start + layer.v_offset());
+        v_scale = reinterpret_cast<uint16_t*>(start + layer.v_scale_offset());
     }
     int8_t* k;
     uint16_t* k_scale;
@@ -135,9 +169,9 @@ struct KvRows {
     KvRows(size_t tokens_max_, const PageShape& shape_)
         : tokens_max(tokens_max_), shape(shape_), bytes(tokens_max_ * shape_.row_bytes()) {}
     const uint8_t* row(size_t token) const { return bytes.data() + token * shape.row_bytes(); }
-    uint8_t* head(size_t token, size_t layer, size_t head) {
-        return bytes.data() + token * shape.row_bytes() +
-               (layer * shape.n_kv_head + head) * shape.head_row_bytes();
+    uint8_t* head(size_t token, const LayerShape& layer, size_t head) {
+        return bytes.data() + token * shape.row_bytes() + layer.row_offset +
+               head * layer.head_row_bytes();
     }
 
     const size_t tokens_max;

@@ -61,16 +61,32 @@ void bind_rope(nb::module_& module) {
 }
 
 void bind_shape(nb::module_& module) {
+    nb::class_<LayerShape>(module, "LayerShape",
+                           "The KV heads of one layer, and where the layer begins in a page and in "
+                           "a token's row, in bytes.")
+        .def_prop_ro("n_kv_head", [](const LayerShape& self) { return self.n_kv_head; })
+        .def_prop_ro("head_dim", [](const LayerShape& self) { return self.head_dim; })
+        .def_prop_ro("page_offset", [](const LayerShape& self) { return self.page_offset; })
+        .def_prop_ro("row_offset", [](const LayerShape& self) { return self.row_offset; })
+        .def_prop_ro("head_bytes", &LayerShape::head_bytes)
+        .def_prop_ro("page_bytes", &LayerShape::page_bytes)
+        .def_prop_ro("row_bytes", &LayerShape::row_bytes);
     nb::class_<PageShape>(module, "PageShape",
-                          "Bytes of a KV page: 256 tokens of n_layer layers of n_kv_head heads. "
-                          "head_dim must be a multiple of 32 up to 256 (ValueError otherwise).")
+                          "Bytes of a KV page: 256 tokens of layers of KV heads, all alike or "
+                          "(n_kv_head, head_dim) each. head_dim must be a multiple of 32 up to 256 "
+                          "(ValueError otherwise).")
         .def(nb::init<size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
              nb::arg("head_dim"))
-        .def_prop_ro("n_layer", [](const PageShape& self) { return self.n_layer; })
-        .def_prop_ro("n_kv_head", [](const PageShape& self) { return self.n_kv_head; })
-        .def_prop_ro("head_dim", [](const PageShape& self) { return self.head_dim; })
-        .def_prop_ro("head_bytes", &PageShape::head_bytes)
-        .def_prop_ro("layer_bytes", &PageShape::layer_bytes)
+        .def(nb::init<const std::vector<PageShape::Heads>&>(), nb::arg("heads"))
+        .def_prop_ro("n_layer", &PageShape::n_layer)
+        .def(
+            "layer",
+            [](const PageShape& self, size_t index) {
+                require(index < self.n_layer(), "PageShape.layer: layer " + number(index) + " of " +
+                                                    number(self.n_layer()));
+                return self.layers[index];
+            },
+            nb::arg("index"))
         .def_prop_ro("payload_bytes", &PageShape::payload_bytes)
         .def_prop_ro("row_bytes", &PageShape::row_bytes);
 }
@@ -231,11 +247,16 @@ void bind_batch(nb::module_& module) {
             "numpy alias (tokens, row_bytes) of the first rows; writing to it writes the rows.");
 }
 
+const LayerShape& checked_layer(const PageShape& shape, size_t layer, const char* name) {
+    require(layer < shape.n_layer(), std::string(name) + ": layer " + number(layer) + " of " +
+                                         number(shape.n_layer()));
+    return shape.layers[layer];
+}
+
 void attention_checks(const Pool& pool, const Queries& queries, const Batch& batch,
-                      const PageShape& shape, size_t layer, size_t n_kv_head, const char* name) {
+                      const LayerShape& shape, size_t n_kv_head, const char* name) {
     const std::string where = name;
     require_open(pool);
-    require(layer < shape.n_layer, where + ": layer " + number(layer) + " of " + number(shape.n_layer));
     require_tokens(batch.n_tokens, queries.tokens_max, name);
     require(queries.head_dim == shape.head_dim, where + ": queries have head_dim " +
                                                     number(queries.head_dim) + ", pages " +
@@ -283,24 +304,24 @@ OutAddressArray digest_array(size_t count, Fill&& fill) {
 void bind_place(nb::module_& module) {
     module.def(
         "place_kv",
-        [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& shape, size_t layer,
+        [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& pages, size_t layer,
            size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
-           double scale, Queries& queries, KvRows* rows) {
-            attention_checks(pool, queries, batch, shape, layer, shape.n_kv_head, "place_kv");
+           double scale, Queries& queries, KvRows* rows, const Vector* v_norm, bool has_kv) {
+            const LayerShape& shape = checked_layer(pages, layer, "place_kv");
+            attention_checks(pool, queries, batch, shape, shape.n_kv_head, "place_kv");
             require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
             require_tokens(batch.n_tokens, qkv.tokens_max, "place_kv");
             require_written_pages(batch, "place_kv");
-            require_width(qkv.width, (n_head + 2 * shape.n_kv_head) * shape.head_dim, "place_kv");
+            const size_t n_heads = n_head + (has_kv ? 2 * shape.n_kv_head : 0);
+            require_width(qkv.width, n_heads * shape.head_dim, "place_kv");
             if (q_norm) require_width(q_norm->size, shape.head_dim, "place_kv: q_norm");
             if (k_norm) require_width(k_norm->size, shape.head_dim, "place_kv: k_norm");
+            if (v_norm) require_width(v_norm->size, shape.head_dim, "place_kv: v_norm");
             require(std::isfinite(scale) && scale > 0, "place_kv: scale must be positive");
             if (rope) require(rope->head_dim == shape.head_dim, "place_kv: rope head_dim differs");
             if (rows) {
                 require_tokens(batch.n_tokens, rows->tokens_max, "place_kv: rows");
-                require(rows->shape.n_layer == shape.n_layer &&
-                            rows->shape.n_kv_head == shape.n_kv_head &&
-                            rows->shape.head_dim == shape.head_dim,
-                        "place_kv: rows are of pages of another shape");
+                require(rows->shape == pages, "place_kv: rows are of pages of another shape");
             }
             const nb::gil_scoped_release release;
             if (rope)
@@ -308,26 +329,29 @@ void bind_place(nb::module_& module) {
                     const BatchEntry& entry = batch.entries[e];
                     rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
                 }
-            place_kv(pool, qkv, batch, shape, layer, {q_norm, k_norm, eps, rope, scale}, queries,
-                     rows);
+            const PlaceParams params = {q_norm, k_norm, eps, rope, scale, v_norm, has_kv};
+            place_kv(pool, qkv, batch, shape, params, queries, rows);
         },
         nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("n_head"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
         nb::arg("rope").none(), nb::arg("scale"), nb::arg("queries"),
-        nb::arg("rows").none() = nb::none(),
-        "Rows of q heads, k heads, v heads (biases applied): per-head norm and rope for q and k, "
-        "K and V appended to the batch's pages as kv8 and copied to rows, q quantised into queries.");
+        nb::arg("rows").none() = nb::none(), nb::arg("v_norm").none() = nb::none(),
+        nb::arg("has_kv") = true,
+        "Rows of q heads, k heads, v heads (biases applied): per-head norm, and rope for q and k; "
+        "K and V appended to the batch's pages as kv8 and copied to rows, q quantised into queries. "
+        "Without has_kv the rows are q heads, and another layer has put K and V there.");
     module.def(
         "attend",
-        [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+        [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& pages, size_t layer,
            Rows& out, size_t window, const Sinks* sinks) {
-            attention_checks(pool, queries, batch, shape, layer, shape.n_kv_head, "attend");
+            const LayerShape& shape = checked_layer(pages, layer, "attend");
+            attention_checks(pool, queries, batch, shape, shape.n_kv_head, "attend");
             require_sinks(sinks, queries.n_head, "attend");
             require(batch.n_absent == 0, "attend: pages of the batch are absent");
             require_tokens(batch.n_tokens, out.tokens_max, "attend");
             require_width(out.width, queries.n_head * shape.head_dim, "attend");
             const nb::gil_scoped_release release;
-            attend(pool, queries, batch, shape, layer, out, window, sinks);
+            attend(pool, queries, batch, shape, out, window, sinks);
         },
         nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("out"), nb::kw_only(), nb::arg("window") = 0, nb::arg("sinks").none() = nb::none(),
@@ -488,12 +512,13 @@ void bind_partials(nb::module_& module) {
     bind_partials_type(module);
     module.def(
         "attend_partials",
-        [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& shape, size_t layer,
+        [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& pages, size_t layer,
            const EntryArray& spans, Partials& out, std::optional<std::pair<size_t, size_t>> some,
            size_t window) {
+            const LayerShape& shape = checked_layer(pages, layer, "attend_partials");
             const KvHeads heads = checked_heads(some.value_or(std::pair{size_t{0}, shape.n_kv_head}),
                                                 shape.n_kv_head, "attend_partials");
-            attention_checks(pool, queries, batch, shape, layer, heads.count, "attend_partials");
+            attention_checks(pool, queries, batch, shape, heads.count, "attend_partials");
             require_tokens(batch.n_tokens, out.tokens_max, "attend_partials");
             require(out.n_head == queries.n_head && out.head_dim == shape.head_dim,
                     "attend_partials: the partials have " + number(out.n_head) + " heads of " +
@@ -501,7 +526,7 @@ void bind_partials(nb::module_& module) {
                         number(shape.head_dim));
             const std::vector<Span> checked = checked_spans(batch, spans, window);
             const nb::gil_scoped_release release;
-            attend_partials(pool, queries, batch, shape, layer, checked, heads, out, window);
+            attend_partials(pool, queries, batch, shape, checked, heads, out, window);
         },
         nb::arg("pool"), nb::arg("queries"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("spans"), nb::arg("out"), nb::kw_only(), nb::arg("heads") = nb::none(),

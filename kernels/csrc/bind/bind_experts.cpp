@@ -72,8 +72,8 @@ void bind_operations(nb::module_& module) {
     module.def(
         "select_experts",
         [](Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs,
-           const std::string& gating, const Vector* bias) {
-            const ExpertChoice choice{gating_of("select_experts", gating), scale, bias};
+           const std::string& gating, const Vector* bias, const Vector* scales) {
+            const ExpertChoice choice{gating_of("select_experts", gating), scale, bias, scales};
             require_tokens(tokens, logits.tokens_max, "select_experts");
             require_tokens(tokens, pairs.tokens_max, "select_experts");
             require_width(logits.width, pairs.n_expert, "select_experts");
@@ -81,15 +81,18 @@ void bind_operations(nb::module_& module) {
                     "select_experts: a softmax has no bias of the choice");
             require(!bias || bias->size == pairs.n_expert,
                     "select_experts: the bias has one value per expert");
+            require(!scales || scales->size == pairs.n_expert,
+                    "select_experts: the scales have one value per expert");
             const nb::gil_scoped_release released;
             select_experts(pool, logits, tokens, choice, pairs);
         },
         nb::arg("pool"), nb::arg("logits"), nb::arg("tokens"), nb::arg("scale"), nb::arg("pairs"),
         nb::arg("gating") = "softmax", nb::arg("bias") = nb::none(),
+        nb::arg("scales") = nb::none(),
         "Chooses the experts of each token by the selector's logits; weights are times `scale`.\n\n"
         "The gating is \"softmax\", \"sigmoid\" or \"normed_sigmoid\": rule 11 of docs/numerics.md. "
-        "The bias, of a sigmoid alone, is added to what experts are chosen by. ValueError if "
-        "they do not fit.");
+        "The bias, of a sigmoid alone, is added to what experts are chosen by; `scales` are what "
+        "weights are multiplied by, one for each expert. ValueError if they do not fit.");
     module.def(
         "gather_pairs",
         [](Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out) {

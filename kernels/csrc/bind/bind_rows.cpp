@@ -2,6 +2,8 @@
 // the GIL is released while a kernel runs.
 #include <nanobind/stl/vector.h>
 
+#include <cmath>
+
 #include "bind/bind_common.h"
 #include "quant/norm.h"
 #include "rows/rows.h"
@@ -16,6 +18,61 @@ void norm_checks(Pool& pool, const Rows& x, const Vector& w, size_t tokens, size
     require_tokens(tokens, out_tokens, name);
     require_width(w.size, x.width, name);
     require_width(out_width, x.width, name);
+}
+
+void bind_elementwise(nb::module_& module) {
+    module.def(
+        "scale_rows",
+        [](Pool& pool, float factor, size_t tokens, Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, out.tokens_max, "scale_rows");
+            const nb::gil_scoped_release release;
+            scale_rows(pool, factor, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("factor"), nb::arg("tokens"), nb::arg("out"),
+        "out *= factor, for each of the first rows.");
+    module.def(
+        "cap_rows",
+        [](Pool& pool, float cap, size_t tokens, Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, out.tokens_max, "cap_rows");
+            require(std::isfinite(cap) && cap > 0, "cap_rows: cap must be positive");
+            const nb::gil_scoped_release release;
+            cap_rows(pool, cap, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("cap"), nb::arg("tokens"), nb::arg("out"),
+        "out = cap * tanh(out / cap), for each of the first rows; NaN where it was not finite.");
+    module.def(
+        "gelu_rows",
+        [](Pool& pool, const Rows& factors, size_t column, size_t tokens, Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, factors.tokens_max, "gelu_rows");
+            require_tokens(tokens, out.tokens_max, "gelu_rows");
+            require(column <= factors.width && out.width <= factors.width - column,
+                    "gelu_rows: the factors have no columns " + std::to_string(column) + " to " +
+                        std::to_string(column + out.width));
+            const nb::gil_scoped_release release;
+            gelu_rows(pool, factors, column, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("factors"), nb::arg("column"), nb::arg("tokens"), nb::arg("out"),
+        "out = gelu(out) * the columns of factors from `column` on, for each of the first rows.");
+    module.def(
+        "mix_inputs",
+        [](Pool& pool, const Rows& x, float scale, const Vector& norm, float eps, size_t tokens,
+           Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, x.tokens_max, "mix_inputs");
+            require_tokens(tokens, out.tokens_max, "mix_inputs");
+            require_width(x.width, out.width, "mix_inputs");
+            require(norm.size > 0 && out.width % norm.size == 0,
+                    "mix_inputs: rows are no whole groups of " + std::to_string(norm.size));
+            const nb::gil_scoped_release release;
+            mix_inputs(pool, x, scale, norm, eps, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("scale"), nb::arg("norm"), nb::arg("eps"),
+        nb::arg("tokens"), nb::arg("out"),
+        "out = (out + rmsnorm of (x * scale)) * sqrt(1/2), for each group of norm.size values of the "
+        "first rows.");
 }
 
 }  // namespace
@@ -59,6 +116,7 @@ void bind_row_operations(nb::module_& module) {
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("tokens"), nb::arg("out"),
         "Quantises the first rows to int8 with one scale per 32 values.");
+    bind_elementwise(module);
     module.def(
         "take_rows",
         [](const Rows& x, IndexArray indices, Rows& out) {

@@ -242,6 +242,30 @@ CA_FN float sigmoid_times(float x, float w) { return div_rn(x, add_rn(1.0f, expc
 // The logistic function; NaN where x is not finite.
 CA_FN float sigmoid(float x) { return div_rn(fma_rn(x, 0.0f, 1.0f), add_rn(1.0f, expc(-x))); }
 
+// The hyperbolic tangent: a polynomial below TANH_SMALL in magnitude, else by the exponential function.
+// |error| < 2.5·2^-24 · |result|, measured against binary64 on each 101st number. NaN gives NaN.
+constexpr float TANH_SMALL = 0.625f;
+CA_FN float tanhc(float x) {
+    const float a = float_of(bits_of(x) & 0x7FFFFFFFu), z = mul_rn(x, x);
+    float p = -5.70498872745e-3f;
+    p = fma_rn(p, z, 2.06390887954e-2f);
+    p = fma_rn(p, z, -5.37397155531e-2f);
+    p = fma_rn(p, z, 1.33314422036e-1f);
+    p = fma_rn(p, z, -3.33332819422e-1f);
+    const float small = fma_rn(mul_rn(p, z), x, x);
+    const float t = expc(mul_rn(a, -2.0f));
+    const float large = div_rn(sub_rn(1.0f, t), add_rn(1.0f, t));
+    return a >= TANH_SMALL ? (x >= 0.0f ? large : -large) : small;
+}
+
+constexpr float SQRT_HALF = 0.707106769f;
+
+// A value with a soft bound: RN(cap · tanh(RN(x · inverse))), inverse = RN(1 / cap). NaN where x is not
+// finite, since the bound would hide an infinity.
+CA_FN float capped(float x, float inverse, float cap) {
+    return fma_rn(x, 0.0f, mul_rn(cap, tanhc(mul_rn(x, inverse))));
+}
+
 // ln(1 + e^x), and x itself above 20. |error| < 2.4·2^-24 · max(1, result), measured against binary64;
 // below -16.7, where 1 + e^x is 1, it is 0. NaN gives NaN, -infinity gives 0.
 CA_FN float softplus(float x) { return x <= 20.0f ? logc(add_rn(1.0f, expc(x))) : x; }
@@ -599,8 +623,9 @@ CA_FN float weight_of_part(Gating gating, float part, float sum, float scale) {
 
 // The experts of a token and their weights, by ascending id: the n_used largest of n keys, of equal ones
 // those with lower ids. A key that is not finite: the first experts, weights NaN. logit: of the selector.
+// scales: of the output of each expert, or null.
 CA_FN void select_experts(Gating gating, const float* logit, const float* key_of, int n, int n_used,
-                          float scale, int32_t* id, float* weight) {
+                          float scale, const float* scales, int32_t* id, float* weight) {
     bool finite = true;
     for (int i = 0; i < n; i++) finite = is_finite(key_of[i]) && finite;
     for (int j = 0; j < n_used; j++) {
@@ -629,7 +654,10 @@ CA_FN void select_experts(Gating gating, const float* logit, const float* key_of
         weight[j] = weight_part(gating, logit[id[j]], logit[top]);
         sum = add_rn(sum, weight[j]);
     }
-    for (int j = 0; j < n_used; j++) weight[j] = weight_of_part(gating, weight[j], sum, scale);
+    for (int j = 0; j < n_used; j++) {
+        weight[j] = weight_of_part(gating, weight[j], sum, scale);
+        if (scales) weight[j] = mul_rn(weight[j], scales[id[j]]);
+    }
 }
 
 // The sum of a token's experts is the chain of add_expert over them, by ascending id, from +0.

@@ -51,11 +51,13 @@ struct ExpertPairs {
 };
 
 // How experts are chosen by the selector's logits. bias: of the keys of a gating that is no softmax, a value
-// for each expert, or null; weights are times `scale`.
+// for each expert, or null; weights are times `scale`, and times the one of `scales` of their expert, unless
+// it is null.
 struct ExpertChoice {
     ca::Gating gating;
     float scale;
     const Vector* bias;
+    const Vector* scales = nullptr;
 };
 
 // Chooses the experts of each token, and sorts the pairs.

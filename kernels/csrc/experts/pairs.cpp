@@ -79,7 +79,8 @@ void select_experts(Pool& pool, const Rows& logits, size_t tokens, const ExpertC
         const float* logit = logits.row(token);
         ca::select_experts(choice.gating, logit, keys_of(choice, logit, pairs.n_expert),
                            static_cast<int>(pairs.n_expert), static_cast<int>(pairs.n_used),
-                           choice.scale, pairs.id.data() + at, pairs.weight.data() + at);
+                           choice.scale, choice.scales ? choice.scales->data.data() : nullptr,
+                           pairs.id.data() + at, pairs.weight.data() + at);
     });
     sort_pairs(pairs);
 }

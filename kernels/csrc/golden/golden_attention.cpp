@@ -69,14 +69,14 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, const Shape
         batch.n_tokens = tokens;
         batch.entries[0] = {0, tokens, start, 0};
         fill_rows(source, of, qkv, tokens);
-        place_kv(pool, qkv, batch, shape, 0, params, queries);
+        place_kv(pool, qkv, batch, shape.layers[0], params, queries);
         start += tokens;
     };
     const std::string name = std::to_string(of.head_dim);
     while (start < HISTORY) place(TOKENS_MAX);
     for (const size_t tokens : STEPS) {
         place(tokens);
-        attend(pool, queries, batch, shape, 0, out);
+        attend(pool, queries, batch, shape.layers[0], out);
         golden.add("attend " + name + " x " + std::to_string(tokens), out, tokens);
     }
     std::vector<float> logits(of.n_head);
@@ -84,7 +84,7 @@ void golden_attend(Pool& pool, Golden& golden, GoldenSource& source, const Shape
     const Sinks sinks(logits.data(), of.n_head);
     golden.add("sinks " + name, sinks.values.data(), sinks.values.size() * sizeof(float));
     for (const size_t window : WINDOWS) {
-        attend(pool, queries, batch, shape, 0, out, window, &sinks);
+        attend(pool, queries, batch, shape.layers[0], out, window, &sinks);
         golden.add("attend " + name + " window " + std::to_string(window), out, batch.n_tokens);
     }
     golden.add("pages " + name, memory.data(), memory.size());

@@ -100,14 +100,14 @@ void Shapes::attention_of(size_t head_dim) {
             batch.entries[0] = {0, batch.n_tokens, start, 0};
             fill(qkv, 4);
             if (round == 5 && start + chunk >= positions) qkv.data[between(0, qkv.width - 1)] = NAN;
-            place_kv(pool_, qkv, batch, shape, 0, params, queries);
-            attend(pool_, queries, batch, shape, 0, out);
+            place_kv(pool_, qkv, batch, shape.layers[0], params, queries);
+            attend(pool_, queries, batch, shape.layers[0], out);
             const std::string at = " D=" + std::to_string(head_dim) + " heads=" +
                                    std::to_string(heads) + "/" + std::to_string(kv_heads) +
                                    " at " + std::to_string(start);
             record("attend" + at, out, batch.n_tokens);
             const size_t window = between(1, 300);
-            attend(pool_, queries, batch, shape, 0, out, window, &sinks);
+            attend(pool_, queries, batch, shape.layers[0], out, window, &sinks);
             record("attend window " + std::to_string(window) + at, out, batch.n_tokens);
         }
         golden_.add("pages D=" + std::to_string(head_dim), memory.data(), memory.size());

@@ -42,6 +42,12 @@ struct RowOps {
     void (*gate)(const float* gate, size_t n, float* y);
     // Rule 12: y = RN(y + RN(share * x)).
     void (*add_share)(const float* x, size_t n, float share, float* y);
+    // y = RN(x * factor). y may be x.
+    void (*scale)(const float* x, size_t n, float factor, float* y);
+    // Rule 13: ca::capped of each value, in place.
+    void (*cap)(float* x, size_t n, float cap);
+    // y = ca::gated(gelu, y, factors).
+    void (*gelu)(const float* factors, size_t n, float* y);
 };
 
 extern const RowOps rowops_scalar;

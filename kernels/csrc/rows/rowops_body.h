@@ -230,8 +230,46 @@ void add_share(const float* x, size_t n, float share, float* y) {
     for (; i < n; i++) y[i] = ca::add_share(y[i], share, x[i]);
 }
 
+void scale(const float* x, size_t n, float factor, float* y) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) vstore(y + i, vload(x + i) * vset(factor));
+    for (; i < n; i++) y[i] = ca::mul_rn(x[i], factor);
+}
+
+SIMD_FN V16 vtanhc(V16 x) {
+    const V16 a = vabs(x), z = x * x;
+    V16 p = vset(-5.70498872745e-3f);
+    p = vfma(p, z, vset(2.06390887954e-2f));
+    p = vfma(p, z, vset(-5.37397155531e-2f));
+    p = vfma(p, z, vset(1.33314422036e-1f));
+    p = vfma(p, z, vset(-3.33332819422e-1f));
+    const V16 small = vfma(p * z, x, x), t = vexpc(a * vset(-2.0f));
+    const V16 large = (vset(1.0f) - t) / (vset(1.0f) + t);
+    return vselect_ge(a, ca::TANH_SMALL, vselect_ge(x, 0.0f, large, vneg(large)), small);
+}
+
+void cap(float* x, size_t n, float cap) {
+    const float inverse = ca::div_rn(1.0f, cap);
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const V16 v = vload(x + i);
+        vstore(x + i, vfma(v, vzero(), vset(cap) * vtanhc(v * vset(inverse))));
+    }
+    for (; i < n; i++) x[i] = ca::capped(x[i], inverse, cap);
+}
+
+void gelu(const float* factors, size_t n, float* y) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const V16 v = vload(y + i);
+        const V16 slope = vfma(v * v, vset(ca::GELU_CUBIC), vset(ca::GELU_LINEAR));
+        vstore(y + i, vsigmoid_times(v, v * slope) * vload(factors + i));
+    }
+    for (; i < n; i++) y[i] = ca::gated(ca::Activation::gelu, y[i], factors[i]);
+}
+
 #define ROWOPS_TABLE                                                                               \
     { norm<false>, norm<true>, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, \
-      weigh, keep, gate, add_share }
+      weigh, keep, gate, add_share, scale, cap, gelu }
 
 }  // namespace

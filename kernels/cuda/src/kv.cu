@@ -141,11 +141,13 @@ GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t
 
 // qkv: rows of q heads, k heads, v heads. pages: per token the address of the page of its position.
 // rope: per position n_rot / 2 cosines and as many sines, or null. query_scales: per position the scale of
-// queries, or null. rows: [token][layer][KV head] as
-// KvRows. q_norm, k_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), 64 threads.
+// queries, or null. rows: as KvRows, of row_bytes a token; the layer begins at row_offset in them, and at
+// layer_offset in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
+// (tokens, n_head) where another layer has put K and V there; 64 threads.
 KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> positions,
-       gpu::In<uint64_t> pages, int layer, int n_layer, int n_head, int n_kv_head, int head_dim,
-       gpu::In<float> q_norm, gpu::In<float> k_norm, float eps, gpu::In<float> rope, int n_rot,
+       gpu::In<uint64_t> pages, int64_t layer_offset, int64_t row_bytes, int64_t row_offset,
+       int n_head, int n_kv_head, int head_dim, gpu::In<float> q_norm, gpu::In<float> k_norm,
+       gpu::In<float> v_norm, float eps, gpu::In<float> rope, int n_rot,
        int is_neox, float factor, gpu::In<float> query_scales, gpu::Out<int8_t> q, gpu::Out<float> q_scale,
        gpu::Out<uint8_t> rows) {
     gpu::begin();
@@ -158,9 +160,9 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
     const gpu::In<float> from = qkv + token * stride + static_cast<int64_t>(index) * head_dim;
     for (int d = gpu::thread(); d < head_dim; d += THREADS) x[d] = from[d];
     gpu::barrier();
+    const gpu::In<float> norm = is_query ? q_norm : is_v ? v_norm : k_norm;
+    if (norm) normalise(x, lanes, norm, head_dim, eps);
     if (!is_v) {
-        const gpu::In<float> norm = is_query ? q_norm : k_norm;
-        if (norm) normalise(x, lanes, norm, head_dim, eps);
         if (rope) rotate(x, rope + static_cast<int64_t>(position) * n_rot, n_rot, is_neox);
         transform(x, head_dim);
     }
@@ -173,9 +175,9 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
     const gpu::HeadLayout at = {head_dim};
     const int head = (index - n_head) % n_kv_head, t = position % gpu::PAGE_TOKENS;
     const gpu::Out<uint8_t> page =
-        gpu::out_at<uint8_t>(pages[gpu::block()]) + gpu::head_offset(at, layer, n_kv_head, head);
+        gpu::out_at<uint8_t>(pages[gpu::block()]) + gpu::head_offset(at, layer_offset, head);
     const gpu::Out<uint8_t> row =
-        rows + ((token * n_layer + layer) * n_kv_head + head) * at.row_bytes();
+        rows + token * row_bytes + row_offset + static_cast<int64_t>(head) * at.row_bytes();
     if (is_v)
         put_v(x, largest, at, t, page, row);
     else

@@ -430,11 +430,10 @@ def page_bytes(model: Path) -> int:
     """Bytes of one KV page of a model file. Raises BatchEngineError for one that is none."""
     from batchengine.gguf import GgufFile
     from batchengine.weights import read_spec
-    from kv_store.layout import PageLayout
 
     with GgufFile(str(model)) as gguf:
         spec = read_spec(gguf)
-    return PageLayout(spec.n_layer_kv, spec.attention.n_kv_head, spec.attention.head_dim).page_bytes
+    return spec.page_layout.page_bytes
 
 
 def _check_memory(model: Path, nodes: int, kv_bytes: int) -> None:

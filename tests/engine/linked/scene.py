@@ -176,8 +176,7 @@ class Scene:
         self.worker = HashWorker(None, 1, self.device)  # type: ignore[arg-type]
         self.worker._device = self.device
         self.worker._facts = wire.ModelFacts(
-            "a", "hash", 1, LAYOUT.n_layer, LAYOUT.n_kv_head, LAYOUT.head_dim,
-            LAYOUT.payload_bytes, VOCAB, {}, state_bytes=state_bytes,
+            "a", "hash", 1, LAYOUT.layers, LAYOUT.payload_bytes, VOCAB, {}, state_bytes=state_bytes,
         )  # fmt: skip
         self.worker._limits = StepLimits(4096, 64, 1 << 20, VOCAB, has_links=True)
         self.arena = self.store.create_arena("cpu", 1, slots)

@@ -241,7 +241,7 @@ async def test_the_link_to_a_daemon_of_another_model_is_measured(
         assert b.linked.given.bytes_free > 0
 
 
-SAID = Descriptor("aa" * 32, "bb" * 32, "llama", PageLayout(3, 3, 32))
+SAID = Descriptor("aa" * 32, "bb" * 32, "llama", PageLayout.uniform(3, 3, 32))
 
 
 def link_of(descriptor: Descriptor | str, n_head: int = 3, **ids: str) -> PeerLink:
@@ -264,11 +264,11 @@ def link_of(descriptor: Descriptor | str, n_head: int = 3, **ids: str) -> PeerLi
         (link_of(SAID, model_hash="cc" * 32), "not that of its ids"),
         (link_of(SAID, repr_id="no hex"), "not that of its ids"),
         (link_of(SAID, n_head=4), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout(1, 256, 32)), 256), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout(5000, 1, 32)), 1), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout(1, 1, 512)), 1), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout(1, 1, 256)), 1000), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout(1 << 40, 1, 32)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(1, 256, 32)), 256), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(5000, 1, 32)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 512)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 256)), 1000), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(1 << 40, 1, 32)), 1), "not computed here"),
     ],
 )
 async def test_a_format_that_cannot_be_is_refused(tmp_path: Path, link: PeerLink, why: str) -> None:

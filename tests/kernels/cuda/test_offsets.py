@@ -199,15 +199,16 @@ def nonfinite_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
 
 
 def place_kv(move: Move, a: Arguments) -> tuple[int, int, int]:
-    n_layer, n_head, n_kv, head_dim = a[5:9]
-    shape = kernels.PageShape(1, n_kv, head_dim)
+    row_bytes, _, n_head, n_kv, head_dim = a[5:10]
+    layers = kernels.PageShape(LAYERS_FAR, n_kv, head_dim)
     move.table(a, 2, np.int32, 1, {0: POSITIONS_FAR})
-    move.table(a, 3, np.uint64, 1, {0: -LAYERS_FAR * n_kv * shape.head_bytes})
-    rows = (FAR * n_layer + LAYERS_FAR) * shape.row_bytes
+    move.table(a, 3, np.uint64, 1, {0: -layers.payload_bytes})
+    rows = FAR * row_bytes + layers.row_bytes
     q = FAR * n_head * head_dim
-    back(a, {0: 4 * FAR * a[1], 12: 4 * POSITIONS_FAR * a[13], 16: 4 * POSITIONS_FAR})
-    back(a, {17: q, 18: q // 8, 19: rows})
-    a[4] += LAYERS_FAR
+    back(a, {0: 4 * FAR * a[1], 14: 4 * POSITIONS_FAR * a[15], 18: 4 * POSITIONS_FAR})
+    back(a, {19: q, 20: q // 8, 21: rows})
+    a[4] += layers.payload_bytes
+    a[6] += layers.row_bytes
     return FAR, 0, 0
 
 
@@ -221,10 +222,11 @@ def attend(move: Move, a: Arguments) -> tuple[int, int, int]:
     n_head, n_kv, head_dim = a[5:8]
     tokens = QUERY_DWORDS // (n_head * head_dim // 4) - 100
     move.table(a, 2, np.int32, 8, {0: tokens, 6: RESULTS_FAR})
-    move.pages(a, 3, LAYERS_FAR * n_kv * kernels.PageShape(1, n_kv, head_dim).head_bytes)
+    layers = kernels.PageShape(LAYERS_FAR, n_kv, head_dim)
+    move.pages(a, 3, layers.payload_bytes)
     q = tokens * n_head * head_dim
     back(a, {0: q, 1: q // 8} | results(8, head_dim))
-    a[4] += LAYERS_FAR
+    a[4] += layers.payload_bytes
     return FAR, 0, 0
 
 

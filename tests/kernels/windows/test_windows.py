@@ -205,7 +205,7 @@ def partials_of(one: Step, spans: list[tuple[int, int, int]], window: int) -> K.
         addresses[here] = one.addresses[here]
     batch = K.Batch(one.total, len(one.counts), len(addresses))
     batch.set(np.zeros(one.total, np.int32), one.entries, addresses, absent_pages=True)
-    out = K.Partials(one.total, one.n_head, one.shape.head_dim)
+    out = K.Partials(one.total, one.n_head, one.shape.layer(0).head_dim)
     array = np.array(spans, np.int32).reshape(-1, 3)
     K.attend_partials(one.pool, one.queries, batch, one.shape, one.layer, array, out, window=window)
     return out

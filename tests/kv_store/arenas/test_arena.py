@@ -168,7 +168,7 @@ def test_the_generation_alone_separates_two_uses_of_a_slot(
     assert rows_left(arena, at, second, ids) == (30 if dropped in ("header", "both") else 0)
 
 
-@pytest.mark.parametrize("layout", [PageLayout(1, 1, 32), PageLayout(2, 3, 96)])
+@pytest.mark.parametrize("layout", [PageLayout.uniform(1, 1, 32), PageLayout.uniform(2, 3, 96)])
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 15, 16, 17, 128, 255, 256])
 def test_leading_rows_are_copied_and_others_cleared(layout: PageLayout, count: int) -> None:
     """By the definition of a row, `gather_rows`; padding belongs to no row and stays."""
@@ -228,7 +228,7 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path) -> None:
     code = (
         "from kv_store.arenas.arena import ArenaMapping\n"
         "from kv_store.layout import PageLayout\nimport os, signal\n"
-        f"m = ArenaMapping({arena.path!r}, PageLayout(1, 1, 32))\n"
+        f"m = ArenaMapping({arena.path!r}, PageLayout.uniform(1, 1, 32))\n"
         "m.page(0)[:4] = b'abcd'\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60)
@@ -244,7 +244,7 @@ def test_the_lock_of_a_killed_writer_is_free(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_this_arena_is_refused(arena: Arena, tmp_path: Path) -> None:
     with pytest.raises(StoreCorrupt, match="another page layout"):
-        ArenaMapping(arena.path, PageLayout(1, 1, 64))
+        ArenaMapping(arena.path, PageLayout.uniform(1, 1, 64))
     data = Path(arena.path).read_bytes()
     lies = {
         "shorter": data[:50],

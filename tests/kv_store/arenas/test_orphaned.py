@@ -333,7 +333,7 @@ ZOMBIE = """
 import sys
 from kv_store.arenas.arena import ArenaMapping
 from kv_store.layout import PageLayout
-mapping = ArenaMapping(sys.argv[1], PageLayout(*map(int, sys.argv[2:])))
+mapping = ArenaMapping(sys.argv[1], PageLayout.uniform(*map(int, sys.argv[2:])))
 print("locked", flush=True)
 sys.stdin.readline()
 """
@@ -342,7 +342,7 @@ sys.stdin.readline()
 def test_an_arena_whose_writer_lingers_is_neither_imported_nor_deleted(tmp_path: Path) -> None:
     """F79: it may still write; once it has ended, its arena is imported and deleted."""
     path = leave(tmp_path, "cpu.1", (0, SlotOwner(b"a", 1, 0, 0), 9))
-    shape = [str(n) for n in (LAYOUT.n_layer, LAYOUT.n_kv_head, LAYOUT.head_dim)]
+    shape = [str(n) for n in (LAYOUT.n_layer, *LAYOUT.layers[0])]
     zombie = subprocess.Popen(
         [sys.executable, "-c", ZOMBIE, path, *shape],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
@@ -424,7 +424,7 @@ def test_arenas_of_another_boot_model_or_layout_are_deleted(
     lives = [
         ("not kept", lambda: open_store(tmp_path, keep=False)),
         ("model", lambda: open_store(tmp_path, describe=descriptor(model_hash="ef" * 32))),
-        ("layout", lambda: open_store(tmp_path, describe=descriptor(PageLayout(3, 1, 32)))),
+        ("layout", lambda: open_store(tmp_path, describe=descriptor(PageLayout.uniform(3, 1, 32)))),
     ]
     for name, reopen in lives:
         use(open_store(tmp_path))

@@ -12,18 +12,21 @@ from hypothesis import strategies as st
 
 from kv_store import keys as k
 from kv_store.keys import ROOT_KEY, chain_keys, content_key
-from kv_store.layout import PAGE_TOKENS, Descriptor, PageLayout, differing_fields
+from kv_store.layout import PAGE_TOKENS, Descriptor, KvHeads, PageLayout, differing_fields
 from tests.support.arena_rows import row_digests
 from tests.support.kv_workload import LAYOUT, SALT, descriptor, payload_of, tokens_of
 
 REPR = b"r" * 32
+MIXED = PageLayout((KvHeads(2, 32), KvHeads(2, 32), KvHeads(1, 96), KvHeads(2, 32), KvHeads(3, 64)))
+LAYOUTS = [PageLayout.uniform(2, 3, 64), MIXED]
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
 def test_sizes_follow_the_layout(dim: int) -> None:
-    layout = PageLayout(3, 2, dim)
-    assert layout.head_bytes == 2 * 256 * dim + 16 * (dim // 32) * 16 * 2 + 256 * 2
-    assert layout.payload_bytes == 3 * 2 * layout.head_bytes
+    layout = PageLayout.uniform(3, 2, dim)
+    head_bytes = layout.layers[0].head_bytes
+    assert head_bytes == 2 * 256 * dim + 16 * (dim // 32) * 16 * 2 + 256 * 2
+    assert layout.payload_bytes == 3 * 2 * head_bytes
     assert layout.page_bytes % 65536 == 0
     assert 0 <= layout.page_bytes - layout.payload_bytes < 65536
     assert layout.row_bytes == 3 * 2 * (2 * dim + dim // 16 + 2)
@@ -32,36 +35,38 @@ def test_sizes_follow_the_layout(dim: int) -> None:
 @pytest.mark.parametrize("bad", [(0, 1, 32), (1, 0, 32), (1, 1, 0), (1, 1, 48)])
 def test_impossible_shapes_are_refused(bad: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match=r"head|layers"):
-        PageLayout(*bad)
+        PageLayout.uniform(*bad)
 
 
-def test_rows_are_gathered_by_the_written_definition() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_gathered_by_the_written_definition(layout: PageLayout) -> None:
     """Byte by byte from the layout's formula, against the array form."""
-    layout = PageLayout(2, 3, 64)
-    dim, page = 64, payload_of(b"g", layout)
+    page = payload_of(b"g", layout)
     rows = layout.gather_rows(page.tobytes(), 0, PAGE_TOKENS)
+    heads = [of for of in layout.layers for _ in range(of.n_kv_head)]
     for t in (0, 1, 15, 16, 100, 255):
         expected: list[int] = []
-        for head in range(6):
-            at = head * layout.head_bytes
+        for head, of in enumerate(heads):
+            at, dim = sum(before.head_bytes for before in heads[:head]), of.head_dim
             expected += [
                 page[at + ((t // 16 * (dim // 4) + d // 4) * 16 + t % 16) * 4 + d % 4]
                 for d in range(dim)
             ]
-            at += layout.k_bytes
+            at += of.k_bytes
             for g in range(dim // 32):
                 scale = at + ((t // 16 * (dim // 32) + g) * 16 + t % 16) * 2
                 expected += [page[scale], page[scale + 1]]
-            at += layout.k_scale_bytes
+            at += of.k_scale_bytes
             expected += [page[at + (t // 4 * dim + d) * 4 + t % 4] for d in range(dim)]
-            at += layout.v_bytes + t * 2
+            at += of.v_bytes + t * 2
             expected += [page[at], page[at + 1]]
         assert rows[t].tolist() == expected, t
     assert rows[7:9].tolist() == layout.gather_rows(page.tobytes(), 7, 2).tolist()
 
 
 def test_a_descriptor_is_read_back_from_its_json() -> None:
-    for made in (descriptor(), descriptor(extra=(("a", "1"), ("b", "x")), rope_digest="r")):
+    extra = (("a", "1"), ("b", "x"))
+    for made in (descriptor(), descriptor(extra=extra, rope_digest="r"), descriptor(MIXED)):
         assert Descriptor.from_json(made.to_json()) == made
 
 
@@ -76,8 +81,13 @@ def test_a_descriptor_is_read_back_from_its_json() -> None:
         descriptor().to_json().replace('"version":"1"', '"version":"2"'),
         descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', '"n_layer":"0"'),
         descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', '"n_layer":"x"'),
-        descriptor().to_json().replace(f'"head_dim":"{LAYOUT.head_dim}"', '"head_dim":"33"'),
+        descriptor().to_json().replace(f'"head_dim":"{LAYOUT.layers[0].head_dim}"', '"head_dim":"33"'),
         descriptor().to_json().replace('"page_bytes":"', '"page_bytes":"1'),
+        descriptor(MIXED).to_json().replace('"n_layer":"5"', '"n_layer":"6"'),
+        descriptor(MIXED).to_json().replace("2,2,1,2,3", "2,2,1,2"),
+        descriptor(MIXED).to_json().replace("2,2,1,2,3", "02,2,1,2,3"),
+        descriptor(PageLayout.uniform(2, 1, 32)).to_json().replace('"1"', '"1,1"'),
+        descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', f'"n_layer":"{1 << 40}"'),
     ],
 )
 def test_no_other_text_is_a_descriptor(text: str) -> None:
@@ -93,7 +103,7 @@ def test_every_descriptor_field_changes_the_representation() -> None:
             "model_hash": "cc" * 32,
             "arith_id": "cc",
             "arch": "llama",
-            "layout": PageLayout(1, 1, 64),
+            "layout": PageLayout.uniform(1, 1, 64),
             "first_layer": 4,
             "provenance": "fast",
             "rope_digest": "x",
@@ -110,7 +120,8 @@ def test_every_descriptor_field_changes_the_representation() -> None:
 
 
 def test_every_shape_has_its_own_layout_id() -> None:
-    shapes = [PageLayout(*s) for s in itertools.product((1, 2), (1, 2), (32, 64))]
+    shapes = [PageLayout.uniform(*s) for s in itertools.product((1, 2), (1, 2), (32, 64))]
+    shapes += [MIXED, PageLayout(MIXED.layers[::-1])]
     assert len({s.layout_id for s in shapes}) == len(shapes)
 
 
@@ -188,12 +199,13 @@ def test_row_seeds_wrap_and_never_repeat() -> None:
     assert seeds[0] != k.row_seeds(b"a" * 16, 1, 2, b"s", 4, 1 << 40, 1)[0]
 
 
-def test_kernels_and_store_compute_equal_row_digests() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_and_store_compute_equal_row_digests(layout: PageLayout) -> None:
     """The kernels' row digests equal the definition here."""
     kernels = pytest.importorskip("kernels")
-    layout = PageLayout(2, 2, 64)
-    shape = kernels.PageShape(2, 2, 64)
-    assert shape.head_bytes == layout.head_bytes
+    shape = kernels.PageShape(layout.layers)
+    for index, heads in enumerate(layout.layers):
+        assert shape.layer(index).head_bytes == heads.head_bytes
     assert shape.payload_bytes == layout.payload_bytes
     memory = np.zeros(layout.page_bytes + 64, np.uint8)
     page = memory[-kernels.address_of(memory) % 64 :][: layout.page_bytes]

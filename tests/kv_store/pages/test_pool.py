@@ -592,7 +592,7 @@ def test_closing_a_store_fails_its_pending_futures(tmp_path: Path) -> None:
 
 
 def test_big_pages_take_one_extent_each(tmp_path: Path) -> None:
-    layout = PageLayout(2, 2, 64)
+    layout = PageLayout.uniform(2, 2, 64)
     sized = settings(budget_bytes=3 * layout.page_bytes, extent_bytes=65536)
     store = Store.open(tmp_path / "s", descriptor(layout), sized)
     store.maintain()

@@ -199,7 +199,7 @@ def test_what_a_peer_computed_can_be_invalidated_with_what_follows(
 def test_a_page_is_read_in_chunks_whose_whole_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = PageLayout(64, 2, 32)  # more than two chunks
+    layout = PageLayout.uniform(64, 2, 32)  # more than two chunks
     store = Store.open(
         tmp_path / "large",
         descriptor(layout),

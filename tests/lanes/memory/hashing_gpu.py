@@ -30,11 +30,11 @@ from kernels.cuda.memory import BadRows, KvRows
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, Taken
 from kv_store.layout import PageLayout
 
-LAYOUT = PageLayout(1, 1, 32)
+LAYOUT = PageLayout.uniform(1, 1, 32)
 WIDTH = LAYOUT.row_bytes
 VOCAB, ENTRIES, TOKENS = 64, 20, 500  # entries and tokens of a step, at most
 BAD = bytes([255]) * WIDTH  # a row that is not finite
-FACTS = wire.ModelFacts("", "", 1, 1, 1, 32, LAYOUT.payload_bytes, VOCAB, {})
+FACTS = wire.ModelFacts("", "", 1, LAYOUT.layers, LAYOUT.payload_bytes, VOCAB, {})
 
 
 def page_shape() -> kernels.PageShape:

@@ -276,7 +276,7 @@ async def start_node(
     cpu = wire.CpuResources(threads, (), 60)
     load = wire.Load(str(model), str(cache_dir), cpu, 2048, 32, CONTEXT, identity)
     facts = await lane.start(load)
-    layout = PageLayout(facts.n_layer, facts.n_kv_head, facts.head_dim)
+    layout = PageLayout(facts.layers)
     (folder / "ext").mkdir(exist_ok=True)
     path = str(folder / f"{name}.{lane.incarnation}")
     arena = Arena.create(path, layout, slots, lane.incarnation)
@@ -351,7 +351,7 @@ def measure_visits(scene: Scene, name: str, key: int, sock: socket.socket, n: in
     """
     node = scene[name]
     hold, epoch = node.holds[key]
-    heads, dim = node.layout.n_kv_head, node.layout.head_dim
+    heads, dim = node.layout.layers[0]
     group = 2
     queries = bytes(heads * group * (dim + dim // 8))
     entries = (data.QueryEntry(1, 2048),)

@@ -191,7 +191,7 @@ async def held(scene: Scene, hold: int, codes: tuple[int, ...], shape: wire.Head
 async def test_pages_of_another_model(pocket_path: Path, cache_dir: Path, tmp_path: Path) -> None:
     """They are attended to with the heads of that model, and with no others."""
     async with scene_of(pocket_path, cache_dir, tmp_path) as scene:
-        page_bytes = PageLayout(OTHER.n_layer, OTHER.n_kv_head, OTHER.head_dim).page_bytes
+        page_bytes = PageLayout.uniform(OTHER.n_layer, OTHER.n_kv_head, OTHER.head_dim).page_bytes
         (tmp_path / "ext/000001.kv").write_bytes(bytes(8 * page_bytes))
         codes = tuple(1 << 32 | slot for slot in range(8))
         peer, good = await peer_of(scene, "a", 1), good_query(scene)
@@ -249,7 +249,7 @@ async def test_a_query_for_pages_that_leave_their_hold_is_refused(
 ) -> None:
     """Their memory is gone when the accumulators come that it waited for."""
     async with scene_of(pocket_path, cache_dir, tmp_path) as scene:
-        page_bytes = PageLayout(OTHER.n_layer, OTHER.n_kv_head, OTHER.head_dim).page_bytes
+        page_bytes = PageLayout.uniform(OTHER.n_layer, OTHER.n_kv_head, OTHER.head_dim).page_bytes
         for extent in (1, 2):
             (tmp_path / f"ext/{extent:06}.kv").write_bytes(bytes(4 * page_bytes))
         codes = tuple(extent << 32 | slot for extent in (1, 2) for slot in range(4))
