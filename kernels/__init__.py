@@ -25,8 +25,8 @@ from kernels._native import (
     Queries,
     RopeTable,
     Rows,
-    SampleSpec,
     Sampled,
+    SampleSpec,
     Sinks,
     StateShape,
     Vector,
@@ -77,6 +77,7 @@ from kernels._native import (
     store_rows,
     take_rows,
     xxh3_64,
+    zero_rows,
 )
 
 KINDS = (
@@ -155,6 +156,7 @@ __all__ = [
     "store_rows",
     "take_rows",
     "xxh3_64",
+    "zero_rows",
 ]
 
 

@@ -519,6 +519,7 @@ def inspect_model(config: Config) -> ModelInfo:
             "whole_query_dims": spec.whole_query_dims,
             "page_payload_bytes": spec.page_layout.payload_bytes,
             "n_layer_kv": spec.n_layer_kv,
+            "is_whole": spec.is_whole,
             "state_bytes": spec.state_bytes,
             "n_expert": spec.experts.n_expert if spec.experts else 0,
             "n_expert_used": spec.experts.n_used if spec.experts else 0,

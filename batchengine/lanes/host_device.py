@@ -171,7 +171,7 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
         vocab_size=spec.n_vocab,
         identity=identity,
         state_bytes=0 if states is None else states.image_bytes,
-        is_whole=spec.n_layer_kv < spec.n_layer,
+        is_whole=spec.is_whole,
     )
 
 

@@ -30,22 +30,34 @@ from batchengine.model.layers import (
     DeltaNetBuffers,
     DenseBuffers,
     DenseFfn,
+    LayerEmbeddings,
+    LayerInputBuffers,
+    LayerInputs,
     MoeBuffers,
     MoeFfn,
+    PairedBuffers,
+    PairedFfn,
 )
 from batchengine.model.ops import I32, U64, Ops, is_float
 from batchengine.weights import (
     AttentionSpec,
     AttentionWeights,
+    AttentionWidths,
     DeltaNetRoles,
     DeltaNetSpec,
+    DenseRoles,
     DenseSpec,
+    DenseWeights,
     FfnSpec,
     FfnWeights,
+    LayerWeights,
     MoeRoles,
+    MoeSpec,
+    MoeWeights,
+    PairedRoles,
+    RopeSpec,
     Weights,
 )
-from batchengine.weights.spec import AttentionWidths, RopeSpec
 
 F32 = npt.NDArray[np.float32]
 
@@ -103,12 +115,34 @@ def _factors(factors: Sequence[float]) -> kernels.Vector | None:
     return kernels.Vector(np.array(factors, np.float32).data) if factors else None
 
 
+Ffn = DenseFfn | MoeFfn | PairedFfn
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer of a lane, ready to run."""
+    """One layer of a lane, ready to run. inputs: what it adds for its own embeddings; scale: what
+    the residual stream is multiplied by behind it."""
 
+    ops: Ops
     mixer: Attention | DeltaNet
-    ffn: DenseFfn | MoeFfn
+    ffn: Ffn
+    inputs: LayerInputs | None = None
+    scale: float | None = None
+
+    def finish(
+        self,
+        n: int,
+        hidden: kernels.Rows,
+        normed: kernels.Activations,
+        embeddings: kernels.Rows | None,
+    ) -> None:
+        """What follows the layer's mixer, for the first `n` rows of the residual stream."""
+        self.mixer.add_output(n, hidden)
+        self.ffn.add(hidden, n, normed)
+        if self.inputs is not None and embeddings is not None:
+            self.inputs.add(hidden, n, embeddings)
+        if self.scale is not None:
+            self.ops.scale_rows(self.scale, n, hidden)
 
 
 def make_layers(
@@ -119,11 +153,30 @@ def make_layers(
     specs = {i: model.spec.layers[i] for i in model.layers}
     weights = model.weights.layer
     mixers = _make_mixers(ops, model, rows, tokens_max, wanted_max)
-    ffns: dict[int, DenseFfn | MoeFfn] = {}
+    ffns: dict[int, Ffn] = {}
     for spec in {layer.ffn for layer in specs.values()}:
         equal = {i: weights[i].ffn for i, layer in specs.items() if layer.ffn == spec}
         ffns |= _make_ffns(ops, model, spec, equal, tokens_max)
-    return {index: Layer(mixer, ffns[index]) for index, mixer in mixers.items()}
+    inputs = _make_inputs(ops, model, tokens_max)
+    return {
+        index: Layer(ops, mixer, ffns[index], inputs.get(index), _scale_of(weights[index]))
+        for index, mixer in mixers.items()
+    }
+
+
+def _make_inputs(ops: Ops, model: Model, tokens_max: int) -> dict[int, LayerInputs]:
+    """What layers add for their own embeddings, of a model that has some."""
+    spec = model.spec
+    found = {i: of for i in model.layers if (of := model.weights.layer[i].inputs) is not None}
+    if not found:
+        return {}
+    buffers = LayerInputBuffers(ops, spec, found.values(), tokens_max)
+    width = spec.n_embd_layer
+    return {i: LayerInputs(ops, of, spec.eps, i * width, buffers) for i, of in found.items()}
+
+
+def _scale_of(weights: LayerWeights) -> float | None:
+    return None if weights.scale is None else float(weights.scale.view()[0])
 
 
 def _make_mixers(
@@ -179,16 +232,35 @@ def _make_ffns(
     spec: FfnSpec,
     weights: Mapping[int, FfnWeights],
     tokens_max: int,
-) -> dict[int, DenseFfn | MoeFfn]:
+) -> Mapping[int, Ffn]:
     """The feed-forward parts of one spec, which share their buffers."""
-    eps = model.spec.eps
     if isinstance(spec, DenseSpec):
-        dense = {i: w for i, w in weights.items() if not isinstance(w, MoeRoles)}
-        shared = DenseBuffers(ops, spec, dense.values(), tokens_max, model.spec.n_embd)
-        return {i: DenseFfn(ops, spec, w, eps, shared) for i, w in dense.items()}
-    moe = {i: w for i, w in weights.items() if isinstance(w, MoeRoles)}
-    pairs = MoeBuffers(ops, spec, moe.values(), tokens_max, model.spec.n_embd)
-    return {i: MoeFfn(ops, spec, w, eps, pairs) for i, w in moe.items()}
+        dense = {i: w for i, w in weights.items() if isinstance(w, DenseRoles)}
+        return _make_dense(ops, model, spec, dense, tokens_max)
+    if isinstance(spec, MoeSpec):
+        moe = {i: w for i, w in weights.items() if isinstance(w, MoeRoles)}
+        return _make_experts(ops, model, spec, moe, tokens_max)
+    paired = {i: w for i, w in weights.items() if isinstance(w, PairedRoles)}
+    dense = _make_dense(ops, model, spec.dense, {i: w.dense for i, w in paired.items()}, tokens_max)
+    moe = {i: w.experts for i, w in paired.items()}
+    experts = _make_experts(ops, model, spec.experts, moe, tokens_max)
+    buffers = PairedBuffers(ops, tokens_max, model.spec.n_embd)
+    eps = model.spec.eps
+    return {i: PairedFfn(ops, w, eps, dense[i], experts[i], buffers) for i, w in paired.items()}
+
+
+def _make_dense(
+    ops: Ops, model: Model, spec: DenseSpec, weights: Mapping[int, DenseWeights], tokens_max: int
+) -> dict[int, DenseFfn]:
+    buffers = DenseBuffers(ops, spec, weights.values(), tokens_max, model.spec.n_embd)
+    return {i: DenseFfn(ops, spec, w, model.spec.eps, buffers) for i, w in weights.items()}
+
+
+def _make_experts(
+    ops: Ops, model: Model, spec: MoeSpec, weights: Mapping[int, MoeWeights], tokens_max: int
+) -> dict[int, MoeFfn]:
+    buffers = MoeBuffers(ops, spec, weights.values(), tokens_max, model.spec.n_embd)
+    return {i: MoeFfn(ops, spec, w, model.spec.eps, buffers) for i, w in weights.items()}
 
 
 class KeptInputs(NamedTuple):
@@ -238,6 +310,10 @@ class Stepper:
         self._last = ops.make_rows(self.logits_max, n_embd)  # wanted rows of `hidden`
         self._last_q8 = ops.make_activations(self.logits_max, n_embd, is_float(weights.head))
         self.logits_rows = ops.make_rows(self.logits_max, model.spec.n_vocab)  # of logits()
+        self._embeddings: LayerEmbeddings | None = None  # of the layers' own
+        if weights.layer_embeddings is not None:
+            of = weights.layer_embeddings
+            self._embeddings = LayerEmbeddings(ops, model.spec, of, tokens_max, self.logits_max)
         self._tokens: I32 = np.zeros(0, np.int32)
         self._ends: I32 = np.zeros(0, np.int32)
         self._attend: Attend | None = None
@@ -320,15 +396,16 @@ class Stepper:
         """Fills the residual stream with the embeddings of the step's tokens."""
         model = self.model
         self.ops.embed(model.weights.embedding, self._tokens, self.hidden, model.spec.embed_scale)
+        if self._embeddings is not None:
+            self._embeddings.compute(self._tokens, self.hidden)
 
     def forward(self, layers: Sequence[int]) -> None:
         """Runs the residual stream through `layers`, appending K and V to the pages."""
-        n = self.n_tokens
+        n, embeddings = self.n_tokens, self._embeddings and self._embeddings.rows
         for index in layers:
             layer = self._layers[index]
             layer.mixer.mix(self.batch, self.hidden, self._normed, self._attend, is_quantised=True)
-            layer.mixer.add_output(n, self.hidden)
-            layer.ffn.add(self.hidden, n, self._normed)
+            layer.finish(n, self.hidden, self._normed, embeddings)
 
     def run(self, wanted: I32) -> list[int]:
         """The whole model for this step: residual rows `wanted` end up ready for logits().
@@ -363,8 +440,11 @@ class Stepper:
         self.take(wanted)
         ops.take_rows(buffers.mixed, wanted, buffers.wanted)
         ops.quantise(buffers.wanted, len(wanted), buffers.mixed_q8)
-        last.mixer.add_output(len(wanted), self._last)
-        last.ffn.add(self._last, len(wanted), self._normed)
+        embeddings = None
+        if self._embeddings is not None:
+            self._embeddings.take(wanted)
+            embeddings = self._embeddings.wanted
+        last.finish(len(wanted), self._last, self._normed, embeddings)
         return ops.nonfinite_rows(self._last, len(wanted))
 
     def nonfinite(self, wanted: I32, bad_rows: Sequence[Sequence[int]]) -> list[int]:
@@ -402,6 +482,8 @@ class Stepper:
         self.ops.linear(
             self._last_q8, [weights.head], [weights.head_bias], n_rows, self.logits_rows
         )
+        if cap := self.model.spec.logit_cap:
+            self.ops.cap_rows(cap, n_rows, self.logits_rows)
         return self.logits_rows
 
 

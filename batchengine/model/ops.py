@@ -81,6 +81,7 @@ class Ops(Protocol):
         pairs: kernels.ExpertPairs,
         gating: str = "softmax",
         bias: Bias = None,
+        scales: Bias = None,
     ) -> None: ...
     def gather_pairs(
         self, x: kernels.Activations, pairs: kernels.ExpertPairs, out: kernels.Activations
@@ -154,6 +155,21 @@ class Ops(Protocol):
     def gate_add(
         self, x: kernels.Rows, gate: kernels.Rows, tokens: int, out: kernels.Rows
     ) -> None: ...
+    def zero_rows(self, tokens: int, out: kernels.Rows) -> None: ...
+    def scale_rows(self, factor: float, tokens: int, out: kernels.Rows) -> None: ...
+    def cap_rows(self, cap: float, tokens: int, out: kernels.Rows) -> None: ...
+    def gelu_rows(
+        self, factors: kernels.Rows, column: int, tokens: int, out: kernels.Rows
+    ) -> None: ...
+    def mix_inputs(
+        self,
+        x: kernels.Rows,
+        scale: float,
+        norm: kernels.Vector,
+        eps: float,
+        tokens: int,
+        out: kernels.Rows,
+    ) -> None: ...
     def step_digests(self, rows: kernels.KvRows, seeds: U64) -> U64: ...
     def take_rows(self, x: kernels.Rows, indices: I32, out: kernels.Rows) -> None: ...
     def nonfinite_rows(self, x: kernels.Rows, tokens: int) -> Sequence[int]: ...
@@ -189,6 +205,11 @@ class CpuOps:
         self.delta_net = partial(kernels.delta_net, pool)
         self.gate_rows = partial(kernels.gate_rows, pool)
         self.gate_add = partial(kernels.gate_add, pool)
+        self.zero_rows = partial(kernels.zero_rows, pool)
+        self.scale_rows = partial(kernels.scale_rows, pool)
+        self.cap_rows = partial(kernels.cap_rows, pool)
+        self.gelu_rows = partial(kernels.gelu_rows, pool)
+        self.mix_inputs = partial(kernels.mix_inputs, pool)
         self.step_digests = partial(kernels.step_digests, pool)
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
         self.sample = partial(kernels.sample, pool)

@@ -6,39 +6,54 @@ kernels), cache (the file that lanes share).
 
 from __future__ import annotations
 
-from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec
+from batchengine.weights.attention import AttentionSpec, AttentionWidths, RopeSpec
+from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.packed import (
     AttentionWeights,
     DeltaNetWeights,
     DenseWeights,
     FfnWeights,
+    LayerEmbeddingWeights,
+    LayerInputWeights,
+    LayerWeights,
     MoeWeights,
+    PairedWeights,
     Weights,
     open_weights,
     read_fingerprint,
 )
-from batchengine.weights.spec import (
-    AttentionSpec,
-    DeltaNetSpec,
-    ModelSpec,
-    read_spec,
+from batchengine.weights.spec import DeltaNetSpec, ModelSpec, read_spec
+from batchengine.weights.tensors import (
+    DeltaNetRoles,
+    DenseRoles,
+    MoeRoles,
+    PairedRoles,
+    plan_tensors,
 )
-from batchengine.weights.tensors import DeltaNetRoles, MoeRoles, plan_tensors
 
 __all__ = [
     "AttentionSpec",
     "AttentionWeights",
+    "AttentionWidths",
     "DeltaNetRoles",
     "DeltaNetSpec",
     "DeltaNetWeights",
+    "DenseRoles",
     "DenseSpec",
     "DenseWeights",
     "FfnSpec",
     "FfnWeights",
+    "LayerEmbeddingWeights",
+    "LayerInputWeights",
+    "LayerWeights",
     "ModelSpec",
     "MoeRoles",
     "MoeSpec",
     "MoeWeights",
+    "PairedRoles",
+    "PairedSpec",
+    "PairedWeights",
+    "RopeSpec",
     "Weights",
     "open_weights",
     "plan_tensors",

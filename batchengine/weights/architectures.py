@@ -18,14 +18,14 @@ class ModelArchitecture:
 
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
     has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
-    experts: whether a model has experts. ffn_norm: the tensor that norms the input of the
-    feed-forward part. rope_every: of so many layers the last one has no RoPE; 0 = all have it.
-    has_log_multiplier: YaRN's magnitude is divided by the one that a key gives. scales_queries:
-    queries are scaled by their position, which a key says (attention.temperature_scale).
-    window_every: of so many layers all but the last see a window of positions
-    (attention.sliding_window); 0 = no layer does. has_sinks: each query head has a sink.
-    activation: of the gate of feed-forward parts. has_expert_bias: experts and their selector have
-    biases. has_post_norms: what attention and feed-forward part add is normed before.
+    experts: whether a model has experts, "beside" a dense part in each layer if it has any.
+    ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
+    layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
+    divided by the one that a key gives. scales_queries: queries are scaled by their position, which
+    a key says (attention.temperature_scale). window_every: of so many layers all but the last see a
+    window of positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head
+    has a sink. activation: of the gate of feed-forward parts. has_expert_bias: experts and their
+    selector have biases. has_post_norms: what attention and feed-forward part add is normed before.
     scales_embedding: embeddings are multiplied by the square root of their width. window_base:
     RoPE's base in layers with a window, unless a key says so (rope.freq_base_swa), without scaling
     of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
@@ -38,11 +38,18 @@ class ModelArchitecture:
     (nextn_predict_layers); they are not used. has_sigmoid: experts are chosen and weighted by
     sigmoids of the selector's logits (expert_gating_func 2), and a bias may count in the choice.
     starts_dense: the first layers may have no experts (leading_dense_block_count).
+    has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
+    and widths of feed-forward parts may be given for each layer, and the last layers may read the K
+    and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
+    their own they are made with that of K. attention_scale: of products of Q and K, 0 = by the
+    width of a head. rope_factors: whether a file has factors of RoPE for layers without a window.
+    caps_logits: logits may have a soft bound (final_logit_softcapping). has_layer_embeddings: each
+    layer may have embeddings of its own (embedding_length_per_layer_input).
     """
 
     pairs: Literal["norm", "neox"] = "neox"
     has_qk_norm: bool | None = False
-    experts: Literal["none", "some", "all"] = "none"
+    experts: Literal["none", "some", "all", "beside"] = "none"
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
     has_log_multiplier: bool = False
@@ -62,6 +69,12 @@ class ModelArchitecture:
     has_mtp: bool = False
     has_sigmoid: bool = False
     starts_dense: bool = False
+    has_window_heads: bool = False
+    has_v_norm: bool = False
+    attention_scale: float = 0.0
+    rope_factors: Literal["none", "some", "all"] = "none"
+    caps_logits: bool = False
+    has_layer_embeddings: bool = False
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -77,7 +90,7 @@ _QWEN35 = ModelArchitecture(
 
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
-    "llama": ModelArchitecture(pairs="norm", experts="some"),
+    "llama": ModelArchitecture(pairs="norm", experts="some", rope_factors="some"),
     "mistral3": ModelArchitecture(pairs="norm", has_log_multiplier=True, scales_queries=True),
     "smollm3": ModelArchitecture(pairs="norm", rope_every=4),
     "qwen2": ModelArchitecture(),
@@ -114,5 +127,20 @@ ARCHITECTURES = {
         scales_embedding=True,
         window_base=10000.0,
         embd_scale_layers=62,
+    ),
+    "gemma4": ModelArchitecture(
+        has_qk_norm=True,
+        experts="beside",
+        window_every=6,
+        activation="gelu",
+        has_post_norms=True,
+        scales_embedding=True,
+        window_base=10000.0,
+        has_window_heads=True,
+        has_v_norm=True,
+        attention_scale=1.0,
+        rope_factors="all",
+        caps_logits=True,
+        has_layer_embeddings=True,
     ),
 }

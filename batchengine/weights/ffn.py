@@ -12,7 +12,12 @@ import numpy as np
 from batchengine import errors
 from batchengine.gguf import GgufFile
 from batchengine.weights.architectures import ARCHITECTURES, Activation, Gating
-from batchengine.weights.keys import number_between, same_for_all_layers, unsupported
+from batchengine.weights.keys import (
+    each_layer,
+    number_between,
+    same_for_all_layers,
+    unsupported,
+)
 
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
@@ -53,17 +58,46 @@ class MoeSpec:
     has_shared_weight: bool = False
 
 
-FfnSpec = DenseSpec | MoeSpec
+@dataclass(frozen=True, slots=True)
+class PairedSpec:
+    """A dense part and a mixture of experts side by side.
+
+    Each norms the residual stream and its own output; the sum of the two is normed and added. The
+    selector reads the residual stream with another norm.
+    """
+
+    dense: DenseSpec
+    experts: MoeSpec
+
+    @property
+    def n_ff(self) -> int:
+        """Width of the dense part."""
+        return self.dense.n_ff
 
 
-def read_ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
-    """The feed-forward part of all layers, or of those that have experts if some have none."""
+FfnSpec = DenseSpec | MoeSpec | PairedSpec
+
+
+def read_ffns(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[FfnSpec]:
+    """The feed-forward part of each layer."""
+    row = ARCHITECTURES[arch]
+    n_expert = gguf.integer(f"{arch}.expert_count", None if row.experts == "all" else 0)
+    if n_expert == 0 and row.experts != "all":
+        return [*_read_dense(gguf, arch, n_layer)]
+    experts = _read_experts(gguf, arch, n_embd, n_layer)
+    if row.experts == "beside":
+        return [PairedSpec(dense, experts) for dense in _read_dense(gguf, arch, n_layer)]
+    if n_dense := _count_dense(gguf, arch, n_layer):
+        return [*_read_dense(gguf, arch, n_layer)[:n_dense], *[experts] * (n_layer - n_dense)]
+    return [experts] * n_layer
+
+
+def _read_experts(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> MoeSpec:
+    """The mixture of all layers that have experts."""
     key = f"{arch}.expert_count"
     row = ARCHITECTURES[arch]
     experts = row.experts
-    n_expert = gguf.integer(key, None if experts == "all" else 0)
-    if n_expert == 0 and experts != "all":
-        return read_dense(gguf, arch, n_layer)
+    n_expert = gguf.integer(key, None)
     if experts == "none":
         known = [name for name, row in ARCHITECTURES.items() if row.experts != "none"]
         why = f"experts are supported in {', '.join(known)}"
@@ -97,14 +131,21 @@ def read_ffn(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> FfnSpec:
     )
 
 
-def read_dense(gguf: GgufFile, arch: str, n_layer: int) -> DenseSpec:
-    """The feed-forward part of layers without experts."""
-    row = ARCHITECTURES[arch]
-    n_ff = _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer)
-    return DenseSpec(n_ff, row.activation, row.has_post_norms)
+def _read_dense(gguf: GgufFile, arch: str, n_layer: int) -> list[DenseSpec]:
+    """The dense feed-forward part of each layer, if it has one."""
+    row, key = ARCHITECTURES[arch], f"{arch}.feed_forward_length"
+    if row.has_window_heads:
+        widths = each_layer(gguf, key, None, n_layer)
+    else:
+        widths = [same_for_all_layers(gguf, key, None, n_layer)] * n_layer
+    specs = list[DenseSpec]()
+    for width in widths:
+        _check_ffn_width(gguf, key, width, 1)
+        specs.append(DenseSpec(width, row.activation, row.has_post_norms))
+    return specs
 
 
-def count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
+def _count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
     """How many of the first layers have no experts, in a model whose others have."""
     if not ARCHITECTURES[arch].starts_dense:
         return 0
@@ -191,7 +232,10 @@ def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:
 
 def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
     """n_ff by a key that counts `parts` of them."""
-    value = same_for_all_layers(gguf, key, None, n_layer)
+    return _check_ffn_width(gguf, key, same_for_all_layers(gguf, key, None, n_layer), parts)
+
+
+def _check_ffn_width(gguf: GgufFile, key: str, value: int, parts: int) -> int:
     n_ff = value // parts
     if n_ff == 0 or n_ff % 32:
         of_one = f" for each of {parts} experts" if parts > 1 else ""

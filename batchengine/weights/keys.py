@@ -57,3 +57,35 @@ def same_for_all_layers(gguf: GgufFile, key: str, default: int | None, n_layer: 
     if not 1 <= distinct[0] <= COUNT_MAX:
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=distinct, why="out of range")
     return distinct[0]
+
+
+def each_layer(gguf: GgufFile, key: str, default: int | None, n_layer: int) -> list[int]:
+    """A count for each layer: one for all, or an array; of further blocks it may have some, too."""
+    value = gguf.values.get(key)
+    if not isinstance(value, np.ndarray):
+        return [count_of(gguf, key, default)] * n_layer
+    counts = [int(count) for count in value.tolist()] if value.dtype.kind in "iu" else []
+    if len(counts) < n_layer:
+        why = f"it has {len(counts)} numbers for {n_layer} layers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    for count in counts[:n_layer]:
+        if not 1 <= count <= COUNT_MAX:
+            raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=count, why="out of range")
+    return counts[:n_layer]
+
+
+def flags_of(gguf: GgufFile, key: str, n_layer: int) -> list[bool]:
+    """One flag per layer; those of further blocks are left out."""
+    flags = gguf.values[key]
+    if not isinstance(flags, np.ndarray) or flags.dtype.kind not in "biu":
+        why = "it must be an array of flags"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=type(flags).__name__, why=why)
+    if len(flags) < n_layer:
+        why = f"it has {len(flags)} flags for {n_layer} layers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    return [bool(flag) for flag in flags[:n_layer].tolist()]
+
+
+def is_last_of(every: int, layer: int) -> bool:
+    """Whether a layer is the last one of a run of `every`; 0 = there are no runs."""
+    return every > 0 and (layer + 1) % every == 0

@@ -33,9 +33,12 @@ from batchengine.weights.tensors import (
     DeltaNetRoles,
     DenseRoles,
     EveryRows,
+    LayerEmbeddingRoles,
+    LayerInputRoles,
     LayerRoles,
     MatrixPlan,
     MoeRoles,
+    PairedRoles,
     SinksPlan,
     TensorPlan,
     VectorPlan,
@@ -56,7 +59,10 @@ AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
 DeltaNetWeights = DeltaNetRoles[kernels.Matrix, kernels.Vector]
 DenseWeights = DenseRoles[kernels.Matrix, kernels.Vector]
 MoeWeights = MoeRoles[kernels.Matrix, kernels.Vector]
-FfnWeights = DenseWeights | MoeWeights
+PairedWeights = PairedRoles[kernels.Matrix, kernels.Vector]
+FfnWeights = DenseWeights | MoeWeights | PairedWeights
+LayerInputWeights = LayerInputRoles[kernels.Matrix, kernels.Vector]
+LayerEmbeddingWeights = LayerEmbeddingRoles[kernels.Matrix, kernels.Vector]
 LayerWeights = LayerRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
 
 
@@ -75,13 +81,14 @@ class Weights:
     head: kernels.Matrix
     head_bias: kernels.Vector | None
     rope_factors: kernels.Vector | None
+    layer_embeddings: LayerEmbeddingWeights | None
     layer: dict[int, LayerWeights]
     packed_bytes: int
     cache_path: Path
 
     def tensors(self) -> list[kernels.Matrix | kernels.Vector | kernels.Sinks]:
         """Every tensor that a forward pass reads; a tied head is not repeated."""
-        ends = [self.embedding, self.output_norm, self.head_bias]
+        ends = [self.embedding, self.output_norm, self.head_bias, self.layer_embeddings]
         if self.head is not self.embedding:
             ends.append(self.head)
         return _tensors_of([*ends, *self.layer.values()])
@@ -262,10 +269,10 @@ def _rows_of(source: memoryview, n_runs: int, part: EveryRows) -> memoryview:
 def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
     """The joined parts of a vector as float32."""
     parts = [
-        np.zeros(size, np.float32) if name is None else _read_vector(gguf, name)
+        np.full(size, vector.absent, np.float32) if name is None else _read_vector(gguf, name)
         for name, size in vector.parts
     ]
-    joined = np.concatenate(parts)
+    joined = np.concatenate(parts) * np.float32(vector.factor)
     if not np.isfinite(joined).all():
         index = int(np.flatnonzero(~np.isfinite(joined))[0])
         why = f"element {index} is not finite"
@@ -305,36 +312,46 @@ def _refuse_changed(gguf: GgufFile) -> None:
 
 
 def _assemble(spec: ModelSpec, plan: TensorPlan, file: cache.CacheFile, layers: range) -> Weights:
-    embedding = _packed(plan.embedding, file)
+    made = dict[str, Any]()
+    embedding = _packed(plan.embedding, file, made)
     return Weights(
         spec=spec,
         fingerprint=file.table.fingerprint,
         layers=layers,
         embedding=embedding,
-        output_norm=_packed(plan.output_norm, file),
-        head=embedding if spec.tied else _packed(plan.head, file),
-        head_bias=_packed(plan.head_bias, file),
-        rope_factors=_packed(plan.rope_factors, file),
-        layer={index: _packed(plan.layers[index], file) for index in layers},
+        output_norm=_packed(plan.output_norm, file, made),
+        head=embedding if spec.tied else _packed(plan.head, file, made),
+        head_bias=_packed(plan.head_bias, file, made),
+        rope_factors=_packed(plan.rope_factors, file, made),
+        layer_embeddings=_packed(plan.layer_embeddings, file, made),
+        layer={index: _packed(plan.layers[index], file, made) for index in layers},
         packed_bytes=file.size_bytes,
         cache_path=file.path,
     )
 
 
-def _packed(plan: Any, file: cache.CacheFile) -> Any:
-    """The tensors of a plan as the kernels read them; a group of tensors keeps its class."""
-    if isinstance(plan, MatrixPlan):
-        return kernels.Matrix(plan.kind, plan.rows, plan.cols, file.entry(plan.name))
-    if isinstance(plan, SinksPlan):
-        return kernels.Sinks(file.entry(plan.name))
-    if isinstance(plan, VectorPlan):
-        return kernels.Vector(file.entry(plan.name))
+def _packed(plan: Any, file: cache.CacheFile, made: dict[str, Any]) -> Any:
+    """The tensors of a plan as the kernels read them, each made once; a group of tensors keeps its
+    class."""
+    if isinstance(plan, MatrixPlan | VectorPlan):
+        if plan.name not in made:
+            made[plan.name] = _from_file(plan, file)
+        return made[plan.name]
     if plan is None:
         return None
     if isinstance(plan, list):
-        return [_packed(part, file) for part in cast(list[Any], plan)]
+        return [_packed(part, file, made) for part in cast(list[Any], plan)]
     parts = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    return type(plan)(**{name: _packed(part, file) for name, part in parts.items()})
+    return type(plan)(**{name: _packed(part, file, made) for name, part in parts.items()})
+
+
+def _from_file(
+    plan: MatrixPlan | VectorPlan, file: cache.CacheFile
+) -> kernels.Matrix | kernels.Vector | kernels.Sinks:
+    data = file.entry(plan.name)
+    if isinstance(plan, MatrixPlan):
+        return kernels.Matrix(plan.kind, plan.rows, plan.cols, data)
+    return kernels.Sinks(data) if isinstance(plan, SinksPlan) else kernels.Vector(data)
 
 
 def _tensors_of(group: Any) -> list[kernels.Matrix | kernels.Vector | kernels.Sinks]:

@@ -9,8 +9,9 @@ every expert in one tensor, is one matrix: its rows are those of expert 0, then 
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import kernels
@@ -18,9 +19,10 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, TensorInfo
 from batchengine.weights.architectures import ARCHITECTURES
-from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec
+from batchengine.weights.attention import AttentionSpec
+from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.keys import unsupported
-from batchengine.weights.spec import AttentionSpec, DeltaNetSpec, MixerSpec, ModelSpec
+from batchengine.weights.spec import DeltaNetSpec, MixerSpec, ModelSpec
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
@@ -73,13 +75,15 @@ class MatrixPlan:
 
 @dataclass(frozen=True, slots=True)
 class VectorPlan:
-    """A float32 vector joined from 1-D tensors; a part without a tensor is zeros.
+    """A float32 vector joined from 1-D tensors, times `factor`; a part without one is `absent`.
 
     parts: (tensor name or None, size) in order.
     """
 
     name: str
     parts: tuple[tuple[str | None, int], ...]
+    absent: float = 0.0
+    factor: float = 1.0
 
     @property
     def size(self) -> int:
@@ -179,7 +183,9 @@ class SharedRoles(Generic[M]):
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
     """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
-    value for each row of each expert. choice_bias: what is added to what experts are chosen by."""
+    value for each row of each expert. choice_bias: what is added to what experts are chosen by;
+    scales: of the output of each expert. selector_norm: of the row that the selector reads, unless
+    it is the one that experts read; post_norm: of the sum of experts."""
 
     norm: V
     selector: M
@@ -192,6 +198,9 @@ class MoeRoles(Generic[M, V]):
     down_bias: V | None = None
     shared: SharedRoles[M] | None = None
     choice_bias: V | None = None
+    scales: V | None = None
+    selector_norm: V | None = None
+    post_norm: V | None = None
 
     @property
     def readers(self) -> list[M]:
@@ -205,17 +214,61 @@ class MoeRoles(Generic[M, V]):
 
 
 @dataclass(frozen=True)
+class PairedRoles(Generic[M, V]):
+    """The tensors of a PairedSpec by role; post_norm is that of the sum."""
+
+    dense: DenseRoles[M, V]
+    experts: MoeRoles[M, V]
+    post_norm: V
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read a normed row."""
+        return [*self.dense.readers, *self.experts.readers]
+
+    @property
+    def banks(self) -> list[M]:
+        """The matrices of which a token uses a part."""
+        return self.experts.banks
+
+
+@dataclass(frozen=True)
+class LayerInputRoles(Generic[M, V]):
+    """What a layer makes of its own embedding of a token: output(gelu(gate·x) * embedding), normed
+    and added to the residual stream x."""
+
+    gate: M
+    output: M
+    post_norm: V
+
+
+@dataclass(frozen=True)
 class LayerRoles(Generic[M, V, S]):
-    """The tensors of one layer."""
+    """The tensors of one layer. scale: one value, by which the residual stream is multiplied behind
+    it."""
 
     mixer: AttentionRoles[M, V, S] | DeltaNetRoles[M, V]
-    ffn: DenseRoles[M, V] | MoeRoles[M, V]
+    ffn: DenseRoles[M, V] | MoeRoles[M, V] | PairedRoles[M, V]
+    inputs: LayerInputRoles[M, V] | None = None
+    scale: V | None = None
+
+
+@dataclass(frozen=True)
+class LayerEmbeddingRoles(Generic[M, V]):
+    """The embeddings of a token that layers have of their own, those of layer 0 first: rows of
+    `table`, and of `projection` of the token's embedding, each layer's part normed."""
+
+    table: M
+    projection: M
+    norm: V
 
 
 AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan, SinksPlan]
 DeltaNetPlan = DeltaNetRoles[MatrixPlan, VectorPlan]
 DensePlan = DenseRoles[MatrixPlan, VectorPlan]
 MoePlan = MoeRoles[MatrixPlan, VectorPlan]
+PairedPlan = PairedRoles[MatrixPlan, VectorPlan]
+LayerEmbeddingPlan = LayerEmbeddingRoles[MatrixPlan, VectorPlan]
 LayerPlan = LayerRoles[MatrixPlan, VectorPlan, SinksPlan]
 
 
@@ -228,6 +281,7 @@ class TensorPlan:
     head: MatrixPlan
     head_bias: VectorPlan | None
     rope_factors: VectorPlan | None
+    layer_embeddings: LayerEmbeddingPlan | None
     layers: tuple[LayerPlan, ...]
     matrices: tuple[MatrixPlan, ...] = field(repr=False)
     vectors: tuple[VectorPlan, ...] = field(repr=False)
@@ -238,7 +292,8 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     find = _Finder(gguf)
     if spec.experts:
         _refuse_other_experts(gguf, spec.experts)
-    rope, norm = spec.attention.rope, ARCHITECTURES[spec.arch].ffn_norm
+    norm = ARCHITECTURES[spec.arch].ffn_norm
+    rotated = [of.rope.n_rot for of in spec.attentions if of.rope.has_factors]
     embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
     head = embedding
     if not spec.tied:
@@ -248,11 +303,14 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         output_norm=find.vector("output_norm.weight", spec.n_embd),
         head=head,
         head_bias=find.optional("output.bias", spec.n_vocab),
-        rope_factors=find.vector(ROPE_FACTORS, rope.n_rot // 2) if rope.has_factors else None,
+        rope_factors=find.vector(ROPE_FACTORS, rotated[0] // 2) if rotated else None,
+        layer_embeddings=_plan_layer_embeddings(find, spec) if spec.n_embd_layer else None,
         layers=tuple(
             LayerPlan(
                 _plan_mixer(find, layer.mixer, spec.n_embd, f"blk.{i}."),
                 _plan_ffn(find, layer.ffn, spec.n_embd, f"blk.{i}.", norm),
+                _plan_layer_inputs(find, spec, f"blk.{i}.") if spec.n_embd_layer else None,
+                find.optional(f"blk.{i}.layer_output_scale.weight", 1),
             )
             for i, layer in enumerate(spec.layers)
         ),
@@ -262,6 +320,25 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     n_mtp = gguf.integer(f"{spec.arch}.nextn_predict_layers", 0)
     find.refuse_unused(range(spec.n_layer, spec.n_layer + n_mtp))
     return plan
+
+
+def _plan_layer_embeddings(find: _Finder, spec: ModelSpec) -> LayerEmbeddingPlan:
+    width = spec.n_embd_layer * spec.n_layer
+    return LayerEmbeddingPlan(
+        table=find.matrix("per_layer_token_embd.weight", spec.n_vocab, width),
+        projection=find.matrix("per_layer_model_proj.weight", width, spec.n_embd),
+        norm=find.vector("per_layer_proj_norm.weight", spec.n_embd_layer),
+    )
+
+
+def _plan_layer_inputs(
+    find: _Finder, spec: ModelSpec, prefix: str
+) -> LayerInputRoles[MatrixPlan, VectorPlan]:
+    return LayerInputRoles(
+        gate=find.matrix(prefix + "inp_gate.weight", spec.n_embd_layer, spec.n_embd),
+        output=find.matrix(prefix + "proj.weight", spec.n_embd, spec.n_embd_layer),
+        post_norm=find.vector(prefix + "post_norm.weight", spec.n_embd),
+    )
 
 
 def _plan_mixer(
@@ -302,17 +379,19 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         qkv, qkv_bias, gate = _plan_gated_qkv(find, spec, n_embd, prefix)
     else:
         qkv, qkv_bias = _plan_qkv(find, spec, n_embd, prefix)
+    norms_k = qk_norm and spec.has_kv
     return AttentionPlan(
         norm=find.vector(prefix + "attn_norm.weight", n_embd),
         qkv=qkv,
         qkv_bias=qkv_bias,
         q_norm=find.vector(prefix + "attn_q_norm.weight", spec.head_dim) if qk_norm else None,
-        k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if qk_norm else None,
+        k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if norms_k else None,
         output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
         sinks=find.sinks(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
         post_norm=_post_norm(find, spec, prefix + "post_attention_norm.weight", n_embd),
         gate=gate,
+        v_norm=find.ones(spec.head_dim) if spec.has_v_norm and spec.has_kv else None,
     )
 
 
@@ -333,10 +412,32 @@ def _refuse_other_experts(gguf: GgufFile, spec: MoeSpec) -> None:
 
 def _plan_ffn(
     find: _Finder, spec: FfnSpec, n_embd: int, prefix: str, norm: str
-) -> DensePlan | MoePlan:
+) -> DensePlan | MoePlan | PairedPlan:
     if isinstance(spec, DenseSpec):
         return _plan_dense(find, spec, n_embd, prefix, norm)
+    if isinstance(spec, PairedSpec):
+        return _plan_paired(find, spec, n_embd, prefix, norm)
     return _plan_moe(find, spec, n_embd, prefix, norm)
+
+
+def _plan_paired(
+    find: _Finder, spec: PairedSpec, n_embd: int, prefix: str, norm: str
+) -> PairedPlan:
+    """The selector reads the row that is normed, divided by the square root of its width, and
+    scaled: these are one norm."""
+    selector = prefix + "ffn_gate_inp.scale"
+    parts = ((find.use_vector(selector, n_embd), n_embd),)
+    experts = _plan_moe(find, spec.experts, n_embd, prefix, "pre_ffw_norm_2.weight")
+    return PairedPlan(
+        dense=_plan_dense(find, spec.dense, n_embd, prefix, norm, "post_ffw_norm_1.weight"),
+        experts=replace(
+            experts,
+            scales=find.optional(prefix + "ffn_down_exps.scale", spec.experts.n_expert),
+            selector_norm=find.add(VectorPlan(selector, parts, factor=1 / math.sqrt(n_embd))),
+            post_norm=find.vector(prefix + "post_ffw_norm_2.weight", n_embd),
+        ),
+        post_norm=find.vector(prefix + "post_ffw_norm.weight", n_embd),
+    )
 
 
 def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str) -> MoePlan:
@@ -389,7 +490,14 @@ def _plan_shared(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> Shar
     )
 
 
-def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str, norm: str) -> DensePlan:
+def _plan_dense(
+    find: _Finder,
+    spec: DenseSpec,
+    n_embd: int,
+    prefix: str,
+    norm: str,
+    post_norm: str = "post_ffw_norm.weight",
+) -> DensePlan:
     return DensePlan(
         norm=find.vector(prefix + norm, n_embd),
         gate=find.matrix(prefix + "ffn_gate.weight", spec.n_ff, n_embd),
@@ -398,17 +506,20 @@ def _plan_dense(find: _Finder, spec: DenseSpec, n_embd: int, prefix: str, norm: 
         gate_bias=find.optional(prefix + "ffn_gate.bias", spec.n_ff),
         up_bias=find.optional(prefix + "ffn_up.bias", spec.n_ff),
         down_bias=find.optional(prefix + "ffn_down.bias", n_embd),
-        post_norm=_post_norm(find, spec, prefix + "post_ffw_norm.weight", n_embd),
+        post_norm=_post_norm(find, spec, prefix + post_norm, n_embd),
     )
 
 
 def _plan_qkv(
     find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
 ) -> tuple[list[MatrixPlan], list[VectorPlan | None]]:
-    """q, k and v as three matrices, or as the fused one; biases in the same arrangement.
+    """q, k and v as three matrices, or as the fused one; biases in the same arrangement. A layer
+    without K and V of its own has q.
 
     A fused bias for separate matrices does not occur; separate biases for a fused matrix do.
     """
+    if spec.has_v_norm:
+        return _plan_plain_qkv(find, spec, n_embd, prefix)
     sizes = (spec.q_rows, spec.kv_rows, spec.kv_rows)
     fused = prefix + "attn_qkv"
     if fused + ".weight" not in find.gguf.tensors:
@@ -428,6 +539,19 @@ def _plan_qkv(
         ]
         bias = find.add(VectorPlan(fused + ".bias", tuple(parts)))
     return [matrix], [bias]
+
+
+def _plan_plain_qkv(
+    find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
+) -> tuple[list[MatrixPlan], list[VectorPlan | None]]:
+    """q, k and v without biases; without a matrix of v, v is made as k."""
+    qkv = [find.matrix(prefix + "attn_q.weight", spec.q_rows, n_embd)]
+    if spec.has_kv:
+        qkv.append(find.matrix(prefix + "attn_k.weight", spec.kv_rows, n_embd))
+        v = prefix + "attn_v.weight"
+        has_v = v in find.gguf.tensors
+        qkv.append(find.matrix(v, spec.kv_rows, n_embd) if has_v else qkv[1])
+    return qkv, [None] * len(qkv)
 
 
 def _plan_gated_qkv(
@@ -482,6 +606,12 @@ class _Finder:
 
     def vector(self, name: str, size: int) -> VectorPlan:
         return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
+
+    def ones(self, size: int) -> VectorPlan:
+        """Ones, the same for all who ask for so many."""
+        name = f"ones {size}"
+        found = next((plan for plan in self.vectors if plan.name == name), None)
+        return found or self.add(VectorPlan(name, ((None, size),), absent=1.0))
 
     def sinks(self, name: str, n_head: int) -> SinksPlan:
         plan = SinksPlan(name, ((self.use_vector(name, n_head), n_head),))

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchengine.weights.architectures import ARCHITECTURES
+from bench.models import synthetic_gemma4
 from bench.models.tensors import block_width
 
 U8 = npt.NDArray[np.uint8]
@@ -64,6 +65,11 @@ class Shape:
     heads, of architectures that may have them. choice_bias: deviation of what is added to what
     experts are chosen by, weights_norm and weights_scale: expert_weights_norm and
     expert_weights_scale, of architectures with sigmoids.
+    Of gemma4: window_kv and window_dim: KV heads of layers with a window and their width, 0 = as of
+    the others; full_every: of so many layers the last one has no window; n_shared: the last layers,
+    which read K and V of others; v_from_k: layers without a window have no matrix of V;
+    n_embd_layer: width of each layer's own embeddings; layer_scale: layers have a scale; logit_cap:
+    the soft bound of logits; n_ff_expert: width of experts, n_ff is that of the part beside them.
     """
 
     arch: str = "qwen3"
@@ -109,6 +115,14 @@ class Shape:
     weights_scale: float = 1.0
     head_gain: float = 4.0
     selector_gain: float = 3.0
+    window_kv: int = 0
+    window_dim: int = 0
+    n_shared: int = 0
+    v_from_k: bool = False
+    n_embd_layer: int = 0
+    layer_scale: bool = False
+    logit_cap: float = 0.0
+    n_ff_expert: int = 0
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}
@@ -327,8 +341,11 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     yield vector("output_norm.weight", n)
     if not shape.tied:
         yield matrix("output", "output", shape.n_vocab, n, shape.head_gain)
-    if shape.rope_factors:
-        factors = _llama3_factors(shape)
+    is_gemma4 = shape.arch == "gemma4"
+    if is_gemma4:
+        yield from synthetic_gemma4.layer_embeddings(shape, matrix, vector)
+    if shape.rope_factors or is_gemma4:
+        factors = synthetic_gemma4.rope_factors(shape) if is_gemma4 else _llama3_factors(shape)
         yield RandomTensor("rope_freqs.weight", "f32", factors.shape, lambda _: factors)
     has_gate = ARCHITECTURES[shape.arch].has_gate
     for i in range(shape.n_layer + shape.n_mtp):
@@ -337,6 +354,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         is_recurrent = _is_recurrent(shape, i)
         if is_recurrent:
             yield from _delta_net(shape, p, matrix, vector)
+        elif is_gemma4:
+            yield from synthetic_gemma4.attention(shape, i, matrix, vector)
         elif shape.fused:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         else:
@@ -344,18 +363,21 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         if not is_recurrent:
             yield from _biases(shape, p)
-        if (ARCHITECTURES[shape.arch].has_qk_norm or shape.qk_norm) and not is_recurrent:
+        is_other = is_recurrent or is_gemma4
+        if (ARCHITECTURES[shape.arch].has_qk_norm or shape.qk_norm) and not is_other:
             yield vector(p + "attn_q_norm.weight", shape.head_dim)
             yield vector(p + "attn_k_norm.weight", shape.head_dim)
-        if not is_recurrent:
+        if not is_other:
             yield matrix(p + "attn_output", "attn_output", n, q)
         if ARCHITECTURES[shape.arch].has_sinks:
             yield bias(p + "attn_output", n)
             yield bias(p + "attn_sinks", shape.n_head, mean=1.0, ending="weight")
-        if has_post_norms:
+        if has_post_norms and not is_gemma4:
             yield vector(p + "post_attention_norm.weight", n)
         yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
-        n_expert = shape.n_expert if i >= shape.n_dense else 0
+        if is_gemma4 and shape.n_expert:
+            yield from synthetic_gemma4.experts(shape, i, matrix, vector)
+        n_expert = shape.n_expert if i >= shape.n_dense and not is_gemma4 else 0
         n_ff = shape.n_ff if i >= shape.n_dense else shape.n_ff_dense
         if n_expert:
             gain = shape.selector_gain
@@ -386,6 +408,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield matrix(p + "ffn_down_shexp", "ffn_down", n, shape.n_ff_shared)
         if has_post_norms:
             yield vector(p + "post_ffw_norm.weight", n)
+        if is_gemma4:
+            yield from synthetic_gemma4.layer_inputs(shape, i, matrix, vector)
         if i >= shape.n_layer:
             yield matrix(p + "nextn.eh_proj", "eh_proj", n, 2 * n)
             for name in ("enorm", "hnorm", "shared_head_norm"):
@@ -404,7 +428,7 @@ def _choice_bias(shape: Shape, prefix: str) -> RandomTensor:
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
     """Whether a layer is; those behind the model's own have attention."""
-    every = shape.full_every or ARCHITECTURES[shape.arch].full_every
+    every = (shape.full_every if shape.n_v_head else 0) or ARCHITECTURES[shape.arch].full_every
     return every > 0 and layer < shape.n_layer and (layer + 1) % every != 0
 
 
@@ -567,7 +591,10 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     else:
         writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_kv_head)
+    if shape.arch == "gemma4":
+        synthetic_gemma4.write_keys(writer, shape)
+    else:
+        writer.add_head_count_kv(shape.n_kv_head)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)

@@ -41,7 +41,7 @@ QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
 QWEN3MOE = replace(
     QWEN3, arch="qwen3moe", n_ff=128, n_expert=16, n_used=4, tied=False, kinds={"token_embd": "f32"}
 )
-WRITERS = "attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp"
+WRITERS = "attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp", "proj"
 BANKS = ("ffn_gate", "ffn_up", "ffn_down")
 GPT_OSS = replace(
     QWEN3MOE, arch="gpt-oss", n_layer=3, n_embd=288, n_ff=160, bias=0.3, k_bias=0.3, window=40,
@@ -51,6 +51,16 @@ GEMMA3 = replace(
     LLAMA, arch="gemma3", n_layer=7, window=40, rope_base=1e6, linear_factor=8.0, head_dim=128,
     head_gain=0.5,  # else a token's own embedding is nearly all of its last row
 )  # fmt: skip
+GEMMA4 = replace(
+    GEMMA3, arch="gemma4", linear_factor=0.0, head_dim=256, n_kv_head=1, window_dim=128,
+    window_kv=2, layer_scale=True, logit_cap=30.0, v_from_k=True,
+)  # fmt: skip
+GEMMA4_LAYERS = replace(
+    GEMMA4, v_from_k=False, n_embd_layer=64, n_shared=3, full_every=3, n_layer=9
+)
+GEMMA4_EXPERTS = replace(
+    GEMMA4, n_expert=16, n_used=4, n_ff=96, n_ff_expert=128, kinds={"token_embd": "f32"}
+)
 QWEN35 = replace(
     QWEN3, arch="qwen35", n_layer=4, head_dim=128, n_rot=64, rope_base=1e7, n_k_head=2, n_v_head=4,
     tied=False,
@@ -187,6 +197,12 @@ SHAPES: dict[str, Shape] = {
     "gemma3_27b": replace(
         GEMMA3, base="f32", n_layer=62, n_embd=96, n_ff=96, n_head=2, n_kv_head=1, head_gain=4.0
     ),
+    "gemma4": GEMMA4,
+    "gemma4_f32": replace(GEMMA4, base="f32"),
+    "gemma4_layers": GEMMA4_LAYERS,
+    "gemma4_layers_f32": replace(GEMMA4_LAYERS, base="f32"),
+    "gemma4_experts": GEMMA4_EXPERTS,
+    "gemma4_experts_f32": replace(GEMMA4_EXPERTS, base="f32"),
     "qwen35": QWEN35,
     "qwen35_f32": replace(QWEN35, base="f32", n_layer=8),
     "qwen35_q4_k_m": replace(
@@ -243,7 +259,8 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
 
     def edit(_: Any, tensors: dict[str, Any]) -> None:
         embedding = tensors["token_embd.weight"][0]
-        embedding[:, :n] = rng.permuted(np.tile(levels, (len(embedding), 1)), axis=1)
+        scale = shape.n_embd**0.25 if ARCHITECTURES[shape.arch].scales_embedding else 1.0
+        embedding[:, :n] = rng.permuted(np.tile(levels, (len(embedding), 1)), axis=1) / scale
         for i in range(shape.n_layer):
             prefix = f"blk.{i}."
             if prefix + "exp_probs_b.bias" in tensors:
@@ -257,6 +274,10 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
                         written = tensors[f"{prefix}{role}.{ending}"][0]
                         rows = written.swapaxes(-2, 0) if ending == "weight" else written.T
                         rows[:n] = 0
+            if (scale := tensors.get(prefix + "ffn_gate_inp.scale")) is not None:
+                scale[0][:] *= np.sqrt(shape.n_embd)  # by which gemma4 divides
+                norm = scale[0] / np.sqrt(shape.n_embd)
+                scale[0][:n] = np.sqrt(shape.n_embd)
             norm[:n] = 1.0
             if i < shape.n_dense:
                 continue

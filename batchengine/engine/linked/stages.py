@@ -158,7 +158,7 @@ class ServedStages:
         if len(ids) and int(ids.max()) >= facts.vocab_size:
             return "a token is outside the vocabulary"
         if facts.is_whole:
-            return "a model whose layers share KV or have recurrent state is computed as a whole"
+            return "its model is computed as a whole"
         if message.end > facts.n_layer or message.first >= message.end:
             return f"it has {facts.n_layer} layers"
         n_pages = message.n_tokens // PAGE_TOKENS

@@ -67,8 +67,7 @@ class PeerPlans:
         self._loop, self._peers, self._pipelines = loop, peers, pipelines
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
-        # No pipelines with recurrent layers, nor with layers that read the KV of others.
-        self._is_whole = int(details["n_layer_kv"]) < n_layer
+        self._is_whole = bool(details["is_whole"])  # no pipelines
         self._kv_token_bytes = payload // 256
         self._model = PipelineModel(
             n_layer, self._kv_token_bytes // n_layer, 4 * int(details["n_embd"])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
 from batchengine.model.layers.delta_net import DeltaNet, DeltaNetBuffers
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
+from batchengine.model.layers.inputs import LayerEmbeddings, LayerInputBuffers, LayerInputs
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
+from batchengine.model.layers.paired import PairedBuffers, PairedFfn
 
 __all__ = [
     "Attend",
@@ -15,6 +17,11 @@ __all__ = [
     "DeltaNetBuffers",
     "DenseBuffers",
     "DenseFfn",
+    "LayerEmbeddings",
+    "LayerInputBuffers",
+    "LayerInputs",
     "MoeBuffers",
     "MoeFfn",
+    "PairedBuffers",
+    "PairedFfn",
 ]

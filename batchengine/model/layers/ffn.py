@@ -38,18 +38,26 @@ class DenseFfn:
     eps: float
     buffers: DenseBuffers
 
-    def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
-        """hidden += down(activation(gate·x) * (up·x)) of the normed rows, for the first `n` rows.
+    def add(
+        self,
+        hidden: kernels.Rows,
+        n: int,
+        normed: kernels.Activations,
+        out: kernels.Rows | None = None,
+    ) -> None:
+        """hidden, or `out` if it is given, += down(activation(gate·x) * (up·x)) of the normed rows
+        of hidden, for the first `n` rows.
 
         Where the weights have a second norm, what is added is normed.
         """
         ops, w, buffers = self.ops, self.weights, self.buffers
+        to = hidden if out is None else out
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
         biases = w.gate_bias, w.up_bias
         ops.linear_gated(normed, w.gate, w.up, *biases, n, buffers.gated, self.spec.activation)
         ops.quantise(buffers.gated, n, buffers.gated_q8)
         if w.post_norm is None:
-            ops.linear_add(buffers.gated_q8, w.down, w.down_bias, n, hidden)
+            ops.linear_add(buffers.gated_q8, w.down, w.down_bias, n, to)
             return
         ops.linear(buffers.gated_q8, [w.down], [w.down_bias], n, buffers.output)
-        ops.norm_add(buffers.output, w.post_norm, self.eps, n, hidden)
+        ops.norm_add(buffers.output, w.post_norm, self.eps, n, to)

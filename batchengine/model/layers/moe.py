@@ -70,22 +70,33 @@ class MoeFfn:
     eps: float
     buffers: MoeBuffers
 
-    def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
-        """hidden += the weighted sum of what the chosen experts make of the normed rows, for the
-        first `n` rows; then, if there is one, += what the shared expert makes of them, times the
-        sigmoid of its selector if it has one. `normed` keeps floats, which selectors read."""
+    def add(
+        self,
+        hidden: kernels.Rows,
+        n: int,
+        normed: kernels.Activations,
+        out: kernels.Rows | None = None,
+    ) -> None:
+        """hidden, or `out` if it is given, += the weighted sum of what the chosen experts make of
+        the normed rows of hidden, for the first `n` rows; then, if there is one, += what the shared
+        expert makes of them, times the sigmoid of its selector if it has one. `normed` keeps
+        floats, which selectors read."""
         ops, w, buffers, spec = self.ops, self.weights, self.buffers, self.spec
         pairs, gated = buffers.pairs, buffers.gated
-        ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
+        to = hidden if out is None else out
+        ops.norm_quantise(hidden, w.selector_norm or w.norm, self.eps, n, normed)
         ops.linear(normed, [w.selector], [w.selector_bias], n, buffers.logits)
-        ops.select_experts(buffers.logits, n, spec.scale, pairs, spec.gating, w.choice_bias)
+        gating = spec.gating, w.choice_bias, w.scales
+        ops.select_experts(buffers.logits, n, spec.scale, pairs, *gating)
+        if w.selector_norm is not None:
+            ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
         ops.gather_pairs(normed, pairs, buffers.gathered)
         biases = w.gate_bias, w.up_bias
         ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, spec.activation)
         ops.quantise_pairs(gated, pairs, buffers.gated_q8)
-        ops.pairs_add(buffers.gated_q8, w.down, pairs, hidden, w.down_bias)
+        ops.pairs_add(buffers.gated_q8, w.down, pairs, to, w.down_bias)
         if w.shared is not None and buffers.shared is not None:
-            self._add_shared(w.shared, buffers.shared, hidden, n, normed)
+            self._add_shared(w.shared, buffers.shared, to, n, normed)
 
     def _add_shared(
         self,

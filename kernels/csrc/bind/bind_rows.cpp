@@ -22,6 +22,15 @@ void norm_checks(Pool& pool, const Rows& x, const Vector& w, size_t tokens, size
 
 void bind_elementwise(nb::module_& module) {
     module.def(
+        "zero_rows",
+        [](Pool& pool, size_t tokens, Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, out.tokens_max, "zero_rows");
+            const nb::gil_scoped_release release;
+            zero_rows(pool, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("tokens"), nb::arg("out"), "out = 0, for each of the first rows.");
+    module.def(
         "scale_rows",
         [](Pool& pool, float factor, size_t tokens, Rows& out) {
             require_open(pool);

@@ -26,6 +26,10 @@ void for_each_row(Pool& pool, size_t tokens, Rows& out, Body&& body) {
 
 }  // namespace
 
+void zero_rows(Pool& pool, size_t tokens, Rows& out) {
+    for_each_row(pool, tokens, out, [&](float* row, size_t) { std::fill_n(row, out.width, 0.0f); });
+}
+
 void scale_rows(Pool& pool, float factor, size_t tokens, Rows& out) {
     const RowOps& ops = rowops();
     for_each_row(pool, tokens, out, [&](float* row, size_t) { ops.scale(row, out.width, factor, row); });

@@ -11,6 +11,9 @@ namespace batchengine {
 // out row i = x row indices[i].
 void take_rows(const Rows& x, const int32_t* indices, size_t count, Rows& out);
 
+// out = 0.
+void zero_rows(Pool& pool, size_t tokens, Rows& out);
+
 // out = out * factor, value by value.
 void scale_rows(Pool& pool, float factor, size_t tokens, Rows& out);
 

@@ -81,7 +81,9 @@ def test_a_descriptor_is_read_back_from_its_json() -> None:
         descriptor().to_json().replace('"version":"1"', '"version":"2"'),
         descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', '"n_layer":"0"'),
         descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', '"n_layer":"x"'),
-        descriptor().to_json().replace(f'"head_dim":"{LAYOUT.layers[0].head_dim}"', '"head_dim":"33"'),
+        descriptor()
+        .to_json()
+        .replace(f'"head_dim":"{LAYOUT.layers[0].head_dim}"', '"head_dim":"33"'),
         descriptor().to_json().replace('"page_bytes":"', '"page_bytes":"1'),
         descriptor(MIXED).to_json().replace('"n_layer":"5"', '"n_layer":"6"'),
         descriptor(MIXED).to_json().replace("2,2,1,2,3", "2,2,1,2"),

@@ -1,0 +1,361 @@
+"""Attention layers: what the keys of a file say of them.
+
+Refuses heads, windows and rotations that `AttentionSpec` cannot say.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from batchengine import errors
+from batchengine.gguf import GgufFile
+from batchengine.weights import yarn
+from batchengine.weights.architectures import ARCHITECTURES
+from batchengine.weights.keys import (
+    count_of,
+    each_layer,
+    flags_of,
+    is_last_of,
+    number_between,
+    same_for_all_layers,
+    unsupported,
+)
+
+HEAD_DIM_MAX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions: angle(p, i) = p · base^(-2i/n_rot) / factor_i · position_scale.
+
+    style "norm" rotates the pairs (2i, 2i+1), "neox" the pairs (i, i+n_rot/2). attn_factor
+    multiplies cos and sin. has_factors: the file has a factor per pair; else they are `factors`, or
+    all 1 if these are empty. Queries are scaled by 1 + query_log · ln(1 + floor(p / query_span)).
+    """
+
+    style: str
+    base: float
+    n_rot: int
+    position_scale: float
+    attn_factor: float
+    has_factors: bool
+    factors: tuple[float, ...] = ()
+    query_log: float = 0.0
+    query_span: int = 1
+
+
+class AttentionWidths(NamedTuple):
+    """See `AttentionSpec.widths`."""
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    has_kv: bool
+    has_post_norm: bool
+    has_gate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
+
+    has_v_norm: heads of V are normed, too, without weights. kv_from: the layer whose K and V this
+    one reads instead of its own; -1 = it has some. has_rope: heads are rotated. window: how many
+    positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
+    sink, which takes a share of the weight of its tokens. has_post_norm: the output is normed
+    before it is added. has_gate: the output is multiplied by a sigmoid of another product of the
+    input.
+    """
+
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    scale: float
+    has_qk_norm: bool
+    rope: RopeSpec
+    has_rope: bool = True
+    window: int = 0
+    has_sinks: bool = False
+    has_post_norm: bool = False
+    has_gate: bool = False
+    has_v_norm: bool = False
+    kv_from: int = -1
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether a KV page has rows of this layer."""
+        return self.kv_from < 0
+
+    @property
+    def widths(self) -> AttentionWidths:
+        """What the buffers of a step are as wide as."""
+        heads = self.n_head, self.n_kv_head, self.head_dim
+        return AttentionWidths(*heads, self.has_kv, self.has_post_norm, self.has_gate)
+
+    @property
+    def q_rows(self) -> int:
+        """Width of all query heads."""
+        return self.n_head * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Width of all K (or V) heads."""
+        return self.n_kv_head * self.head_dim
+
+
+def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[AttentionSpec]:
+    """The attention of each layer, as if all had some."""
+    row = ARCHITECTURES[arch]
+    n_head = same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
+    kv_heads = _kv_heads(gguf, arch, n_head, n_layer)
+    head_dim = _head_dim(gguf, arch, "", n_embd // n_head)
+    n_rot = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, row.rotates_part)
+    if row.full_every:  # their RoPE has sections; of others with the key it is computed as text
+        _refuse_other_sections(gguf, arch, n_rot)
+    base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
+    scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
+    whole = AttentionSpec(
+        n_head=n_head,
+        n_kv_head=kv_heads[0],
+        head_dim=head_dim,
+        scale=_attention_scale(gguf, arch, scale_width),
+        has_qk_norm=_has_qk_norm(gguf, arch),
+        rope=_rope(gguf, arch, n_rot, base),
+        has_sinks=row.has_sinks,
+        has_post_norm=row.has_post_norms,
+        has_gate=row.has_gate,
+        has_v_norm=row.has_v_norm,
+    )
+    windowed = _with_window(gguf, arch, whole) if row.window_every else whole
+    is_windowed = _windowed_layers(gguf, arch, n_layer)
+    specs = [
+        replace(
+            windowed if is_windowed[index] else whole,
+            n_kv_head=kv_heads[index],
+            has_rope=not is_last_of(row.rope_every, index),
+        )
+        for index in range(n_layer)
+    ]
+    return _share_kv(gguf, arch, specs)
+
+
+def _kv_heads(gguf: GgufFile, arch: str, n_head: int, n_layer: int) -> list[int]:
+    """KV heads of each layer."""
+    key = f"{arch}.attention.head_count_kv"
+    if ARCHITECTURES[arch].has_window_heads:
+        counts = each_layer(gguf, key, n_head, n_layer)
+    else:
+        counts = [same_for_all_layers(gguf, key, n_head, n_layer)] * n_layer
+    for count in counts:
+        if n_head % count:
+            raise unsupported(gguf, key, count, f"does not divide {n_head} heads")
+    return counts
+
+
+def _share_kv(gguf: GgufFile, arch: str, specs: list[AttentionSpec]) -> list[AttentionSpec]:
+    """The last layers, as many as a key says, read the K and V of the last ones before them that
+    have their kind: with a window, or without."""
+    key = f"{arch}.attention.shared_kv_layers"
+    n_shared = gguf.integer(key, 0)
+    if n_shared == 0 or not ARCHITECTURES[arch].has_window_heads:
+        return specs
+    n_own = len(specs) - n_shared
+    if not 2 <= n_own < len(specs):
+        why = f"some of {len(specs)} layers must share, and two have K and V of their own"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=n_shared, why=why)
+    shared = list[AttentionSpec]()
+    for spec in specs[n_own:]:
+        source = n_own - (2 if spec.window else 1)
+        shared.append(replace(spec, kv_from=source))
+        owner = specs[source]
+        if (owner.window, owner.n_kv_head, owner.head_dim) != (
+            spec.window,
+            spec.n_kv_head,
+            spec.head_dim,
+        ):
+            why = (
+                f"layer {source} has other heads or another window than those that read its K and V"
+            )
+            raise unsupported(gguf, key, n_shared, why)
+    return specs[:n_own] + shared
+
+
+def _has_qk_norm(gguf: GgufFile, arch: str) -> bool:
+    """Whether heads of Q and K are normed, which of some architectures the tensors say."""
+    by_name = ARCHITECTURES[arch].has_qk_norm
+    return "blk.0.attn_q_norm.weight" in gguf.tensors if by_name is None else by_name
+
+
+def _rotated(gguf: GgufFile, key: str, head_dim: int, is_part: bool) -> int:
+    """Leading dimensions of a head that RoPE rotates; is_part: some may be left out."""
+    n_rot = count_of(gguf, key, head_dim)
+    if n_rot == head_dim or (is_part and n_rot < head_dim and not n_rot % 2):
+        return n_rot
+    raise unsupported(gguf, key, n_rot, f"head_dim is {head_dim}")
+
+
+def _refuse_other_sections(gguf: GgufFile, arch: str, n_rot: int) -> None:
+    """Raises unless every rotated pair turns with one of a token's first three positions, which are
+    one number in text: pair i with the axis i mod 3, as long as that has pairs left."""
+    key = f"{arch}.rope.dimension_sections"
+    value = gguf.values.get(key)
+    if value is None:
+        return
+    sections: list[int] = []
+    if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+        sections = [int(pairs) for pairs in value.tolist()]
+    if not 3 <= len(sections) <= 4 or min(sections) < 0 or not sum(sections):
+        why = "three or four numbers of pairs are needed"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=sections[:8], why=why)
+    for pair in range(n_rot // 2):
+        place = pair % sum(sections)
+        if place >= 3 * sections[place % 3]:
+            why = f"pair {pair} turns with an axis that text has no position on"
+            raise unsupported(gguf, key, sections, why)
+
+
+def _windowed_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
+    """Whether queries of each layer see a window: by a flag per layer, or all but the last of a
+    run."""
+    every = ARCHITECTURES[arch].window_every
+    key = f"{arch}.attention.sliding_window_pattern"
+    if not every or key not in gguf.values:
+        return [every > 0 and not is_last_of(every, index) for index in range(n_layer)]
+    if isinstance(gguf.values[key], np.ndarray):
+        return flags_of(gguf, key, n_layer)
+    every = count_of(gguf, key)
+    return [not is_last_of(every, index) for index in range(n_layer)]
+
+
+def _with_window(gguf: GgufFile, arch: str, whole: AttentionSpec) -> AttentionSpec:
+    """The layers with a window, of an architecture that has some; `whole` are the others.
+
+    Other architectures may have the keys, too: there they are of no effect, as in llama.cpp.
+    """
+    row, head_dim, n_rot = ARCHITECTURES[arch], whole.head_dim, whole.rope.n_rot
+    if row.has_window_heads:
+        head_dim = _head_dim(gguf, arch, "_swa", head_dim)
+        n_rot = _rotated(gguf, f"{arch}.rope.dimension_count_swa", head_dim, is_part=False)
+    for name, only in (
+        ("attention.key_length_swa", head_dim),
+        ("attention.value_length_swa", head_dim),
+        ("rope.dimension_count_swa", n_rot),
+    ):
+        if (width := gguf.integer(f"{arch}.{name}", only)) != only:
+            why = f"head_dim is {head_dim} in the layers that see all positions"
+            raise unsupported(gguf, f"{arch}.{name}", width, why)
+    return replace(
+        whole,
+        head_dim=head_dim,
+        window=count_of(gguf, f"{arch}.attention.sliding_window"),
+        rope=_window_rope(gguf, arch, whole.rope, n_rot),
+    )
+
+
+def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
+    rope = RopeSpec(
+        style=ARCHITECTURES[arch].pairs,
+        base=base,
+        n_rot=n_rot,
+        position_scale=_position_scale(gguf, arch),
+        attn_factor=_attn_factor(gguf, arch),
+        has_factors=_has_factors(gguf, arch),
+    )
+    if ARCHITECTURES[arch].scales_queries:
+        log = number_between(gguf, f"{arch}.attention.temperature_scale", 0.0, 0.0, 1e3)
+        rope = replace(rope, query_log=log, query_span=_first_context(gguf, arch))
+    is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
+    return _with_yarn(gguf, arch, rope) if is_yarn else rope
+
+
+def _has_factors(gguf: GgufFile, arch: str) -> bool:
+    """Whether the file has a factor per pair for layers without a window."""
+    row = ARCHITECTURES[arch].rope_factors
+    return row == "all" or (row == "some" and "rope_freqs.weight" in gguf.tensors)
+
+
+def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec, n_rot: int) -> RopeSpec:
+    """RoPE of the layers that have a window."""
+    own_base = ARCHITECTURES[arch].window_base
+    base = number_between(gguf, f"{arch}.rope.freq_base_swa", own_base or others.base, 1.0, 1e15)
+    if not own_base:
+        return _rope(gguf, arch, n_rot, base)
+    factor = _attn_factor(gguf, arch)
+    return RopeSpec(others.style, base, n_rot, 1.0, factor, has_factors=False)
+
+
+def _attn_factor(gguf: GgufFile, arch: str) -> float:
+    return number_between(gguf, f"{arch}.rope.scaling.attn_factor", 1.0, 1e-3, 1e3)
+
+
+def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
+    prefix = f"{arch}.rope.scaling."
+    has_log = ARCHITECTURES[arch].has_log_multiplier
+    log_multiplier = gguf.number(prefix + "yarn_log_multiplier", 0.0)
+    for key, only in (
+        ("yarn_ext_factor", 1.0),
+        ("yarn_log_multiplier", log_multiplier if has_log else 0.0),
+    ):
+        if (value := gguf.number(prefix + key, only)) != only:
+            raise unsupported(gguf, prefix + key, value, f"{only:g} is supported")
+    if has_log:
+        log_multiplier = number_between(gguf, prefix + "yarn_log_multiplier", 0.0, 0.0, 1e3)
+    if rope.has_factors:
+        why = "it has factors per pair (rope_freqs.weight) as well"
+        raise unsupported(gguf, prefix + "type", "yarn", why)
+    if rope.base < 2.0:
+        raise unsupported(gguf, f"{arch}.rope.freq_base", rope.base, "YaRN needs 2 at least")
+    factor = number_between(gguf, prefix + "factor", None, 1.0, 1e6)
+    trained = _first_context(gguf, arch)
+    fast = number_between(gguf, prefix + "yarn_beta_fast", 32.0, 1e-3, 1e6)
+    slow = number_between(gguf, prefix + "yarn_beta_slow", 1.0, 1e-3, 1e6)
+    return replace(
+        rope,
+        position_scale=1.0,
+        attn_factor=rope.attn_factor * yarn.magnitude(factor, log_multiplier),
+        factors=yarn.frequency_divisors(rope.n_rot, rope.base, factor, trained, fast, slow),
+    )
+
+
+def _first_context(gguf: GgufFile, arch: str) -> int:
+    """Positions of the first training, before the context was made longer."""
+    key = f"{arch}.rope.scaling.original_context_length"
+    return count_of(gguf, key, count_of(gguf, f"{arch}.context_length"))
+
+
+def _attention_scale(gguf: GgufFile, arch: str, width: int) -> float:
+    """1 / sqrt(width), or the scale of the architecture, unless the key says otherwise; 0 is the
+    format's "not given"."""
+    key = f"{arch}.attention.scale"
+    if gguf.number(key, 0.0) == 0.0:
+        return ARCHITECTURES[arch].attention_scale or 1.0 / math.sqrt(width)
+    return number_between(gguf, key, None, 1e-6, 1e3)
+
+
+def _head_dim(gguf: GgufFile, arch: str, suffix: str, default: int) -> int:
+    """Width of a head of Q, K and V, by the keys with this suffix."""
+    key = f"{arch}.attention.key_length{suffix}"
+    head_dim = count_of(gguf, key, default)
+    if head_dim % 32 or head_dim > HEAD_DIM_MAX:
+        why = "a multiple of 32 is needed" if head_dim % 32 else f"{HEAD_DIM_MAX} at most"
+        raise unsupported(gguf, key, head_dim, why)
+    key = f"{arch}.attention.value_length{suffix}"
+    if (value_dim := count_of(gguf, key, head_dim)) != head_dim:
+        raise unsupported(gguf, key, value_dim, f"key_length is {head_dim}")
+    return head_dim
+
+
+def _position_scale(gguf: GgufFile, arch: str) -> float:
+    """1 / linear factor, in the order of keys that converters have used; 0 means not scaled."""
+    if gguf.text(f"{arch}.rope.scaling.type", "linear") == "none":
+        return 1.0
+    key = f"{arch}.rope.scaling.factor"
+    factor = gguf.number(key, 0.0)
+    if not factor:
+        key = f"{arch}.rope.scale_linear"
+        factor = gguf.number(key, 0.0)
+    return 1.0 / number_between(gguf, key, None, 1e-3, 1e6) if factor else 1.0
