@@ -26,7 +26,7 @@ constexpr size_t SUPERPAGE_PAGES = size_t{1} << 20;  // see free_order.h
 #else
 constexpr size_t SUPERPAGE_PAGES = ca::SUPERPAGE_PAGES;
 #endif
-constexpr size_t HEAD_DIM_MAX = 256;
+constexpr size_t HEAD_DIM_MAX = 512;
 
 struct PageShape {
     PageShape(size_t n_layer_, size_t n_kv_head_, size_t head_dim_)
@@ -34,7 +34,7 @@ struct PageShape {
         if (n_layer == 0 || n_kv_head == 0)
             throw std::invalid_argument("PageShape: n_layer and n_kv_head must be positive");
         if (head_dim == 0 || head_dim % 32 != 0 || head_dim > HEAD_DIM_MAX)
-            throw std::invalid_argument("PageShape: head_dim must be a multiple of 32 up to 256, not " +
+            throw std::invalid_argument("PageShape: head_dim must be a multiple of 32 up to 512, not " +
                                         std::to_string(head_dim));
     }
     size_t blocks() const { return head_dim / 32; }

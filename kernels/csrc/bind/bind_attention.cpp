@@ -63,7 +63,7 @@ void bind_rope(nb::module_& module) {
 void bind_shape(nb::module_& module) {
     nb::class_<PageShape>(module, "PageShape",
                           "Bytes of a KV page: 256 tokens of n_layer layers of n_kv_head heads. "
-                          "head_dim must be a multiple of 32 up to 256 (ValueError otherwise).")
+                          "head_dim must be a multiple of 32 up to 512 (ValueError otherwise).")
         .def(nb::init<size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
              nb::arg("head_dim"))
         .def_prop_ro("n_layer", [](const PageShape& self) { return self.n_layer; })
