@@ -19,6 +19,7 @@ from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
+    NARROW_DIMS,
     QUERY_TILE_ROWS,
     SPAN_VALUES,
     U64,
@@ -95,6 +96,15 @@ class BegunSample:
 def _arrays_of(taken: Taken) -> tuple[I32, I32]:
     """Sources and places of `take_samples`."""
     return np.array(list(taken.values()), np.int32), np.array(list(taken), np.int32)
+
+
+def _attend_kernel(rows: int, each: int, head_dim: int) -> str:
+    """The kernel for tiles of up to `rows` with `each` accumulators of a super-page."""
+    if head_dim > NARROW_DIMS:
+        return "attend_pages_wide" if each > 1 else "attend_wide"
+    if each > 1:
+        return "attend_pages"
+    return "attend" if rows == QUERY_TILE_ROWS else "attend_many"
 
 
 def _norm_threads(width: int) -> int:
@@ -366,15 +376,8 @@ class CudaOps:
         results = [tiles.m, tiles.denominators, tiles.o]
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
-            kernel = (
-                "attend_pages"
-                if each > 1
-                else "attend"
-                if rows == QUERY_TILE_ROWS
-                else "attend_many"
-            )
             self._gpu.launch(
-                kernel,
+                _attend_kernel(rows, each, shape.head_dim),
                 (n_tiles, shape.n_kv_head, superpages * each),
                 THREADS,
                 [queries.q, queries.scale, table, batch.pages, layer, *heads, *results, window],
@@ -382,7 +385,7 @@ class CudaOps:
             self._gpu.launch(
                 "fold_attention",
                 (n_tiles, shape.n_kv_head, rows),
-                shape.head_dim,
+                min(shape.head_dim, THREADS),
                 [
                     *(table, *results, *heads, each, out.address, out.width, *q8),
                     *(window, self._address(sinks)),

@@ -22,8 +22,9 @@ from bench.cuda.cases.values import (
 from bench.models.tensors import aligned, hadamard
 from kernels.cuda.gpu import Gpu
 
-# Of each kernel: rows of a tile, and accumulators of a super-page.
+# Of each kernel: rows of a tile, and accumulators of a super-page. Wide: of more than 256 dims.
 ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
+ATTEND_WIDE = {"attend_wide": (16, 1), "attend_pages_wide": (16, 4)}
 ATTEND_THREADS = 256
 LOG2_E = 1.4426950408889634
 BAD_HALVES = 0x7E00, 0x7C00, 0xFC00  # NaN and infinities
@@ -51,6 +52,17 @@ def attention_small_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator)
     entries = [(n, int(starts[0])), (int(rng.integers(1, 6)), int(starts[1]))]
     group = int(rng.integers(1, 5)) if n <= 3 else 1
     Attention(pool, rng, n_kv * group, n_kv, head_dim, entries).compare(gpu, rng)
+
+
+def attention_wide_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """Heads of up to 512 dims, at times with a window and with a scale of 1; the rows of a tile are
+    of one token to sixteen."""
+    head_dim = int(rng.choice([512, 512, 288, 320, 384]))
+    group, n_kv = int(rng.integers(1, 10)), int(rng.integers(1, 3))
+    window = int(rng.choice([0, 0, *WINDOWS]))
+    n = int(rng.choice([1, 1, 3, 33 // group + 1]))
+    entries = [(n, int(rng.choice([0, 255, 511, 1020, 1100]))), (1, int(rng.choice([0, 300])))]
+    Attention(pool, rng, n_kv * group, n_kv, head_dim, entries, window).compare(gpu, rng)
 
 
 def attention_spans_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -155,6 +167,7 @@ class Attention:
         self.sinks = None
         if rng.integers(2):
             self.sinks = kernels.Sinks((6 * rng.standard_normal(n_head)).astype(np.float32).data)
+        self.kernels = ATTEND_WIDE if head_dim > 256 else ATTEND
         self.shape = shape = kernels.PageShape(self.N_LAYER, n_kv, head_dim)
         self.style = str(rng.choice(["norm", "neox"]))
         n_rot = head_dim if self.style == "norm" else 2 * int(rng.integers(1, head_dim // 2 + 1))
@@ -162,7 +175,7 @@ class Attention:
         self.rope = kernels.RopeTable(
             self.style, head_dim, n_rot, 10000.0, None, 1.0, 1.0, *scaling
         )
-        self.scale = 1 / math.sqrt(head_dim)
+        self.scale = 1 / math.sqrt(head_dim) if rng.integers(4) else 1.0
         self.tokens = sum(n for n, _ in entries)
         self.width = (n_head + 2 * n_kv) * head_dim
         self.qkv = self._some_rows(rng)
@@ -284,7 +297,7 @@ class Attention:
         n_kv: int,
     ) -> Attended:
         """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; the layer."""
-        rows_max, each = ATTEND[kernel]
+        rows_max, each = self.kernels[kernel]
         table, entry_of = self.tiles(rows_max, each * n_kv, spans)
         accumulators = 16 * int((-(-table[:, 4] // 16) * table[:, 5]).sum()) * each * n_kv
         tiles = arrays.put(table)
@@ -344,7 +357,7 @@ class Attention:
         for (n, _), (first, count) in zip(self.entries, spans, strict=True):
             places.append((index, n, count, first))
             index += (1 if first == 0 and count else count) * n * n_head
-        for kernel, (rows_max, each) in ATTEND.items():
+        for kernel, (rows_max, each) in self.kernels.items():
             attended = self.attend(gpu, arrays, kernel, spans, step, n_kv)
             place = np.array(places, np.int32)[attended.entry_of]
             m, denominators = (arrays.empty(np.float32, index) for _ in range(2))
@@ -421,7 +434,7 @@ class Attention:
             step = [q.address, scale.address, arrays.put(addresses).address, self.LAYER]
             whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
             sinks = 0 if self.sinks is None else arrays.put(self.sinks.view()).address
-            for kernel, (rows_max, each) in ATTEND.items():
+            for kernel, (rows_max, each) in self.kernels.items():
                 attended = self.attend(gpu, arrays, kernel, whole, step, n_kv)
                 quantised = Quantised.empty(arrays, tokens, width)
                 out, q8 = quantised.values, quantised.addresses if rng.integers(4) else [0, 0, 0]
