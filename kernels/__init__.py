@@ -161,13 +161,15 @@ __all__ = [
 
 
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
-# choices of experts by sigmoids, and steps of so many tokens that a level has other code for them.
-# As part of arith_id they would make the KV of models without these parts useless.
+# choices of experts by sigmoids, steps of so many tokens that a level has other code for them, and
+# heads of more than 256 dims. As part of arith_id they would make the KV of models without these
+# parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
     "gating": "f42103545a198f48637104999a67b17f354291c478024bc44dde8596ce9aded6",
     "many_tokens": "e8ff16b78e2a57ac45426dca4311af048a16a2c756311ab5094f7bd9545bf72d",
+    "wide_heads": "3a5bf06947678cb1e76735cadc8b2288756b7eac4c60e9e4040608af5822e8ac",
 }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import kernels
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import Batch, Rows, Scratch
-from kernels.cuda.products import THREADS
 
 HEAD_THREADS = 64  # THREADS of delta_net.cu
 HEAD_FACTORS = 4  # FACTORS there
@@ -67,14 +66,3 @@ class RecurrentOps:
                 *(out.address, out.width),
             ],
         )
-
-    def gate_rows(self, gate: Rows, tokens: int, out: Rows) -> None:
-        """As `kernels.gate_rows`."""
-        arguments = [gate.address, gate.width, out.width, out.address, out.width]
-        self._gpu.launch("gate_rows", (tokens, -(-out.width // THREADS), 1), THREADS, arguments)
-
-    def gate_add(self, x: Rows, gate: Rows, tokens: int, out: Rows) -> None:
-        """As `kernels.gate_add`."""
-        given = [x.address, x.width, gate.address, gate.width]
-        arguments = [*given, out.width, out.address, out.width]
-        self._gpu.launch("gate_add", (tokens, -(-out.width // THREADS), 1), THREADS, arguments)

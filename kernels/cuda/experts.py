@@ -108,6 +108,7 @@ class ExpertOps:
         pairs: ExpertPairs,
         gating: str = "softmax",
         bias: kernels.Vector | None = None,
+        scales: kernels.Vector | None = None,
     ) -> None:
         """As `kernels.select_experts`."""
         if gating not in GATINGS:
@@ -124,7 +125,7 @@ class ExpertOps:
             threads,
             [
                 *(logits.address, logits.width, *counts, float(scale)),
-                *(GATINGS.index(gating), self._address_of(bias)),
+                *(GATINGS.index(gating), self._address_of(bias), self._address_of(scales)),
                 *(pairs.ids, pairs.weights, pairs.counts, *sorted_to),
             ],
         )

@@ -17,6 +17,7 @@ from kernels.cuda.gpu import Gpu
 BLOCK, SPAN_VALUES = 32, 128  # values with one scale, and values that are laid out together
 ALIGNMENT = 256  # of the arrays of a parcel
 QUERY_TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
+NARROW_DIMS = 256  # of a head; wider ones have kernels of their own, none of them of many rows
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
 FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page of a super-page
 
@@ -355,15 +356,14 @@ class Batch:
 
     def _make_tiles(self, heads: TileHeads) -> tuple[I32, Tiles]:
         """The table, and the tiles, which have no address of it yet."""
-        n_head, n_kv_head, head_dim, window = heads
-        group = n_head // n_kv_head
+        _, n_kv_head, head_dim, _ = heads
         most = ACCUMULATOR_BYTES // (4 * QUERY_TILE_ROWS * (head_dim + 2))
         table: list[AttendTile] = []
         launches: list[TileRun] = []
         largest = 0
         for rows_max in (QUERY_TILE_ROWS, 2 * QUERY_TILE_ROWS):
             first, used, deepest = len(table), 0, 0
-            tiles = list(self._tiles_of(group, rows_max, window))
+            tiles = list(self._tiles_of(heads, rows_max))
             is_few = (
                 rows_max == QUERY_TILE_ROWS
                 and n_kv_head * sum(t.superpages for t in tiles) <= FEW_BLOCKS
@@ -384,11 +384,13 @@ class Batch:
         memory = m.reserve(n), denominators.reserve(n), o.reserve(n * head_dim)
         return np.array(table, np.int32), Tiles(0, tuple(launches), *memory)
 
-    def _tiles_of(self, group: int, rows_max: int, window: int) -> Iterator[AttendTile]:
+    def _tiles_of(self, heads: TileHeads, rows_max: int) -> Iterator[AttendTile]:
         """The tiles of the entries whose tiles have up to `rows_max`, without their results."""
+        n_head, n_kv_head, head_dim, window = heads
+        group = n_head // n_kv_head
         first_token = first_page = 0
         for n, start, n_pages in self._entries:
-            is_long = n * group > QUERY_TILE_ROWS
+            is_long = n * group > QUERY_TILE_ROWS and head_dim <= NARROW_DIMS
             for row in (
                 range(0, n * group, rows_max) if is_long == (rows_max > QUERY_TILE_ROWS) else ()
             ):

@@ -19,6 +19,7 @@ from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
+    NARROW_DIMS,
     QUERY_TILE_ROWS,
     SPAN_VALUES,
     U64,
@@ -46,6 +47,7 @@ from kernels.cuda.products import (
     Products,
     gate_of,
 )
+from kernels.cuda.rows import RowOps
 
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
 NORM_THREADS_MAX = 512
@@ -97,6 +99,15 @@ def _arrays_of(taken: Taken) -> tuple[I32, I32]:
     return np.array(list(taken.values()), np.int32), np.array(list(taken), np.int32)
 
 
+def _attend_kernel(rows: int, each: int, head_dim: int) -> str:
+    """The kernel for tiles of up to `rows` with `each` accumulators of a super-page."""
+    if head_dim > NARROW_DIMS:
+        return "attend_pages_wide" if each > 1 else "attend_wide"
+    if each > 1:
+        return "attend_pages"
+    return "attend" if rows == QUERY_TILE_ROWS else "attend_many"
+
+
 def _norm_threads(width: int) -> int:
     """Threads of a block that norms a row: a warp for each span of it, at least two."""
     return WARP * min(max(-(-width // SPAN_VALUES), 2), NORM_THREADS_MAX // WARP)
@@ -120,7 +131,11 @@ class CudaOps:
         self.pairs_gated, self.pairs_add = experts.pairs_gated, experts.pairs_add
         recurrent = RecurrentOps(gpu, self._address)
         self.delta_net = recurrent.delta_net
-        self.gate_rows, self.gate_add = recurrent.gate_rows, recurrent.gate_add
+        rows = RowOps(gpu, self._address)
+        self.gate_rows, self.gate_add = rows.gate_rows, rows.gate_add
+        self.zero_rows, self.scale_rows = rows.zero_rows, rows.scale_rows
+        self.cap_rows, self.gelu_rows = rows.cap_rows, rows.gelu_rows
+        self.mix_inputs = rows.mix_inputs
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)
@@ -370,15 +385,8 @@ class CudaOps:
         results = [tiles.m, tiles.denominators, tiles.o]
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
-            kernel = (
-                "attend_pages"
-                if each > 1
-                else "attend"
-                if rows == QUERY_TILE_ROWS
-                else "attend_many"
-            )
             self._gpu.launch(
-                kernel,
+                _attend_kernel(rows, each, at.head_dim),
                 (n_tiles, at.n_kv_head, superpages * each),
                 THREADS,
                 [
@@ -395,7 +403,7 @@ class CudaOps:
             self._gpu.launch(
                 "fold_attention",
                 (n_tiles, at.n_kv_head, rows),
-                at.head_dim,
+                min(at.head_dim, THREADS),
                 [
                     *(table, *results, *heads, each, out.address, out.width, *q8),
                     *(window, self._address(sinks)),

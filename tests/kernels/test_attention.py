@@ -35,6 +35,7 @@ from tests.kernels.timelines import (
 )
 
 SHAPES = [(32, 5, 1), (64, 4, 2), (64, 71, 1), (96, 6, 6), (128, 4, 2), (128, 8, 1), (256, 6, 2)]
+SHAPES += [(288, 3, 1), (512, 4, 2)]
 LENGTHS = [1, 3, 17, 255, 256, 257, 1024, 1025, 3000]
 
 # SHA-256 of the golden vectors of this family. It changes only when CA-3 is changed on purpose.
@@ -163,12 +164,16 @@ def rule_7(t: Timeline, x: F32, position: int, head: int) -> F32:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("scale", [0.0, 1.0])  # 0: 1 / sqrt(d)
 @pytest.mark.parametrize(
     ("d", "n_head", "length", "spread"),
-    [(32, 1, 1, 0), (64, 3, 20, 6), (128, 2, 300, 0), (96, 1, 1300, 2), (256, 1, 260, 30)],
+    [
+        *((32, 1, 1, 0), (64, 3, 20, 6), (128, 2, 300, 0), (96, 1, 1300, 2), (256, 1, 260, 30)),
+        *((320, 2, 20, 6), (512, 1, 270, 0)),
+    ],
 )
 def test_attention_is_rule_7_bit_for_bit(
-    pool: K.Pool, level: str, d: int, n_head: int, length: int, spread: int
+    pool: K.Pool, level: str, d: int, n_head: int, length: int, spread: int, scale: float
 ) -> None:
     """Query scales of many magnitudes and a zero group; weights of V of many magnitudes."""
     K.set_isa(level)
@@ -177,7 +182,7 @@ def test_attention_is_rule_7_bit_for_bit(
     for part in (slice(0, n_head * d), slice((n_head + 1) * d, None)):
         qkv[:, part] *= np.ldexp(f32(1), rng.integers(-spread, spread // 6 + 1, (length, 1)))
     qkv[-1, :32] = 2.0**-100
-    t = Timeline(K.PageShape(1, 1, d), n_head, -(-length // PAGE))
+    t = Timeline(K.PageShape(1, 1, d), n_head, -(-length // PAGE), scale=scale)
     out = tail_of(pool, qkv, t, min(length, 3)).reshape(-1, n_head, d)
     for row in range(len(out)):
         position = length - len(out) + row
@@ -252,7 +257,7 @@ def test_levels_give_equal_bits(pool: K.Pool, d: int, n_head: int, n_kv: int, le
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(("d", "n_head", "n_kv"), [(64, 6, 2), (128, 4, 2)])
+@pytest.mark.parametrize(("d", "n_head", "n_kv"), [(64, 6, 2), (128, 4, 2), (512, 2, 1)])
 def test_attention_agrees_with_numpy(
     pool: K.Pool, level: str, d: int, n_head: int, n_kv: int
 ) -> None:
@@ -450,7 +455,7 @@ def kv8(x: F32) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("d", [32, 96, 128])
+@pytest.mark.parametrize("d", [32, 96, 128, 512])
 def test_pages_hold_rule_6_bit_for_bit(pool: K.Pool, level: str, d: int) -> None:
     K.set_isa(level)
     qkv = random_qkv(7, 270, 2, 2, d)
@@ -473,7 +478,7 @@ def test_pages_hold_rule_6_bit_for_bit(pool: K.Pool, level: str, d: int) -> None
 
 
 @pytest.mark.parametrize("style", ["norm", "neox"])
-@pytest.mark.parametrize(("d", "n_rot"), [(64, 64), (128, 64), (96, 24), (256, 64)])
+@pytest.mark.parametrize(("d", "n_rot"), [(64, 64), (128, 64), (96, 24), (256, 64), (512, 512)])
 def test_k_is_normed_rotated_and_transformed(pool: K.Pool, style: str, d: int, n_rot: int) -> None:
     rng = np.random.default_rng(8)
     factors = rng.uniform(1, 8, n_rot // 2).astype(np.float32)
@@ -501,7 +506,7 @@ def test_k_is_normed_rotated_and_transformed(pool: K.Pool, style: str, d: int, n
     assert (np.abs(k - y) <= 0.52 * step_size).all(), "half a quantisation step, and fp16's share"
 
 
-@pytest.mark.parametrize("d", [32, 64, 96, 128, 256])
+@pytest.mark.parametrize("d", [32, 64, 96, 128, 256, 384, 512])
 def test_a_large_dimension_of_k_takes_little_precision_from_the_others(
     pool: K.Pool, d: int
 ) -> None:
@@ -659,7 +664,7 @@ def test_page_shape_has_the_documented_layout() -> None:
     assert shape.layer(0).head_bytes == 256 * 128 + 16 * 4 * 16 * 2 + 64 * 128 * 4 + 512
     assert shape.layer(0).page_bytes == 8 * shape.layer(0).head_bytes
     assert shape.payload_bytes == 28 * shape.layer(0).page_bytes
-    for d in (0, 16, 48, 80, 288):
+    for d in (0, 16, 48, 80, 272, 544):
         with pytest.raises(ValueError, match="multiple of 32"):
             K.PageShape(1, 1, d)
 

@@ -110,7 +110,7 @@ MIXED = [(2500, 1), (0, 5), (3070, 9), (1020, 1100), (4095, 1)]
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(
-    ("d", "n_head", "n_kv"), [(64, 4, 2), (96, 3, 3), (128, 8, 1), (256, 6, 2)]
+    ("d", "n_head", "n_kv"), [(64, 4, 2), (96, 3, 3), (128, 8, 1), (256, 6, 2), (512, 2, 1)]
 )
 def test_parts_fold_to_the_bits_of_attend(
     pool: K.Pool, level: str, d: int, n_head: int, n_kv: int

@@ -412,13 +412,13 @@ def test_what_experts_need_is_allocated_by_the_first_step(gpu: Emulator) -> None
         ops.make_expert_pairs(1, 3, 4)
 
 
-@pytest.mark.parametrize("few_blocks", [0, 256])
+@pytest.mark.parametrize(("few_blocks", "head_dim"), [(0, 64), (256, 64), (0, 288), (256, 512)])
 def test_attention_with_windows_and_sinks(
-    gpu: Emulator, monkeypatch: pytest.MonkeyPatch, few_blocks: int
+    gpu: Emulator, monkeypatch: pytest.MonkeyPatch, few_blocks: int, head_dim: int
 ) -> None:
     """Decode and chunks through the tables of a batch, of layers with other windows in turn."""
     monkeypatch.setattr(memory, "FEW_BLOCKS", few_blocks)
-    pool, rng, n_head, n_kv, head_dim = kernels.Pool(1), np.random.default_rng(2), 6, 2, 64
+    pool, rng, n_head, n_kv = kernels.Pool(1), np.random.default_rng(2), 6, 2
     shape, ops = kernels.PageShape(1, n_kv, head_dim), CudaOps(gpu, pool)
     counts, starts = np.array([1, 20, 3]), np.array([2200, 1010, 0])
     table = np.stack([counts, starts, -(-(starts + counts) // 256)], 1).astype(np.int32)

@@ -18,13 +18,15 @@ from bench.cuda.cases.attention import (
     attention_long_case,
     attention_small_case,
     attention_spans_case,
+    attention_wide_case,
     attention_window_case,
     attention_window_spans_case,
     random_page,
 )
-from bench.cuda.cases.delta_net import delta_net_case, gates_case
+from bench.cuda.cases.delta_net import delta_net_case
 from bench.cuda.cases.experts import experts_case, select_case
 from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
+from bench.cuda.cases.rows import gates_case, values_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
 from kernels.cuda.gpu import Gpu
@@ -53,11 +55,13 @@ def cases() -> dict[str, Case]:
         "attention": attention_case,
         "attention, small heads": attention_small_case,
         "attention, spans": attention_spans_case,
+        "attention, wide heads": attention_wide_case,
         "attention, long": attention_long_case,
         "attention, window": attention_window_case,
         "attention, window, spans": attention_window_spans_case,
         "delta net": delta_net_case,
         "gates": gates_case,
+        "values": values_case,
         "sample": sample_case,
         "take samples": take_samples_case,
         "select experts": select_case,

@@ -22,8 +22,9 @@ from bench.cuda.cases.values import (
 from bench.models.tensors import aligned, hadamard
 from kernels.cuda.gpu import Gpu
 
-# Of each kernel: rows of a tile, and accumulators of a super-page.
+# Of each kernel: rows of a tile, and accumulators of a super-page. Wide: of more than 256 dims.
 ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
+ATTEND_WIDE = {"attend_wide": (16, 1), "attend_pages_wide": (16, 4)}
 ATTEND_THREADS = 256
 LOG2_E = 1.4426950408889634
 BAD_HALVES = 0x7E00, 0x7C00, 0xFC00  # NaN and infinities
@@ -51,6 +52,17 @@ def attention_small_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator)
     entries = [(n, int(starts[0])), (int(rng.integers(1, 6)), int(starts[1]))]
     group = int(rng.integers(1, 5)) if n <= 3 else 1
     Attention(pool, rng, n_kv * group, n_kv, head_dim, entries).compare(gpu, rng)
+
+
+def attention_wide_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
+    """Heads of up to 512 dims, at times with a window and with a scale of 1; the rows of a tile are
+    of one token to sixteen."""
+    head_dim = int(rng.choice([512, 512, 288, 320, 384]))
+    group, n_kv = int(rng.integers(1, 10)), int(rng.integers(1, 3))
+    window = int(rng.choice([0, 0, *WINDOWS]))
+    n = int(rng.choice([1, 1, 3, 33 // group + 1]))
+    entries = [(n, int(rng.choice([0, 255, 511, 1020, 1100]))), (1, int(rng.choice([0, 300])))]
+    Attention(pool, rng, n_kv * group, n_kv, head_dim, entries, window).compare(gpu, rng)
 
 
 def attention_spans_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -100,46 +112,59 @@ class Attended:
         return [a.address for a in (self.tiles, self.m, self.denominators, self.o)]
 
 
+def heads_of(
+    page: NDArray[np.uint8], shape: kernels.PageShape
+) -> list[tuple[int, NDArray[np.uint8]]]:
+    """The head_dim of each layer of a page, and its heads, which are views."""
+    found = []
+    for index in range(shape.n_layer):
+        at = shape.layer(index)
+        memory = page[at.page_offset : at.page_offset + at.page_bytes]
+        found.append((at.head_dim, memory.reshape(at.n_kv_head, at.head_bytes)))
+    return found
+
+
 def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Any int8 values with small scales; at times V of one sign, and K that weighs all alike."""
-    head_dim, head_bytes = shape.layer(0).head_dim, shape.layer(0).head_bytes
-    page = rng.integers(0, 256, shape.payload_bytes, np.uint8).reshape(-1, head_bytes)
-    k_scales = 256 * head_dim
-    v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
-    if rng.integers(2):  # large sums
-        v = page[:, v_scales - 256 * head_dim : v_scales]
-        v &= 127
-        v |= 64
-    k_largest = rng.choice([0.02, 0.002, 0.0])
-    k, v = (k_scales, 256 * head_dim // 32, k_largest), (v_scales, 256, 0.02)
-    for start, count, largest in (k, v):
-        scales = (rng.random((len(page), count)) * largest).astype(np.float16)
-        page[:, start : start + 2 * count] = scales.view(np.uint8)
-    return page.reshape(-1)
+    page = rng.integers(0, 256, shape.payload_bytes, np.uint8)
+    has_large_sums, k_largest = bool(rng.integers(2)), rng.choice([0.02, 0.002, 0.0])
+    for head_dim, heads in heads_of(page, shape):
+        k_scales = 256 * head_dim
+        v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
+        if has_large_sums:
+            v = heads[:, v_scales - 256 * head_dim : v_scales]
+            v &= 127
+            v |= 64
+        k, v = (k_scales, 256 * head_dim // 32, k_largest), (v_scales, 256, 0.02)
+        for start, count, largest in (k, v):
+            scales = (rng.random((len(heads), count)) * largest).astype(np.float16)
+            heads[:, start : start + 2 * count] = scales.view(np.uint8)
+    return page
 
 
 def invalidate(
     page: NDArray[np.uint8], shape: kernels.PageShape, tokens: slice, rng: np.random.Generator
 ) -> None:
     """Give some tokens of a page scales that are not finite."""
-    head_dim, head_bytes = shape.layer(0).head_dim, shape.layer(0).head_bytes
-    heads, groups = page.reshape(-1, head_bytes), head_dim // 32
-    k_at, v_at = 256 * head_dim, (512 + 16) * head_dim
-    k_end, v_end = k_at + 512 * groups, v_at + 512
-    v = heads[:, v_at:v_end].copy().view(np.uint16)
-    v[:, tokens] = rng.choice(BAD_HALVES)
-    heads[:, v_at:v_end] = v.view(np.uint8)
-    k = heads[:, k_at:k_end].copy().view(np.uint16).reshape(len(heads), 16, groups, 16)
-    by_token = k.transpose(0, 1, 3, 2).reshape(len(heads), 256, groups)
-    by_token[:, tokens] = BAD_HALVES[0]
-    k = by_token.reshape(len(heads), 16, 16, groups).transpose(0, 1, 3, 2)
-    heads[:, k_at:k_end] = np.ascontiguousarray(k).view(np.uint8).reshape(len(heads), -1)
+    bad = rng.choice(BAD_HALVES)
+    for head_dim, heads in heads_of(page, shape):
+        groups = head_dim // 32
+        k_at, v_at = 256 * head_dim, (512 + 16) * head_dim
+        k_end, v_end = k_at + 512 * groups, v_at + 512
+        v = heads[:, v_at:v_end].copy().view(np.uint16)
+        v[:, tokens] = bad
+        heads[:, v_at:v_end] = v.view(np.uint8)
+        k = heads[:, k_at:k_end].copy().view(np.uint16).reshape(len(heads), 16, groups, 16)
+        by_token = k.transpose(0, 1, 3, 2).reshape(len(heads), 256, groups)
+        by_token[:, tokens] = BAD_HALVES[0]
+        k = by_token.reshape(len(heads), 16, 16, groups).transpose(0, 1, 3, 2)
+        heads[:, k_at:k_end] = np.ascontiguousarray(k).view(np.uint8).reshape(len(heads), -1)
 
 
 class Attention:
     """One step of one attention layer, computed on the CPU."""
 
-    N_LAYER, LAYER, EPS = 2, 1, 1e-6
+    LAYER, EPS = 1, 1e-6  # the layer behind one of other heads
 
     def __init__(
         self,
@@ -156,24 +181,28 @@ class Attention:
         self.sinks = None
         if rng.integers(2):
             self.sinks = kernels.Sinks((6 * rng.standard_normal(n_head)).astype(np.float32).data)
-        self.shape = shape = kernels.PageShape(self.N_LAYER, n_kv, head_dim)
+        self.kernels = ATTEND_WIDE if head_dim > 256 else ATTEND
+        other = int(rng.integers(1, 4)), 32 * int(rng.integers(1, 6))
+        self.shape = shape = kernels.PageShape([other, (n_kv, head_dim)])
+        self.layer = shape.layer(self.LAYER)
+        self.has_kv = rng.random() < 0.8  # else another layer has put K and V there
         self.style = str(rng.choice(["norm", "neox"]))
         n_rot = head_dim if self.style == "norm" else 2 * int(rng.integers(1, head_dim // 2 + 1))
         scaling = (0.5, int(rng.integers(1, 300))) if rng.integers(2) else (0.0, 1)
         self.rope = kernels.RopeTable(
             self.style, head_dim, n_rot, 10000.0, None, 1.0, 1.0, *scaling
         )
-        self.scale = 1 / math.sqrt(head_dim)
+        self.scale = 1 / math.sqrt(head_dim) if rng.integers(4) else 1.0
         self.tokens = sum(n for n, _ in entries)
-        self.width = (n_head + 2 * n_kv) * head_dim
+        self.width = (n_head + (2 * n_kv if self.has_kv else 0)) * head_dim
         self.qkv = self._some_rows(rng)
         self.norms = [
             rng.standard_normal(head_dim).astype(np.float32) if rng.integers(2) else None
-            for _ in range(2)
+            for _ in range(3)
         ]
         self.has_rope = rng.random() < 0.75
         if rng.random() < 0.4:
-            self.norms, self.has_rope = [None, None], False
+            self.norms, self.has_rope = [None] * 3, False
             self._put_ties(rng)
         self.n_pages = [-(-(start + n) // kernels.PAGE_TOKENS) for n, start in entries]
         self.before = [random_page(self.shape, rng) for _ in range(sum(self.n_pages))]
@@ -241,12 +270,14 @@ class Attention:
             self.shape,
             self.LAYER,
             self.n_head,
-            *norms,
+            *norms[:2],
             self.EPS,
             self.rope if self.has_rope else None,
             self.scale,
             queries,
             kept,
+            norms[2],
+            self.has_kv,
         )
         self.kept = kept.view(tokens).copy()
         out = kernels.Rows(tokens, self.n_head * self.head_dim)
@@ -284,8 +315,9 @@ class Attention:
         step: list[int],
         n_kv: int,
     ) -> Attended:
-        """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; the layer."""
-        rows_max, each = ATTEND[kernel]
+        """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; where the
+        layer begins in a page."""
+        rows_max, each = self.kernels[kernel]
         table, entry_of = self.tiles(rows_max, each * n_kv, spans)
         accumulators = 16 * int((-(-table[:, 4] // 16) * table[:, 5]).sum()) * each * n_kv
         tiles = arrays.put(table)
@@ -294,10 +326,10 @@ class Attention:
             entry_of, tiles, m, denominators, arrays.empty(np.float32, accumulators, self.head_dim)
         )
         _, *results = out.addresses
-        q, scale, pages, layer = step
+        q, scale, pages, layer_offset = step
         heads = [self.n_head // self.n_kv * n_kv, n_kv, self.head_dim]
         grid = len(table), n_kv, each * max(1, int(table[:, 5].max()))
-        arguments = [q, scale, tiles.address, pages, layer, *heads, *results, self.window]
+        arguments = [q, scale, tiles.address, pages, layer_offset, *heads, *results, self.window]
         gpu.launch(kernel, grid, ATTEND_THREADS, arguments)
         return out
 
@@ -338,14 +370,14 @@ class Attention:
         if want.n_accumulators == 0:
             return
         heads = slice(group * first_kv, group * (first_kv + n_kv))
-        first_head = (self.LAYER * self.n_kv + first_kv) * self.shape.layer(0).head_bytes
+        first_head = self.layer.page_offset + first_kv * self.layer.head_bytes
         step = [arrays.put(a.read()[:, heads]).address for a in (q, scale)]
         step += [arrays.put(addresses + np.uint64(first_head)).address, 0]
         places, index = [], 0
         for (n, _), (first, count) in zip(self.entries, spans, strict=True):
             places.append((index, n, count, first))
             index += (1 if first == 0 and count else count) * n * n_head
-        for kernel, (rows_max, each) in ATTEND.items():
+        for kernel, (rows_max, each) in self.kernels.items():
             attended = self.attend(gpu, arrays, kernel, spans, step, n_kv)
             place = np.array(places, np.int32)[attended.entry_of]
             m, denominators = (arrays.empty(np.float32, index) for _ in range(2))
@@ -386,7 +418,8 @@ class Attention:
             q = arrays.empty(np.int8, tokens, n_head, head_dim)
             scale = arrays.empty(np.float32, tokens, n_head, head_dim // 32)
             rows = arrays.empty(np.uint8, tokens, self.shape.row_bytes)
-            geometry = [self.LAYER, self.N_LAYER, n_head, n_kv, head_dim]
+            geometry = [self.layer.page_offset, self.shape.row_bytes, self.layer.row_offset]
+            geometry += [n_head, n_kv, head_dim]
             rotation = [rope.address, self.rope.n_rot, int(self.style == "neox")]
             query_scales = 0
             if self.has_rope and self.rope.scales_queries:
@@ -395,7 +428,7 @@ class Attention:
             factor = float(np.float32(LOG2_E * self.scale / (head_dim & -head_dim)))
             gpu.launch(
                 "place_kv",
-                (tokens, n_head + 2 * n_kv, 1),
+                (tokens, self.width // head_dim, 1),
                 64,
                 [
                     arrays.put(self.qkv).address,
@@ -413,16 +446,17 @@ class Attention:
                     rows.address,
                 ],
             )
-            layer_bytes = self.shape.row_bytes // self.N_LAYER
-            one = slice(self.LAYER * layer_bytes, (self.LAYER + 1) * layer_bytes)
-            compare(rows.read()[:, one], self.kept[:, one], f"place_kv: rows, {what}")
+            if self.has_kv:
+                one = slice(self.layer.row_offset, self.layer.row_offset + self.layer.row_bytes)
+                compare(rows.read()[:, one], self.kept[:, one], f"place_kv: rows, {what}")
             for page, want in zip(pages, self.pages, strict=True):
                 compare(page.read(), want, f"place_kv, {what}")
             width = n_head * head_dim
-            step = [q.address, scale.address, arrays.put(addresses).address, self.LAYER]
+            step = [q.address, scale.address, arrays.put(addresses).address]
+            step.append(self.layer.page_offset)
             whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
             sinks = 0 if self.sinks is None else arrays.put(self.sinks.view()).address
-            for kernel, (rows_max, each) in ATTEND.items():
+            for kernel, (rows_max, each) in self.kernels.items():
                 attended = self.attend(gpu, arrays, kernel, whole, step, n_kv)
                 quantised = Quantised.empty(arrays, tokens, width)
                 out, q8 = quantised.values, quantised.addresses if rng.integers(4) else [0, 0, 0]

@@ -1,4 +1,4 @@
-"""Cases of gated delta networks and of gates."""
+"""Cases of gated delta networks."""
 
 from __future__ import annotations
 
@@ -145,23 +145,3 @@ def delta_net_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> No
             for address, image in zip(at, images, strict=True):
                 same = one_nan(net.layer_of(image))
                 compare(one_nan(net.read(own, address)), same, f"{what}: an image")
-
-
-def gates_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
-    """`gate_rows` and `gate_add` of random rows."""
-    tokens, width = int(rng.integers(1, 9)), int(rng.integers(1, 700))
-    x, gate, before = (some_rows(rng, tokens, width) for _ in range(3))
-    with Owned(gpu) as own:
-        ops = CudaOps(own, pool)
-        rows = [ops.make_rows(tokens, width) for _ in range(3)]
-        one = ops.make_rows(tokens, 1)
-        share = np.ascontiguousarray(gate[:, :1])
-        for to, values in zip((*rows, one), (x, gate, before, share), strict=True):
-            own.copy_in(to.address, values)
-        want = rows_of(before)
-        ops.gate_rows(rows[1], tokens, rows[2])
-        kernels.gate_rows(pool, rows_of(gate), tokens, want)
-        compare(one_nan(ops.read_rows(rows[2], tokens)), one_nan(want.view(tokens)), "gate_rows")
-        ops.gate_add(rows[0], one, tokens, rows[2])
-        kernels.gate_add(pool, rows_of(x), rows_of(share), tokens, want)
-        compare(one_nan(ops.read_rows(rows[2], tokens)), one_nan(want.view(tokens)), "gate_add")

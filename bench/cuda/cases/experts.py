@@ -91,17 +91,18 @@ def chosen(
     scale: float,
     gating: str = "softmax",
     bias: kernels.Vector | None = None,
+    scales: kernels.Vector | None = None,
 ) -> tuple[CudaOps, ExpertPairs, kernels.ExpertPairs]:
     """Both selections, once they are equal."""
     ops, (tokens, n_expert) = CudaOps(gpu, pool), logits.shape
     rows, pairs = ops.make_rows(tokens, n_expert), ops.make_expert_pairs(tokens, n_expert, n_used)
     on_cpu = kernels.ExpertPairs(tokens, n_expert, n_used)
     gpu.copy_in(rows.address, logits)
-    if bias is not None:
-        ops.upload(bias)
-    ops.select_experts(rows, tokens, scale, pairs, gating, bias)
-    kernels.select_experts(pool, rows_of(logits), tokens, scale, on_cpu, gating, bias)
+    ops.upload(*[vector for vector in (bias, scales) if vector is not None])
+    ops.select_experts(rows, tokens, scale, pairs, gating, bias, scales)
+    kernels.select_experts(pool, rows_of(logits), tokens, scale, on_cpu, gating, bias, scales)
     of = f"of {tokens} tokens, {n_used} of {n_expert}, {gating}, bias {bias is not None}"
+    of += f", scales {scales is not None}"
     for got, want, what in zip(pairs.unpack(), on_cpu.unpack(), ("ids", "weights"), strict=True):
         compare(got, want, f"select_experts: {what} {of}")
     return ops, pairs, on_cpu
@@ -123,8 +124,11 @@ def select_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
         tokens, n_used = min(tokens, 20), int(rng.integers(1, min(n_expert, 200) + 1))
     logits, scale = some_selector_logits(rng, tokens, n_expert), float(rng.choice([1.0, 2.5]))
     gating, bias = some_gating(rng, n_expert)
+    scales = None
+    if rng.integers(2):
+        scales = kernels.Vector(rng.standard_normal(n_expert).astype(np.float32))
     with Owned(gpu) as own:
-        _, pairs, on_cpu = chosen(own, pool, logits, n_used, scale, gating, bias)
+        _, pairs, on_cpu = chosen(own, pool, logits, n_used, scale, gating, bias, scales)
         ids, at = on_cpu.unpack()[0].reshape(-1), pairs.at(1)
         order = np.empty(tokens * n_used, np.int32)
         portions = np.empty((at.portions_max, 4), np.uint32)

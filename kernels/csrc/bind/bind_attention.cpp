@@ -73,7 +73,7 @@ void bind_shape(nb::module_& module) {
         .def_prop_ro("row_bytes", &LayerShape::row_bytes);
     nb::class_<PageShape>(module, "PageShape",
                           "Bytes of a KV page: 256 tokens of layers of KV heads, all alike or "
-                          "(n_kv_head, head_dim) each. head_dim must be a multiple of 32 up to 256 "
+                          "(n_kv_head, head_dim) each. head_dim must be a multiple of 32 up to 512 "
                           "(ValueError otherwise).")
         .def(nb::init<size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
              nb::arg("head_dim"))

@@ -2,7 +2,8 @@
 //
 // arith_id hashes the records in their order, so a record is never moved or renamed. A part that comes later
 // changes no bit of a model without it, so its records are in no arith_id: golden_later_kind makes those of a
-// kind of weights, golden_gating and golden_many_tokens others, and each part has a hash of its own.
+// kind of weights, golden_gating, golden_many_tokens and golden_wide_heads others, and each part has a hash of
+// its own.
 #pragma once
 
 #include <cstdint>
@@ -60,5 +61,6 @@ void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates
 void golden_gating(Pool& pool, Golden& golden);     // choices of experts by other functions than softmax
 void golden_many_tokens(Golden& golden);  // linear kernels that some levels use for many token groups
+void golden_wide_heads(Pool& pool, Golden& golden);  // attention with heads of more than 256 dims
 
 }  // namespace batchengine

@@ -20,13 +20,15 @@ namespace batchengine {
 namespace {
 
 constexpr int ROUNDS = 6;  // random shapes per kind of matrix, and of attention
+constexpr size_t WIDE_DIMS[] = {288, 384, 512};  // of heads whose attention takes the scalar level long
+constexpr int WIDE_ROUNDS = 2;
 
 class Shapes {
   public:
     Shapes(Pool& pool, Golden& golden) : pool_(pool), golden_(golden) {}
 
     void linear_of(Kind kind);
-    void attention_of(size_t head_dim);
+    void attention_of(size_t head_dim, int rounds);
     void sampling();
 
   private:
@@ -74,8 +76,8 @@ void Shapes::linear_of(Kind kind) {
     }
 }
 
-void Shapes::attention_of(size_t head_dim) {
-    for (int round = 0; round < ROUNDS; ++round) {
+void Shapes::attention_of(size_t head_dim, int rounds) {
+    for (int round = 0; round < rounds; ++round) {
         const size_t kv_heads = between(1, 2), heads = kv_heads * between(1, 7);
         const size_t chunk = between(1, 40), positions = between(1, 560);
         const PageShape shape(1, kv_heads, head_dim);
@@ -145,9 +147,11 @@ void print_level(Pool& pool) {
     for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
     golden_gating(pool, golden);
     golden_many_tokens(golden);
+    golden_wide_heads(pool, golden);
     Shapes shapes(pool, golden);
     for (int kind = 0; kind < KIND_COUNT; ++kind) shapes.linear_of(static_cast<Kind>(kind));
-    for (size_t head_dim = 32; head_dim <= HEAD_DIM_MAX; head_dim += 32) shapes.attention_of(head_dim);
+    for (size_t head_dim = 32; head_dim <= 256; head_dim += 32) shapes.attention_of(head_dim, ROUNDS);
+    for (const size_t head_dim : WIDE_DIMS) shapes.attention_of(head_dim, WIDE_ROUNDS);
     shapes.sampling();
     std::printf("level %s\n", level_name(level()));
     for (const auto& [name, bytes] : golden.records)

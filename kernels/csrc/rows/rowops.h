@@ -18,7 +18,7 @@ struct RowOps {
     void (*norm_add)(const float* x, const float* w, size_t n, float eps, float* y);
     // Rule 4, in place, on the first 2*half values. neox: pairs (i, i+half); else pairs (2i, 2i+1).
     void (*rope)(float* x, const float* cosines, const float* sines, size_t half, bool neox);
-    // Rule 4, in place: the Hadamard transform of each `width` values: 32, 64, 128 or 256.
+    // Rule 4, in place: the Hadamard transform of each `width` values: 32, 64, 128, 256 or 512.
     void (*hadamard)(float* x, size_t n, size_t width);
     // Rule 7: RN(x * factor) by rule 1, with a scale of NaN for a nonfinite group; offset = -128 * sum
     // of the group's q.

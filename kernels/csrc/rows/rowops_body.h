@@ -72,12 +72,25 @@ SIMD_FN void transform(float* x) {
     repeat<n>(EACH(i) { vstore(x + 16 * i, v[i]); });
 }
 
+// One run of 512 values: its halves in registers, and the last step in memory.
+void transform_512(float* x) {
+    constexpr size_t half = 256;
+    transform<16>(x);
+    transform<16>(x + half);
+    for (size_t i = 0; i < half; i += 16) {
+        const V16 first = vload(x + i), second = vload(x + half + i);
+        vstore(x + i, first + second);
+        vstore(x + half + i, first - second);
+    }
+}
+
 void hadamard(float* x, size_t n, size_t width) {
     for (const float* const end = x + n; x < end; x += width) {
         if (width == 32) transform<2>(x);
         if (width == 64) transform<4>(x);
         if (width == 128) transform<8>(x);
         if (width == 256) transform<16>(x);
+        if (width == 512) transform_512(x);
     }
 }
 

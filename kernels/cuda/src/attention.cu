@@ -3,9 +3,11 @@
 // `attend` gives a super-page, a KV head and a tile of query rows to a block: scores by integer products,
 // softmax in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
 // `attend_many` has two tiles of 16 rows a block, which read K and V once. `attend_pages` gives a page to a
-// block, for steps that have few blocks. `fold_attention` folds pages, super-pages and the sink in order, and
-// quantises; `gather_partials` makes the accumulators of spans of them. No sum of floats crosses threads.
-// A window of n > 0 hides from a row all tokens but its own and the n - 1 before it.
+// block, for steps that have few blocks. Heads of more than 256 dims have `attend_wide` and `attend_pages_wide`,
+// whose blocks have room for the queries and numerators of twice as many. `fold_attention` folds pages,
+// super-pages and the sink in order, and quantises; `gather_partials` makes the accumulators of spans of them.
+// No sum of floats crosses threads. A window of n > 0 hides from a row all tokens but its own and the n - 1
+// before it.
 #include "formats/activations.h"
 #include "formats/kv8.h"
 
@@ -44,6 +46,7 @@ constexpr int LOW = TOKENS / 4;     // dword of the low digits of the weights
 constexpr int WARPS = 8, THREADS = WARPS * gpu::WARP;
 constexpr int AHEAD = 4;  // products whose loads are under way at once
 constexpr int FOLDED = 8;  // accumulators that a fold loads at once, while it adds as many
+constexpr int NARROW_DIMS = 256;  // of a head, up to which registers and shared memory hold two tiles of 16 rows
 
 // Per row: the bits of 256 scores, then in their place the high digits of the weights and the low ones.
 template <int tiles>
@@ -75,19 +78,19 @@ GPU_FN int64_t result_index(const gpu::AttendTile& tile, int row, int n_kv_head,
     return int64_t{first} * 16 + row % 16;
 }
 
-// Queries of a tile: registers of A [16 rows][group][lane], and scales [group][row].
-constexpr int GROUPS_MAX = gpu::HEAD_DIM_MAX / ca::BLOCK;
-template <int tiles>
+// Queries of a tile, of heads of up to `dims_max`: registers of A [16 rows][group][lane], and scales [group][row].
+template <int tiles, int dims_max>
 struct Queries {
+    static constexpr int GROUPS_MAX = dims_max / ca::BLOCK;
     gpu::Shared<gpu::Words4, tiles * GROUPS_MAX * gpu::WARP>& q;
     gpu::Shared<float, 16 * tiles * GROUPS_MAX>& scale;
 };
 
 // AHEAD groups from `first` on into the scores of 8 tokens; those past the last of a head are not there unless
 // `is_whole`. Without a branch between two products they are computed at once.
-template <int tiles, bool is_whole>
+template <int tiles, int dims_max, bool is_whole>
 GPU_FN void score_groups(float (&acc)[tiles][4], gpu::In<uint8_t> head, const gpu::HeadLayout& at,
-                         const Queries<tiles>& queries, int token, int first) {
+                         const Queries<tiles, dims_max>& queries, int token, int first) {
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, last = at.groups() - 1;
     const gpu::In<uint32_t> k = gpu::in_as<uint32_t>(head);
     const gpu::In<uint16_t> k_scale = gpu::in_as<uint16_t>(head + at.k_scales());
@@ -126,9 +129,10 @@ GPU_FN void score_groups(float (&acc)[tiles][4], gpu::In<uint8_t> head, const gp
 }
 
 // Scores of tokens [begin, seen), 8 for each step of a warp; row r, token n: chain over the groups of the head.
-template <int tiles>
+template <int tiles, int dims_max>
 GPU_FN void score_page(gpu::In<uint8_t> head, const gpu::HeadLayout& at,
-                       const Queries<tiles>& queries, int begin, int seen, Scores<tiles>& scores) {
+                       const Queries<tiles, dims_max>& queries, int begin, int seen,
+                       Scores<tiles>& scores) {
     const int g = gpu::lane() / 4, t = gpu::lane() % 4;
     for (int token = begin / 8 * 8 + gpu::warp() * 8; token < seen; token += WARPS * 8) {
         float acc[tiles][4];
@@ -136,9 +140,9 @@ GPU_FN void score_page(gpu::In<uint8_t> head, const gpu::HeadLayout& at,
         for (int i = 0; i < tiles * 4; i++) acc[i / 4][i % 4] = 0.0f;
         for (int first = 0; first < at.groups(); first += AHEAD)
             if (first + AHEAD <= at.groups())
-                score_groups<tiles, true>(acc, head, at, queries, token, first);
+                score_groups<tiles, dims_max, true>(acc, head, at, queries, token, first);
             else
-                score_groups<tiles, false>(acc, head, at, queries, token, first);
+                score_groups<tiles, dims_max, false>(acc, head, at, queries, token, first);
         GPU_UNROLL
         for (int i = 0; i < tiles * 4; i++)
             scores[(g + i / 2 * 8) * STRIDE + token + 2 * t + i % 2] = ca::bits_of(acc[i / 4][i % 4]);
@@ -214,19 +218,20 @@ GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, i
     }
 }
 
-// Accumulators of `tiles` times 16 rows, a KV head and `n_pages` pages: a super-page, or one of it.
-template <int tiles, int n_pages>
+// Accumulators of `tiles` times 16 rows, a KV head of up to `dims_max` and `n_pages` pages: a super-page, or one of it.
+template <int tiles, int n_pages, int dims_max>
 GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
                         gpu::In<uint64_t> pages, int64_t layer_offset, int n_head, int n_kv_head,
                         int head_dim, gpu::Out<float> m_out, gpu::Out<float> l_out,
                         gpu::Out<float> o_out, int window) {
-    constexpr int PARTS_MAX = gpu::HEAD_DIM_MAX / 8 / WARPS;  // groups of 8 dims of a warp
+    constexpr int PARTS_MAX = dims_max / 8 / WARPS;  // groups of 8 dims of a warp
+    constexpr int GROUPS_MAX = Queries<tiles, dims_max>::GROUPS_MAX;
     constexpr int PAIRS = 2 * tiles;
     __shared__ Scores<tiles> scores;
     __shared__ PerRow<tiles> m, l, unit;  // of the page
     __shared__ gpu::Shared<gpu::Words4, tiles * GROUPS_MAX * gpu::WARP> query_words;
     __shared__ gpu::Shared<float, 16 * tiles * GROUPS_MAX> query_scales;
-    const Queries<tiles> queries = {query_words, query_scales};
+    const Queries<tiles, dims_max> queries = {query_words, query_scales};
     const int kv_head = gpu::block_y(), group = n_head / n_kv_head;
     const int first_page = tile.first_superpage * ca::SUPERPAGE_PAGES + gpu::block_z() * n_pages;
     // The last row sees the most.
@@ -284,7 +289,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
         const bool all_see_end = visible_of(tile, group, 0, page_start) == TOKENS;
         const bool all_see_start = hidden_of(tile, group, tile.rows - 1, page_start, window) == 0;
         const int begin = all_see_start ? 0 : hidden_of(tile, group, 0, page_start, window);
-        score_page<tiles>(head, at, queries, begin, seen, scores);
+        score_page<tiles, dims_max>(head, at, queries, begin, seen, scores);
         gpu::barrier();
         for (int row = gpu::warp(); row < tile.rows; row += WARPS)
             page_softmax_row<tiles>(
@@ -460,29 +465,31 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
 }  // namespace
 
 // Accumulators of every tile, KV head and super-page of its span: m, l [accumulator][16], o
-// [accumulator][16][head_dim]. pages: addresses of the pages of all entries; for queries of some KV heads of
-// a page only, layer is 0 and an address is that of the first of them. Grid: (tiles, KV heads, the most
-// super-pages of a tile; of attend_pages, pages).
-#define ATTEND(name, tiles, n_pages, at_once)                                                         \
+// [accumulator][16][head_dim]. pages: addresses of the pages of all entries, in which the layer begins at
+// layer_offset; for queries of some KV heads of a page only, at the first of them. Grid: (tiles, KV heads, the most
+// super-pages of a tile; of attend_pages and attend_pages_wide, pages).
+#define ATTEND(name, tiles, n_pages, dims_max, at_once)                                               \
     KERNEL_AT_ONCE(name, THREADS, at_once, gpu::In<int8_t> q, gpu::In<float> q_scale,                 \
-                   gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int64_t layer_offset, int n_head,     \
-                   int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,                 \
+                   gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int64_t layer_offset,      \
+                   int n_head, int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,     \
                    gpu::Out<float> o, int window) {                                                   \
         gpu::begin();                                                                                 \
         const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
-        attend_rows<tiles, n_pages>(q, q_scale, own, pages, layer_offset, n_head, n_kv_head, head_dim, m, l, \
-                                    o, window);                                                       \
+        attend_rows<tiles, n_pages, dims_max>(q, q_scale, own, pages, layer_offset, n_head,           \
+                                              n_kv_head, head_dim, m, l, o, window);                  \
     }
-ATTEND(attend, 1, ca::SUPERPAGE_PAGES, 3)
-ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, 2)
-ATTEND(attend_pages, 1, 1, 4)
+ATTEND(attend, 1, ca::SUPERPAGE_PAGES, NARROW_DIMS, 3)
+ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, NARROW_DIMS, 2)
+ATTEND(attend_pages, 1, 1, NARROW_DIMS, 4)
+ATTEND(attend_wide, 1, ca::SUPERPAGE_PAGES, gpu::HEAD_DIM_MAX, 2)
+ATTEND(attend_pages_wide, 1, 1, gpu::HEAD_DIM_MAX, 3)
 #undef ATTEND
 
 // Folds the super-pages of every row in order and divides: out row = token, head_dim values per head, and
 // the same quantised, unless `q` is null. The tiles have all that the rows see. sinks: m of all query heads,
-// then l of all, or null. each: accumulators of a super-page, 4 of attend_pages, else 1. Grid: (tiles, KV
-// heads, rows of a tile), one thread per dim at most.
-KERNEL(fold_attention, gpu::HEAD_DIM_MAX, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in,
+// then l of all, or null. each: accumulators of a super-page, 4 of a kernel of pages, else 1. Grid: (tiles, KV
+// heads, rows of a tile), one thread per dim at most, and THREADS.
+KERNEL(fold_attention, THREADS, gpu::In<gpu::AttendTile> tiles, gpu::In<float> m_in,
        gpu::In<float> l_in, gpu::In<float> o_in, int n_head, int n_kv_head, int head_dim, int each,
        gpu::Out<float> out, int stride, gpu::Out<uint32_t> q, gpu::Out<float> scale,
        gpu::Out<int32_t> sums, int window, gpu::In<float> sinks) {

@@ -24,11 +24,12 @@ struct Sorted {
     gpu::Out<int32_t> order;
 };
 
-// How experts are chosen; bias: of the keys, or null.
+// How experts are chosen; bias: of the keys, scales: of the output of each expert; or null.
 struct Choice {
     ca::Gating gating;
     float scale;
     gpu::In<float> bias;
+    gpu::In<float> scales;
 
     GPU_FN float key(gpu::In<float> logits, int expert) const {
         return ca::choice_key(gating, logits[expert], bias ? float(bias[expert]) : 0.0f);
@@ -75,7 +76,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     float sum = 0.0f;
     for (int j = 0; j < n_used; j++) sum = ca::add_rn(sum, parts[in_chunk + j]);
     for (int j = gpu::lane(); j < n_used; j += gpu::WARP) {
-        const float weight = ca::weight_of_part(choice.gating, parts[in_chunk + j], sum, choice.scale);
+        float weight = ca::weight_of_part(choice.gating, parts[in_chunk + j], sum, choice.scale);
+        if (choice.scales) weight = ca::mul_rn(weight, choice.scales[chunk_ids[in_chunk + j]]);
         ids[at + j] = int32_t(chunk_ids[in_chunk + j]);
         weights[at + j] = is_poisoned ? ca::canonical_nan() : weight;
     }
@@ -139,7 +141,7 @@ GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& s
 // PAIRS_MAX pairs. At least as many threads as experts. One chunk is sorted, too; the counts of several are
 // counts[chunk][n_expert].
 KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_expert, int n_used, int tokens,
-       int chunk, float scale, int gating, gpu::In<float> bias, gpu::Out<int32_t> ids,
+       int chunk, float scale, int gating, gpu::In<float> bias, gpu::In<float> scales, gpu::Out<int32_t> ids,
        gpu::Out<float> weights, gpu::Out<int32_t> counts, gpu::Out<gpu::Words4> portions, int portions_max,
        int columns, gpu::Out<int32_t> order) {
     __shared__ Numbers chunk_ids, ranks, firsts;
@@ -149,7 +151,7 @@ KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_exp
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
     for (int i = gpu::warp(); i < n; i += gpu::warps())
         choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used,
-               {static_cast<ca::Gating>(gating), scale, bias}, chunk_ids, parts, i * n_used, ids, weights,
+               {static_cast<ca::Gating>(gating), scale, bias, scales}, chunk_ids, parts, i * n_used, ids, weights,
                static_cast<int64_t>(first + i) * n_used);
     gpu::barrier();
     const int count = rank_pairs(chunk_ids, ranks, n * n_used);

@@ -28,21 +28,22 @@ GPU_FN bool all_of_block(bool x, gpu::Shared<int32_t, 1>& shared) {
     return found == 0;
 }
 
-// The factor of a row of `width` values by rule 3. At least 64 threads: lane i mod 64 of the rule is thread
-// i mod 64.
-GPU_FN float norm_factor(gpu::In<float> row, int width, float eps,
-                         gpu::Shared<float, NORM_VALUES>& part, gpu::Shared<float, 64>& lanes) {
+// The factor by rule 3 of `width` values, value k of them `value(k)`. At least 64 threads: lane i mod 64 of
+// the rule is thread i mod 64.
+template <class Value>
+GPU_FN float norm_factor(Value value, int width, float eps, gpu::Shared<float, NORM_VALUES>& part,
+                         gpu::Shared<float, 64>& lanes) {
     float lane = 0.0f;
     for (int first = 0; first < width; first += NORM_VALUES) {  // the chains wait for no memory
         const int n = width - first < NORM_VALUES ? width - first : NORM_VALUES;
         GPU_UNROLL_4
-        for (int i = gpu::thread(); i < n; i += gpu::threads()) part[i] = row[first + i];
+        for (int i = gpu::thread(); i < n; i += gpu::threads()) part[i] = value(first + i);
         gpu::barrier();
         if (gpu::thread() < 64) {
             GPU_UNROLL_4
             for (int i = gpu::thread(); i < n; i += 64) {
-                const float value = part[i];
-                lane = ca::fma_rn(value, value, lane);
+                const float of = part[i];
+                lane = ca::fma_rn(of, of, lane);
             }
         }
         gpu::barrier();
@@ -87,7 +88,7 @@ KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float>
     gpu::dependency_wait();
     const int64_t token = gpu::block();
     const gpu::In<float> row = x + token * stride;
-    const float factor = norm_factor(row, width, eps, part, lanes);
+    const float factor = norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
     const auto normed = [&](int k) { return ca::norm_value(row[k], factor, w[k]); };
     if (values_stride)
         for (int k = gpu::thread(); k < width; k += gpu::threads())
@@ -106,7 +107,7 @@ KERNEL(norm_add, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, f
     gpu::dependency_wait();
     const int64_t token = gpu::block();
     const gpu::In<float> row = x + token * stride;
-    const float factor = norm_factor(row, width, eps, part, lanes);
+    const float factor = norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
     for (int k = gpu::thread(); k < width; k += gpu::threads()) {
         const int64_t at = token * out_stride + k;
         out[at] = ca::add_rn(out[at], ca::norm_value(row[k], factor, w[k]));
@@ -143,6 +144,59 @@ KERNEL(gate_add, 256, gpu::In<float> x, int stride, gpu::In<float> gate, int gat
     if (k >= width) return;
     const int64_t at = token * out_stride + k;
     out[at] = ca::add_share(out[at], ca::sigmoid(gate[token * gate_stride]), x[token * stride + k]);
+}
+
+// out = 0. Grid: tokens, blocks that share a row.
+KERNEL(zero_rows, 256, gpu::Out<float> out, int stride, int width) {
+    gpu::begin();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k < width) out[static_cast<int64_t>(gpu::block()) * stride + k] = 0.0f;
+}
+
+// out = out * factor, value by value. Grid: tokens, blocks that share a row.
+KERNEL(scale_rows, 256, float factor, gpu::Out<float> out, int stride, int width) {
+    gpu::begin();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k >= width) return;
+    const int64_t at = static_cast<int64_t>(gpu::block()) * stride + k;
+    out[at] = ca::mul_rn(out[at], factor);
+}
+
+// out = capped(out), value by value. Grid: tokens, blocks that share a row.
+KERNEL(cap_rows, 256, float cap, gpu::Out<float> out, int stride, int width) {
+    gpu::begin();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k >= width) return;
+    const int64_t at = static_cast<int64_t>(gpu::block()) * stride + k;
+    out[at] = ca::capped(out[at], ca::div_rn(1.0f, cap), cap);
+}
+
+// out = gelu(out) * factors, value by value. Grid: tokens, blocks that share a row.
+KERNEL(gelu_rows, 256, gpu::In<float> factors, int stride, int width, gpu::Out<float> out, int out_stride) {
+    gpu::begin();
+    const int64_t token = gpu::block();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k >= width) return;
+    const int64_t at = token * out_stride + k;
+    out[at] = ca::gated(ca::Activation::gelu, out[at], factors[token * stride + k]);
+}
+
+// A group of `width` values: out = (out + RMS norm of (x * scale)) * sqrt(1/2). Grid: tokens, groups of a
+// row; at least 64 threads.
+KERNEL(mix_inputs, NORM_THREADS, gpu::In<float> x, int stride, float scale, gpu::In<float> w, float eps,
+       int width, gpu::Out<float> out, int out_stride) {
+    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, 64> lanes;
+    gpu::begin();
+    const int64_t token = gpu::block(), first = static_cast<int64_t>(gpu::block_y()) * width;
+    const gpu::In<float> row = x + token * stride + first;
+    const auto scaled = [&](int k) { return ca::mul_rn(row[k], scale); };
+    const float factor = norm_factor(scaled, width, eps, part, lanes);
+    for (int k = gpu::thread(); k < width; k += gpu::threads()) {
+        const int64_t at = token * out_stride + first + k;
+        const float sum = ca::add_rn(out[at], ca::norm_value(scaled(k), factor, w[k]));
+        out[at] = ca::mul_rn(sum, ca::SQRT_HALF);
+    }
 }
 
 // out row i = x row indices[i]. Grid: rows.

@@ -10,7 +10,7 @@ import pytest
 import kernels
 from bench.cuda.cases import Differs, cases, compare, experts_case, linear_case
 from bench.simt.emulator import KERNELS, Emulator
-from kernels.cuda import delta_net, experts, products
+from kernels.cuda import delta_net, experts, memory, products
 
 CASES = cases()
 
@@ -49,6 +49,7 @@ def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
     found = constants("experts.cu")
     assert found["THREADS_MAX"] == experts.EXPERTS_MAX
     assert found["PAIRS_MAX"] == experts.CHUNK_PAIRS_MAX
+    assert constants("attention.cu")["NARROW_DIMS"] == memory.NARROW_DIMS
     found = constants("delta_net.cu")
     assert found["THREADS"] == delta_net.HEAD_THREADS
     assert found["FACTORS"] == delta_net.HEAD_FACTORS

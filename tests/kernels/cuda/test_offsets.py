@@ -298,6 +298,26 @@ def gate_add(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def zero_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1]})
+    return FAR, 0, 0
+
+
+def scale_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {1: 4 * FAR * a[2]})
+    return FAR, 0, 0
+
+
+def gelu_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 3: 4 * FAR * a[4]})
+    return FAR, 0, 0
+
+
+def mix_inputs(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 6: 4 * FAR * a[7]})
+    return FAR, 0, 0
+
+
 MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     {
         one.__name__: one
@@ -305,11 +325,13 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     }
     | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
+    | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs)}
+    | {"cap_rows": scale_rows}
     | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
 )
 QUICK = (
     *("quantise", "norm add", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
-    *("experts q4_0", "experts q6_k", "experts f16", "delta net", "gates"),
+    *("experts q4_0", "experts q6_k", "experts f16", "delta net", "gates", "values"),
 )
 NEAR = {"take samples", "select experts"}  # their numbers are those of the tokens of a step
 SEEDS = 3, 4, 5, 6
@@ -328,12 +350,20 @@ def test_cases_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool, name:
     assert far.launched
 
 
-def test_attention_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "attend"),
+    [
+        (64, {"attend", "attend_many", "attend_pages"}),
+        (512, {"attend_wide", "attend_pages_wide"}),
+    ],
+)
+def test_attention_far_from_the_first_block(
+    gpu: Emulator, pool: kernels.Pool, head_dim: int, attend: set[str]
+) -> None:
     gpu.seed, far = 0, Far(gpu)
     rng = np.random.default_rng(3)
-    Attention(pool, rng, 4, 2, 64, [(9, 250), (1, 1024)]).compare(cast(Gpu, far), rng)
-    kernels_of_attention = {"attend", "attend_many", "attend_pages", "fold_attention", "place_kv"}
-    assert far.launched >= kernels_of_attention
+    Attention(pool, rng, 4, 2, head_dim, [(9, 250), (1, 1024)]).compare(cast(Gpu, far), rng)
+    assert far.launched >= attend | {"fold_attention", "place_kv"}
 
 
 @pytest.mark.slow

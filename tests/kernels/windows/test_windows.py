@@ -28,7 +28,7 @@ from tests.kernels.timelines import (
 
 SUPERPAGE = K.SUPERPAGE_TOKENS
 WINDOWS = [1, 2, 16, 17, 128, 255, 256, 257, 1000, 1024, 5000]
-SHAPES = [(64, 16, 2), (96, 3, 3), (128, 5, 1), (256, 4, 2)]
+SHAPES = [(64, 16, 2), (96, 3, 3), (128, 5, 1), (256, 4, 2), (512, 2, 1)]
 TOLERANCE = 0.02  # int8 K, V and q against exact attention: as without a window
 
 
