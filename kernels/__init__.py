@@ -170,6 +170,7 @@ LATER_PARTS = {
     "gating": "f42103545a198f48637104999a67b17f354291c478024bc44dde8596ce9aded6",
     "many_tokens": "e8ff16b78e2a57ac45426dca4311af048a16a2c756311ab5094f7bd9545bf72d",
     "wide_heads": "3a5bf06947678cb1e76735cadc8b2288756b7eac4c60e9e4040608af5822e8ac",
+    "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",
 }
 
 

@@ -22,15 +22,16 @@ from batchengine.weights import (
     DenseSpec,
     DenseWeights,
     FfnWeights,
+    LayerWeights,
     ModelSpec,
     MoeRoles,
     MoeSpec,
     MoeWeights,
+    RopeSpec,
     Weights,
 )
 from batchengine.weights.architectures import ARCHITECTURES
-from batchengine.weights.packed import LayerWeights
-from batchengine.weights.spec import LayerSpec, MixerSpec, RopeSpec
+from batchengine.weights.spec import LayerSpec, MixerSpec
 from batchengine.weights.tensors import SharedRoles
 from bench.models.synthetic import Shape, random_matrix
 from bench.models.tensors import aligned
@@ -183,6 +184,7 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
         head=head,
         head_bias=None,
         rope_factors=None,
+        layer_embeddings=None,
         layer=layers,
         packed_bytes=0,
         cache_path=Path(),

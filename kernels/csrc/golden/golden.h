@@ -62,5 +62,6 @@ void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and 
 void golden_gating(Pool& pool, Golden& golden);     // choices of experts by other functions than softmax
 void golden_many_tokens(Golden& golden);  // linear kernels that some levels use for many token groups
 void golden_wide_heads(Pool& pool, Golden& golden);  // attention with heads of more than 256 dims
+void golden_values(Pool& pool, Golden& golden);  // rule 13
 
 }  // namespace batchengine
