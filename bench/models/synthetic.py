@@ -170,6 +170,17 @@ PRESETS = {
         arch="gemma3", n_layer=7, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
         rope_base=1e6, linear_factor=8.0, window=40, head_gain=0.5,
     ),
+    "gemma4-31b": Shape(
+        arch="gemma4", n_layer=60, n_embd=5376, n_ff=21504, n_head=32, n_kv_head=4, head_dim=512,
+        window_kv=16, window_dim=256, v_from_k=True, n_vocab=262144, rope_base=1e6, context=131072,
+        window=1024, layer_scale=True, logit_cap=30.0,
+    ),
+    "gemma4-tiny": Shape(  # all that models of Gemma 4 have, in one
+        arch="gemma4", n_layer=8, n_embd=128, n_ff=96, n_expert=10, n_used=3, n_ff_expert=64,
+        n_head=4, n_kv_head=1, head_dim=64, window_kv=2, window_dim=32, v_from_k=True, n_shared=2,
+        full_every=3, n_embd_layer=32, rope_base=1e6, window=40, layer_scale=True, logit_cap=30.0,
+        head_gain=0.5,
+    ),
     "qwen35-27b": Shape(
         arch="qwen35", n_layer=64, n_embd=5120, n_ff=17408, n_head=24, n_kv_head=4, head_dim=256,
         n_rot=64, n_k_head=16, n_v_head=48, n_vocab=248320, rope_base=1e7, context=262144,

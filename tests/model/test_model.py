@@ -58,6 +58,7 @@ SHAPES = {
     "superblocks": SUPERBLOCKS,
     "gpt_oss": PRESETS["gpt-oss-tiny"],
     "gemma3": PRESETS["gemma3-tiny"],
+    "gemma4": PRESETS["gemma4-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],
     "glm4moe": PRESETS["glm4moe-tiny"],
     "qwen35moe": PRESETS["qwen35moe-tiny"],  # its last layer is recurrent

@@ -37,6 +37,7 @@ MODELS = [
     "moe-tiny",
     "gpt-oss-tiny",
     "gemma3-tiny",
+    "gemma4-tiny",
     "qwen35-tiny",
     "qwen35moe-tiny",
     "glm4moe-tiny",
