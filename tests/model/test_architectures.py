@@ -48,11 +48,11 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert spec.n_layer_kv == (1 if row.full_every else 5)
     assert (spec.delta_net is not None) == (row.full_every > 0)
     windows = [mixer.window for mixer in spec.attentions]
-    expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5}
+    expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 5}
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
-    assert (spec.embed_scale == 8.0) == (arch == "gemma3")
-    assert spec.attention.has_post_norm == (arch == "gemma3")
+    assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4"))
+    assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4"))
 
 
 def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:
@@ -77,6 +77,7 @@ def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:
 
 SWA = "attention.sliding_window"
 U32, F32, BOOL = [T.UINT32], [T.FLOAT32], [T.ARRAY, T.BOOL]
+FLOATS = [T.ARRAY, T.FLOAT32]
 # key, value, its type, code and words of the error; "" = it is read
 KEYS: tuple[tuple[str, Any, list[Any], str, str], ...] = (
     (SWA, 0, U32, "BE1322", "out of range"),
@@ -86,8 +87,11 @@ KEYS: tuple[tuple[str, Any, list[Any], str, str], ...] = (
     (SWA, 40.5, F32, "BE1322", "not an integer"),
     (f"{SWA}_pattern", "every", U32, "", ""),
     (f"{SWA}_pattern", "flags", BOOL, "", ""),
-    (f"{SWA}_pattern", "other flags", BOOL, "BE1323", "must see all positions"),
-    (f"{SWA}_pattern", 1, U32, "BE1323", "must see all positions"),
+    (f"{SWA}_pattern", "other flags", BOOL, "", ""),
+    (f"{SWA}_pattern", 2, U32, "", ""),
+    (f"{SWA}_pattern", 0, U32, "BE1322", "out of range"),
+    (f"{SWA}_pattern", [True], BOOL, "BE1322", "1 flags"),
+    (f"{SWA}_pattern", [0.5, 0.5], FLOATS, "BE1322", "array of flags"),
     ("rope.freq_base_swa", 0.0, F32, "BE1322", "outside"),
     ("rope.freq_base_swa", float("nan"), F32, "BE1322", "finite"),
     ("rope.freq_base_swa", 12345.0, F32, "", ""),
@@ -124,6 +128,11 @@ def test_keys_of_windows(
             return
         spec = read_spec(file)
     windowed = [mixer for mixer in spec.attentions if mixer.window]
+    if key == f"{SWA}_pattern":
+        of_number = [(i + 1) % 2 != 0 for i in range(shape.n_layer)]
+        wanted = of_number if value == 2 else value
+        wanted = flags if isinstance(wanted, int) else wanted
+        assert [mixer.window > 0 for mixer in spec.attentions] == wanted
     if key == SWA:
         assert {mixer.window for mixer in windowed} == {value}
     if key == "rope.freq_base_swa":
