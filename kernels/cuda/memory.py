@@ -21,6 +21,7 @@ NARROW_DIMS = 256  # of a head; wider ones have kernels of their own, none of th
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
 FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page of a super-page
 
+LINE_BYTES = 64  # of the layout of pages, as in kv8.h
 STATE_ALIGNMENT = 64  # of state images
 STATE_ENTRY = np.dtype(  # StateEntry of delta_net.cu
     {

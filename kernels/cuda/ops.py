@@ -19,6 +19,7 @@ from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
     I32,
+    LINE_BYTES,
     NARROW_DIMS,
     QUERY_TILE_ROWS,
     SPAN_VALUES,
@@ -355,7 +356,7 @@ class CudaOps:
             64,
             [
                 *(qkv.address, qkv.width, batch.positions, batch.written),
-                *(at.page_offset, shape.row_bytes, at.row_offset),
+                *(at.page_offset // LINE_BYTES, shape.row_bytes, at.row_offset),
                 *(n_head, at.n_kv_head, at.head_dim),
                 *(self._address(q_norm), self._address(k_norm), self._address(v_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
@@ -394,7 +395,7 @@ class CudaOps:
                     queries.scale,
                     table,
                     batch.pages,
-                    at.page_offset,
+                    at.page_offset // LINE_BYTES,
                     *heads,
                     *results,
                     window,

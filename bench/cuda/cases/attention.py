@@ -21,6 +21,7 @@ from bench.cuda.cases.values import (
 )
 from bench.models.tensors import aligned, hadamard
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.memory import LINE_BYTES
 
 # Of each kernel: rows of a tile, and accumulators of a super-page. Wide: of more than 256 dims.
 ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
@@ -315,8 +316,8 @@ class Attention:
         step: list[int],
         n_kv: int,
     ) -> Attended:
-        """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; where the
-        layer begins in a page."""
+        """Accumulators of `n_kv` KV heads; `step`: addresses of q, scales, pages; the line
+        of a page where the layer begins."""
         rows_max, each = self.kernels[kernel]
         table, entry_of = self.tiles(rows_max, each * n_kv, spans)
         accumulators = 16 * int((-(-table[:, 4] // 16) * table[:, 5]).sum()) * each * n_kv
@@ -418,7 +419,11 @@ class Attention:
             q = arrays.empty(np.int8, tokens, n_head, head_dim)
             scale = arrays.empty(np.float32, tokens, n_head, head_dim // 32)
             rows = arrays.empty(np.uint8, tokens, self.shape.row_bytes)
-            geometry = [self.layer.page_offset, self.shape.row_bytes, self.layer.row_offset]
+            geometry = [
+                self.layer.page_offset // LINE_BYTES,
+                self.shape.row_bytes,
+                self.layer.row_offset,
+            ]
             geometry += [n_head, n_kv, head_dim]
             rotation = [rope.address, self.rope.n_rot, int(self.style == "neox")]
             query_scales = 0
@@ -453,7 +458,7 @@ class Attention:
                 compare(page.read(), want, f"place_kv, {what}")
             width = n_head * head_dim
             step = [q.address, scale.address, arrays.put(addresses).address]
-            step.append(self.layer.page_offset)
+            step.append(self.layer.page_offset // LINE_BYTES)
             whole = [(0, (start + n - 1) // 1024 + 1) for n, start in self.entries]
             sinks = 0 if self.sinks is None else arrays.put(self.sinks.view()).address
             for kernel, (rows_max, each) in self.kernels.items():

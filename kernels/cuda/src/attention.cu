@@ -221,7 +221,7 @@ GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, i
 // Accumulators of `tiles` times 16 rows, a KV head of up to `dims_max` and `n_pages` pages: a super-page, or one of it.
 template <int tiles, int n_pages, int dims_max>
 GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
-                        gpu::In<uint64_t> pages, int64_t layer_offset, int n_head, int n_kv_head,
+                        gpu::In<uint64_t> pages, int layer_lines, int n_head, int n_kv_head,
                         int head_dim, gpu::Out<float> m_out, gpu::Out<float> l_out,
                         gpu::Out<float> o_out, int window) {
     constexpr int PARTS_MAX = dims_max / 8 / WARPS;  // groups of 8 dims of a warp
@@ -245,7 +245,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
     const gpu::HeadLayout at = {head_dim};
     const auto head_of = [&](int page) {
         return gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
-               gpu::head_offset(at, layer_offset, kv_head);
+               gpu::head_offset(at, layer_lines, kv_head);
     };
     gpu::prefetch(head_of(first_page + first), at.bytes());
     const int g = gpu::lane() / 4, t = gpu::lane() % 4, parts = head_dim / 8;
@@ -466,16 +466,16 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
 
 // Accumulators of every tile, KV head and super-page of its span: m, l [accumulator][16], o
 // [accumulator][16][head_dim]. pages: addresses of the pages of all entries, in which the layer begins at
-// layer_offset; for queries of some KV heads of a page only, at the first of them. Grid: (tiles, KV heads, the most
-// super-pages of a tile; of attend_pages and attend_pages_wide, pages).
+// layer_lines (head_offset); for queries of some KV heads of a page only, at the first of them. Grid: (tiles,
+// KV heads, the most super-pages of a tile; of attend_pages and attend_pages_wide, pages).
 #define ATTEND(name, tiles, n_pages, dims_max, at_once)                                               \
     KERNEL_AT_ONCE(name, THREADS, at_once, gpu::In<int8_t> q, gpu::In<float> q_scale,                 \
-                   gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int64_t layer_offset,      \
+                   gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer_lines,           \
                    int n_head, int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,     \
                    gpu::Out<float> o, int window) {                                                   \
         gpu::begin();                                                                                 \
         const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
-        attend_rows<tiles, n_pages, dims_max>(q, q_scale, own, pages, layer_offset, n_head,           \
+        attend_rows<tiles, n_pages, dims_max>(q, q_scale, own, pages, layer_lines, n_head,            \
                                               n_kv_head, head_dim, m, l, o, window);                  \
     }
 ATTEND(attend, 1, ca::SUPERPAGE_PAGES, NARROW_DIMS, 3)

@@ -142,10 +142,10 @@ GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t
 // qkv: rows of q heads, k heads, v heads. pages: per token the address of the page of its position.
 // rope: per position n_rot / 2 cosines and as many sines, or null. query_scales: per position the scale of
 // queries, or null. rows: as KvRows, of row_bytes a token; the layer begins at row_offset in them, and at
-// layer_offset in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
+// layer_lines in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
 // (tokens, n_head) where another layer has put K and V there; 64 threads.
 KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> positions,
-       gpu::In<uint64_t> pages, int64_t layer_offset, int64_t row_bytes, int64_t row_offset,
+       gpu::In<uint64_t> pages, int layer_lines, int64_t row_bytes, int64_t row_offset,
        int n_head, int n_kv_head, int head_dim, gpu::In<float> q_norm, gpu::In<float> k_norm,
        gpu::In<float> v_norm, float eps, gpu::In<float> rope, int n_rot,
        int is_neox, float factor, gpu::In<float> query_scales, gpu::Out<int8_t> q, gpu::Out<float> q_scale,
@@ -175,7 +175,7 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
     const gpu::HeadLayout at = {head_dim};
     const int head = (index - n_head) % n_kv_head, t = position % gpu::PAGE_TOKENS;
     const gpu::Out<uint8_t> page =
-        gpu::out_at<uint8_t>(pages[gpu::block()]) + gpu::head_offset(at, layer_offset, head);
+        gpu::out_at<uint8_t>(pages[gpu::block()]) + gpu::head_offset(at, layer_lines, head);
     const gpu::Out<uint8_t> row =
         rows + token * row_bytes + row_offset + static_cast<int64_t>(head) * at.row_bytes();
     if (is_v)

@@ -17,7 +17,7 @@ from bench.cuda.arrays import Arrays
 from bench.cuda.cases import Attention, Differs, cases, linear_case
 from bench.simt.emulator import Emulator, EmulatorFault
 from kernels.cuda.gpu import Gpu
-from kernels.cuda.memory import STATE_ENTRY
+from kernels.cuda.memory import LINE_BYTES, STATE_ENTRY
 from kernels.cuda.products import FLOATS
 
 FAR = 1 << 24  # tokens or blocks
@@ -207,7 +207,7 @@ def place_kv(move: Move, a: Arguments) -> tuple[int, int, int]:
     q = FAR * n_head * head_dim
     back(a, {0: 4 * FAR * a[1], 14: 4 * POSITIONS_FAR * a[15], 18: 4 * POSITIONS_FAR})
     back(a, {19: q, 20: q // 8, 21: rows})
-    a[4] += layers.payload_bytes
+    a[4] += layers.payload_bytes // LINE_BYTES
     a[6] += layers.row_bytes
     return FAR, 0, 0
 
@@ -226,7 +226,7 @@ def attend(move: Move, a: Arguments) -> tuple[int, int, int]:
     move.pages(a, 3, layers.payload_bytes)
     q = tokens * n_head * head_dim
     back(a, {0: q, 1: q // 8} | results(8, head_dim))
-    a[4] += layers.payload_bytes
+    a[4] += layers.payload_bytes // LINE_BYTES
     return FAR, 0, 0
 
 

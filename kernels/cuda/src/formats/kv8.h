@@ -25,9 +25,10 @@ struct HeadLayout {
     GPU_FN int row_bytes() const { return 2 * head_dim + 2 * groups() + 2; }
 };
 
-// Where a head of a layer begins in a page; the layer begins at `layer_offset`.
-GPU_FN int64_t head_offset(const HeadLayout& at, int64_t layer_offset, int head) {
-    return layer_offset + static_cast<int64_t>(head) * at.bytes();
+// Where a head of a layer begins in a page; the layer begins at `layer_lines` lines of LINE_BYTES.
+constexpr int LINE_BYTES = 64;
+GPU_FN int64_t head_offset(const HeadLayout& at, int layer_lines, int head) {
+    return static_cast<int64_t>(layer_lines) * LINE_BYTES + static_cast<int64_t>(head) * at.bytes();
 }
 
 // Queries of a step: int8 [token][head][head_dim], fp32 scales [token][head][head_dim / 32], NaN in a
