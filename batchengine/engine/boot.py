@@ -68,7 +68,7 @@ from batchengine.policy import capacity
 from batchengine.policy.cost import StepCost
 from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
-from batchengine.weights import read_spec
+from batchengine.weights import plan_tensors, read_spec
 from batchengine.wire import lane as wire
 from batchengine.wire.peer import KvFormat
 from kv_store.errors import StoreError, StoreLocked
@@ -490,6 +490,7 @@ def inspect_model(config: Config) -> ModelInfo:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
         banks = [tensor for tensor in gguf.tensors.values() if len(tensor.shape) == 3]
+        tables = [gguf.tensors[table.tensor] for table in plan_tensors(gguf, spec).tables]
         n_bytes, found = gguf.size_bytes, Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
     notes: list[str] = []
@@ -517,12 +518,15 @@ def inspect_model(config: Config) -> ModelInfo:
             "head_dim": spec.attention.head_dim,
             "n_layer_whole": spec.n_layer_whole,
             "whole_query_dims": spec.whole_query_dims,
+            "whole_kv_share": spec.whole_kv_share,
             "page_payload_bytes": spec.page_layout.payload_bytes,
             "n_layer_kv": spec.n_layer_kv,
             "is_whole": spec.is_whole,
             "state_bytes": spec.state_bytes,
             "n_expert": spec.experts.n_expert if spec.experts else 0,
             "n_expert_used": spec.experts.n_used if spec.experts else 0,
+            "table_params": sum(math.prod(tensor.shape) for tensor in tables),
+            "table_bytes": sum(tensor.n_bytes for tensor in tables),
             "expert_params": sum(math.prod(tensor.shape) for tensor in banks),
             "expert_bytes": sum(tensor.n_bytes for tensor in banks),
         },
@@ -533,31 +537,26 @@ def inspect_model(config: Config) -> ModelInfo:
 
 def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | None) -> StepCost:
     """What steps of a lane are assumed to cost; `facts` are its worker's, if it has loaded."""
-    query_dims, page_payload_bytes, n_layer_whole, n_layer, state_bytes = (
+    query_dims, page_payload_bytes, state_bytes = (
         int(info.details[name])
-        for name in (
-            "whole_query_dims",
-            "page_payload_bytes",
-            "n_layer_whole",
-            "n_layer_kv",
-            "state_bytes",
-        )
+        for name in ("whole_query_dims", "page_payload_bytes", "state_bytes")
     )
     n_expert, n_used, expert_params, expert_bytes = (
         int(info.details[name])
         for name in ("n_expert", "n_expert_used", "expert_params", "expert_bytes")
     )
-    unused_params = expert_params * (n_expert - n_used) // max(1, n_expert)
+    table_params, table_bytes = (int(info.details[f"table_{of}"]) for of in ("params", "bytes"))
+    unused_params = expert_params * (n_expert - n_used) // max(1, n_expert) + table_params
     size = capacity.ModelSize(
         info.file_bytes,
-        info.file_bytes - expert_bytes,
+        info.file_bytes - expert_bytes - table_bytes,
         info.n_params - unused_params,
         query_dims,
         page_payload_bytes,
         PAGE_TOKENS,
         info.context_tokens,
         capacity.Experts(n_expert, n_used, expert_bytes) if n_expert else None,
-        n_layer_whole / n_layer,
+        float(info.details["whole_kv_share"]),
         state_bytes,
     )
     gpu = None if facts is None else facts.gpu

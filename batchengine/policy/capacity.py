@@ -47,7 +47,7 @@ class Experts(NamedTuple):
 class ModelSize(NamedTuple):
     """Work and bytes of a model. `step_weight_bytes` are read by each step: all but experts and the
     embedding, of which a token reads one row. `attention_values`: query values of all heads in the
-    layers that attend to the whole context. `attention_share` of all layers do; what the others
+    layers that attend to the whole context. `attention_share` of the KV is theirs; what the others
     read and compute, whose queries see a window, does not grow with the context. `state_bytes`: of
     the recurrent state of a session, which each of its tokens reads and writes anew."""
 

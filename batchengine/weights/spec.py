@@ -140,6 +140,12 @@ class ModelSpec:
         return self.n_layer_kv < self.n_layer or self.n_embd_layer > 0
 
     @property
+    def whole_kv_share(self) -> float:
+        """The KV that a query of a long context reads, as a part of a page."""
+        whole = [KvHeads(of.n_kv_head, of.head_dim) for of in self.attentions if of.window == 0]
+        return sum(heads.layer_bytes for heads in whole) / self.page_layout.payload_bytes
+
+    @property
     def whole_query_dims(self) -> int:
         """Values of the queries of one token in the layers that attend to the whole context."""
         return sum(of.q_rows for of in self.attentions if of.window == 0)

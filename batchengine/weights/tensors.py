@@ -286,6 +286,12 @@ class TensorPlan:
     matrices: tuple[MatrixPlan, ...] = field(repr=False)
     vectors: tuple[VectorPlan, ...] = field(repr=False)
 
+    @property
+    def tables(self) -> list[MatrixPlan]:
+        """The matrices of which a token reads one row: embeddings, unless they are the head too."""
+        own = [] if self.layer_embeddings is None else [self.layer_embeddings.table]
+        return own if self.head is self.embedding else [self.embedding, *own]
+
 
 def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     """Finds every tensor of the model; BatchEngineError naming the first one that is wrong."""

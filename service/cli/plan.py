@@ -104,11 +104,8 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         bank_bytes = sum(sizes[m.name] for m in banks)
         experts = Experts(n_expert, n_used, bank_bytes)
         unused = sum(m.rows * m.cols for m in banks) * (n_expert - n_used) // n_expert
-    embedding = tensors.embedding
-    read_bytes, products = weight_bytes - bank_bytes, parameters - unused
-    if not spec.tied:  # a tied one is the head too, which every step reads
-        read_bytes -= sizes[embedding.name]
-        products -= embedding.rows * embedding.cols
+    read_bytes = weight_bytes - bank_bytes - sum(sizes[m.name] for m in tensors.tables)
+    products = parameters - unused - sum(m.rows * m.cols for m in tensors.tables)
     layout = spec.page_layout
     context = min(context_tokens or spec.context_trained, spec.context_trained)
     size = ModelSize(
@@ -120,7 +117,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         PAGE_TOKENS,
         context,
         experts,
-        spec.n_layer_whole / spec.n_layer_kv,
+        spec.whole_kv_share,
         spec.state_bytes,
     )
     facts: dict[str, Any] = {

@@ -149,7 +149,7 @@ def test_a_window_makes_long_contexts_cheap(tmp_path: Path) -> None:
     info = inspect_model(load(None, {"model.path": str(tmp_path / "m.gguf")}))
     assert info.details["n_layer_whole"] == 2
     found = prior_cost(info, LANES[0], None)
-    whole = {**info.details, "n_layer_whole": 4}
+    whole = {**info.details, "whole_kv_share": 1.0}
     dense = prior_cost(dataclasses.replace(info, details=whole), LANES[0], None)
     assert found.decode_kv_ms == pytest.approx(dense.decode_kv_ms / 2)
     assert found.prefill_token_ms == dense.prefill_token_ms
