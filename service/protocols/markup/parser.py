@@ -22,6 +22,8 @@ from batchengine.markup import (
     CALL_ID,
     CALL_SEP,
     CALLS_END,
+    FIELDS_END,
+    FIELDS_NAME,
     FUNCTION,
     KEY,
     MARKUPS,
@@ -62,14 +64,15 @@ class MarkupParser(AnswerReader):
     """Splits an answer of one form; parts of one kind that follow each other are joined."""
 
     def __init__(self, form: OutputForm) -> None:
-        super().__init__()
         self._form = form
         self._markup: Markup = MARKUPS[form.markup]
+        super().__init__(has_breaks=self._markup.has_breaks)
         self._calls = 0
         self._held = ""  # white space that is text if more text follows
         self._has_calls = False
         self._shown = False  # whether any text was since the last call
         self._hides = False  # what is left is part of a call
+        self._has_thought = False
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         if is_cut and not self._shown:  # what was held back may be the beginning of a marker
@@ -85,7 +88,7 @@ class MarkupParser(AnswerReader):
             self._held += text
             return
         whole, self._held = self._held + body, text[len(body) :]
-        self._parts.add(Text(whole))
+        self._add(Text(whole))
         self._shown = True
 
     def _no_call(self, text: str) -> None:
@@ -95,10 +98,12 @@ class MarkupParser(AnswerReader):
 
     def _answer(self) -> Reading[bool]:
         yield from self._reasoning()
-        if not self._form.calls:
-            yield from self._reader.until((), lambda text: self._parts.add(Text(text)))
-            return True
         markup, reader = self._markup, self._reader
+        thoughts = tuple(start for start, _ in markup.reasoning) if markup.has_breaks else ()
+        if not self._form.calls:
+            while (yield from reader.until(thoughts, lambda text: self._add(Text(text)))):
+                yield from self._thought()
+            return True
         if markup.bare:
             reader.keep()
             following = yield from reader.space()
@@ -107,16 +112,19 @@ class MarkupParser(AnswerReader):
                 yield from self._objects("", strict=True)
             elif following == "[":
                 yield from self._bracket()
-        openers = tuple(markup.forms)
+        openers = (*markup.forms, *thoughts)
         while marker := (yield from reader.until(openers, self._text)):
-            yield from self._call(markup.forms[marker], marker)
+            if marker in thoughts:
+                yield from self._thought()
+            else:
+                yield from self._call(markup.forms[marker], marker)
         if self._held and not self._hides and (self._shown or not self._calls):
-            self._parts.add(Text(self._held))
+            self._add(Text(self._held))
         return True
 
     def _reasoning(self) -> Reading[None]:
         """Reasoning before all else; of an answer without any, white space is text."""
-        reader, ends = self._reader, tuple(end for _, end in self._markup.reasoning)
+        reader = self._reader
         if not self._form.in_reasoning:
             reader.keep()
             yield from reader.space()
@@ -127,16 +135,22 @@ class MarkupParser(AnswerReader):
             else:
                 self._held = space
                 if not self._form.calls and space:
-                    self._parts.add(Text(space))
+                    self._add(Text(space))
                 return
+        yield from self._thought()
+
+    def _thought(self) -> Reading[None]:
+        """Reasoning behind its marker; an empty line stands in front of any but the first."""
+        reader, ends = self._reader, tuple(end for _, end in self._markup.reasoning)
         yield from reader.space()
-        held = ""
+        held = "\n\n" if self._has_thought else ""
 
         def add(text: str) -> None:
             nonlocal held
             body = text.rstrip()
             if body:
-                self._parts.add(Reasoning(held + body))
+                self._add(Reasoning(held + body))
+                self._has_thought = True
                 held = ""
             held += text[len(body) :]
 
@@ -144,11 +158,11 @@ class MarkupParser(AnswerReader):
             yield from reader.space()
 
     def _start(self, name: str) -> None:
-        self._parts.add(CallStart(self._calls, name))
+        self._add(CallStart(self._calls, name))
         self._held, self._shown, self._has_calls = "", False, True
 
     def _arguments(self, text: str) -> None:
-        self._parts.add(CallArguments(self._calls, text))
+        self._add(CallArguments(self._calls, text))
 
     def _values(self, name: str) -> Values:
         """The reader of the arguments of a call of this tool that are no JSON object."""
@@ -163,6 +177,7 @@ class MarkupParser(AnswerReader):
             "objects": self._objects,
             "list": self._listed,
             "named": self._named,
+            "fields": self._fields,
         }
         yield from forms[form](marker)
 
@@ -203,6 +218,23 @@ class MarkupParser(AnswerReader):
             yield from reader.has(self._markup.closing)
         else:
             self._arguments("{}")
+        self._calls += 1
+
+    def _fields(self, marker: str) -> Reading[None]:
+        """call:NAME{KEY:VALUE,...}, white space between or not."""
+        reader = self._reader
+        reader.keep()
+        yield from reader.space()
+        is_named = yield from reader.has(FIELDS_NAME)
+        name = (yield from reader.word(_NAME, NAME_CHARS_MAX)) if is_named else ""
+        if not name or (yield from reader.space()) != "{":
+            self._no_call(marker + reader.kept())
+            return
+        reader.kept()
+        self._start(name)
+        yield from self._values(name).fields()
+        yield from reader.space()
+        yield from reader.has(FIELDS_END)
         self._calls += 1
 
     def _objects(self, prefix: str, strict: bool = False) -> Reading[None]:
