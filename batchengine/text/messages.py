@@ -59,6 +59,34 @@ _RESULTS: dict[str, object] = {
         {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"},
     ]
 }
+# Results of Gemma 4: as objects, behind the call; and in its message, as older templates want them.
+_OBJECT_RESULTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [_RESULT_CALL]},
+        {"role": "tool", "content": {PROBE_TEXT: "b"}, "tool_call_id": "abcdefghi", "name": "f"},
+    ]
+}
+_INNER_RESULT = {"name": "f", "response": PROBE_TEXT}
+_INNER_CALL = {"tool_calls": [_RESULT_CALL], "tool_responses": [_INNER_RESULT]}
+_INNER_RESULTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", **_INNER_CALL},
+    ]
+}
+# Reasoning in front of a call.
+_THOUGHTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": PROBE_TEXT,
+            "tool_calls": [_RESULT_CALL],
+        },
+    ]
+}
 TEXT_PROBE = _probe(("user", PROBE_TEXT))
 PROBES: dict[str, dict[str, object]] = {
     "system": _probe(("system", PROBE_TEXT), ("user", "a")),
@@ -66,6 +94,9 @@ PROBES: dict[str, dict[str, object]] = {
     "calls": _CALLS,
     "cut calls": _CUT_CALLS,
     "results": _RESULTS,
+    "object results": _OBJECT_RESULTS,
+    "inner results": _INNER_RESULTS,
+    "thoughts": _THOUGHTS,
 }
 
 

@@ -137,6 +137,10 @@ class Tokenizer:
         """Text of a token as the vocabulary stores it ("<|im_end|>"); "" when it has none."""
         return self._facts.text(token)
 
+    def is_byte(self, token: int) -> bool:
+        """True for a token that stands for one byte of a character that is no token."""
+        return self._facts.kinds.get(token) == BYTE
+
     def is_control(self, token: int) -> bool:
         """True for a token that steers the model and is not part of its answer."""
         return token in self.control

@@ -232,7 +232,12 @@ def _begun(tokens: list[int], message: dict[str, Any] | None, text: PromptEncode
     if text.markup.writes == "channel":
         return tokens + _begun_channel(message, text, is_inside=in_reasoning(tokens, text))
     if in_reasoning(tokens, text):
-        begun = f"{message.get('reasoning_content', '')}\n{text.markup.reasoning[0][1]}\n\n{begun}"
+        closing = text.markup.reasoning[0][1]
+        reasoning = f"{message.get('reasoning_content', '')}\n"
+        if text.markup.has_breaks:
+            tokens = tokens + _encoded(reasoning, text) + _encoded(closing, text, special=True)
+        else:
+            begun = f"{reasoning}{closing}\n\n{begun}"
     return tokens + _encoded(begun, text)
 
 

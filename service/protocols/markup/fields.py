@@ -165,6 +165,9 @@ class FieldRules:
             self._rules.lose("maxLength" if (most or 0) > COUNT_MAX else "minLength")
         elif least or most is not None:
             pattern = rf"(.|\n){{{least or 0},{'' if most is None else most}}}"
+        if pattern is not None and not is_whole and self._rules.control_id(QUOTE) is None:
+            self._rules.lose("pattern" if "pattern" in schema else "maxLength")
+            pattern = None  # a terminal that any text may end would go over the mark
         if pattern is None:
             return f"{mark} {self._once('quoted', lambda: self._rules.up_to('quoted', QUOTE))}"
         if self._rules.control_id(QUOTE) is None:  # the end belongs to the terminal
@@ -222,7 +225,7 @@ class FieldRules:
             return '"[]"'
         one = self._value(items, depth + 1)
         bounds = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        more = f'("," {one}){bounds if least > 1 or most is not None else "*"}'
+        more = f'("," {one}){bounds if least > 1 or most is not None else "*"}' if most != 1 else ""
         return self._add(f'"[" ({one} {more}){"" if least else "?"} "]"')
 
     def _any(self) -> str:
