@@ -77,6 +77,8 @@ class FieldRules:
             if isinstance(schema.get(key), list) and schema[key]:
                 rest = {name: one for name, one in schema.items() if name != key}
                 made = [_joined(rest, one) for one in schema[key] if one is not False]
+                if key == "oneOf" and _may_overlap(made):
+                    self._rules.lose(key)
                 return self._either([self._value(one, depth + 1) for one in made])
         kind: object = schema.get("type")
         if isinstance(kind, list):
@@ -273,6 +275,12 @@ def _joined(left: dict[str, Any], right: object) -> dict[str, Any]:
         elif isinstance(one, list) and isinstance(two, list):
             made[name] = [*one, *two]
     return made
+
+
+def _may_overlap(choices: Sequence[dict[str, Any]]) -> bool:
+    """Whether a value may be one of several choices, as far as their types tell."""
+    kinds = [str(one.get("type", one.get("const"))).replace("integer", "number") for one in choices]
+    return len(set(kinds)) < len(kinds)
 
 
 def _count(value: object) -> int | None:
