@@ -9,8 +9,6 @@ one without arguments.
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Callable
 
@@ -35,11 +33,10 @@ from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.markup.values import (
     NAME_CHARS_MAX,
     PARAMETER,
+    PYTHON_NAME,
     TAG_NAME,
     Values,
-    as_value,
     decoded,
-    quoted,
 )
 from service.protocols.output import (
     ArgumentsParser,
@@ -53,7 +50,6 @@ from service.protocols.output import (
 )
 
 _NAME = re.compile(r"[\w.:/-]")
-_PYTHON_NAME = re.compile(r"[\w.]")
 _NAME_KEYS = ("name", "function", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _OTHER_KEYS = ("type", "id")  # of a call that has no marker in front
@@ -112,8 +108,7 @@ class MarkupParser(AnswerReader):
                 yield from self._objects("", strict=True)
             elif following == "[":
                 yield from self._bracket()
-        openers = (*markup.forms, *thoughts)
-        while marker := (yield from reader.until(openers, self._text)):
+        while marker := (yield from reader.until((*markup.forms, *thoughts), self._text)):
             if marker in thoughts:
                 yield from self._thought()
             else:
@@ -141,21 +136,10 @@ class MarkupParser(AnswerReader):
 
     def _thought(self) -> Reading[None]:
         """Reasoning behind its marker; an empty line stands in front of any but the first."""
-        reader, ends = self._reader, tuple(end for _, end in self._markup.reasoning)
-        yield from reader.space()
-        held = "\n\n" if self._has_thought else ""
-
-        def add(text: str) -> None:
-            nonlocal held
-            body = text.rstrip()
-            if body:
-                self._add(Reasoning(held + body))
-                self._has_thought = True
-                held = ""
-            held += text[len(body) :]
-
-        if (yield from reader.until(ends, add)):
-            yield from reader.space()
+        before, ends = "\n\n" * self._has_thought, tuple(e for _, e in self._markup.reasoning)
+        self._has_thought |= yield from self._reader.trimmed(
+            ends, lambda text: self._add(Reasoning(text)), before
+        )
 
     def _start(self, name: str) -> None:
         self._add(CallStart(self._calls, name))
@@ -330,26 +314,16 @@ class MarkupParser(AnswerReader):
         reader.take()
         while True:
             yield from reader.space()
-            name = yield from reader.word(_PYTHON_NAME, NAME_CHARS_MAX)
+            name = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
             if not name or not (yield from reader.has("(")):
                 break
-            key = yield from self._keyword()
+            key = yield from self._values(name).keyword()
             if key is None or (not key and (yield from reader.peek()) != ")"):
                 break
             reader.kept()
             self._start(name)
-            self._arguments("{")
-            before = ""
-            while key:
-                value = yield from reader.python_value()
-                if value is None:
-                    return
-                self._arguments(f"{before}{quoted(key)}: {_from_python(value)}")
-                before = ", "
-                key = (yield from self._keyword()) if (yield from reader.has(",")) else ""
-            if self._is_cut:
+            if not (yield from self._values(name).keywords(key)):
                 return
-            self._arguments("}")
             yield from reader.has(")")
             self._calls += 1
             reader.keep()
@@ -359,15 +333,6 @@ class MarkupParser(AnswerReader):
                     return
                 break
         self._text(reader.kept())
-
-    def _keyword(self) -> Reading[str | None]:
-        """The name of an argument, with the sign behind it; "" where there is none, None where
-        something else is."""
-        reader = self._reader
-        yield from reader.space()
-        key = yield from reader.word(_PYTHON_NAME, NAME_CHARS_MAX)
-        yield from reader.space()
-        return key if not key or (yield from reader.has("=")) else None
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.
@@ -460,16 +425,6 @@ def _as_object(arguments: str) -> str:
     if isinstance(value, str):
         arguments, value = value, decoded(value or "{}")
     return "{}" if value is None or arguments == "" else arguments
-
-
-def _from_python(text: str) -> str:
-    """A value as Python writes it as JSON; what is none is text."""
-    try:
-        value = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
-        value.encode()  # half a surrogate cannot be
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return as_value(text)
-    return value
 
 
 def parser_of(form: OutputForm) -> OutputParser:

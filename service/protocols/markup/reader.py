@@ -139,6 +139,24 @@ class Reader:
                 return ""
             yield
 
+    def trimmed(self, ends: tuple[str, ...], sink: Sink, before: str) -> Reading[bool]:
+        """As `until`, without white space at both ends, and with `before` in front of any text;
+        whether there was some."""
+        yield from self.space()
+        has_any, held = False, before
+
+        def add(text: str) -> None:
+            nonlocal has_any, held
+            body = text.rstrip()
+            if body:
+                sink(held + body)
+                has_any, held = True, ""
+            held += text[len(body) :]
+
+        if (yield from self.until(ends, add)):
+            yield from self.space()
+        return has_any
+
     def json_value(self, sink: Sink, ends: tuple[str, ...] = ()) -> Reading[bool]:
         """Passes one JSON value to `sink`, raw control characters of its strings escaped; False
         where the text, or one of `ends` outside its strings, ends it or goes on with none.
@@ -276,11 +294,9 @@ class AnswerReader(ABC):
 
     def _add(self, part: OutputPart) -> None:
         """Adds a part as the model wrote it."""
-        text = part[-1]
-        if self._has_breaks and BREAK in text:
-            text = text.replace(BREAK, "")
-            part = part._replace(**{part._fields[-1]: text})
-        if text:
+        if self._has_breaks:
+            part = part._replace(**{part._fields[-1]: part[-1].replace(BREAK, "")})
+        if part[-1]:
             self._parts.add(part)
 
     @abstractmethod
