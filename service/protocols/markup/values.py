@@ -171,9 +171,8 @@ class Values:
             self.sink('"' if ended else "")
             return bool(ended)
         bare = (yield from reader.run(_BARE_VALUE, _FIELD_MARKS)).strip()
-        is_whole = bool(bare) and (yield from reader.peek()) != ""
-        self.sink(as_value(bare) if is_whole else bare)
-        return is_whole
+        self.sink(as_value(bare) if bare else "")
+        return bool(bare)
 
     def _value(self, is_text: bool, ends: tuple[str, ...]) -> Reading[bool]:
         """One value up to one of `ends`; False where the answer ends inside it."""

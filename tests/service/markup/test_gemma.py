@@ -264,7 +264,8 @@ def test_a_template_without_calls_has_them_as_text(tmp_path: Path) -> None:
 def test_marks_that_a_model_quotes_are_text(path: Path, by_text: bool) -> None:
     """Tokens that spell a mark are none: a call in a file that is read is no call, and a text that
     spells the end of a text does not end it."""
-    quoted = f'<|tool_call>call:g{{a:<|"|>b<|"|>}}<tool_call|> < | {BREAK} |> <|channel>thought'
+    quoted = '<|tool_call>call:g{a:<|"|>b<|"|>}<tool_call|> < | \ufdd0 |> <|channel>thought'
+    quoted += " <channel|>"
 
     async def main() -> str:
         frontend = await TextFrontend.open(path)
@@ -376,6 +377,7 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"type": "object", "properties": {"a": {}, "b": {}, "c": {}}},
      [{}, {"a": 1}, {"c": 1}, {"a": 1, "c": 2}, {"b": [], "c": {}}, {"a": 0, "b": 0, "c": 0}],
      [{"b": 1, "a": 2}, {"d": 1}]),
+    ({"type": "object", "properties": {"a": False, "b": True}}, [{}, {"b": 1}], [{"a": 1}]),
     ({"type": "object"}, [{}, {"x": 1, "y.z": {"k": ["v"]}}], [[], "a"]),
     ({"type": "object", "additionalProperties": {"type": "integer"}}, [{}, {"x": 1, "y": 2}],
      [{"x": "1"}]),
