@@ -59,14 +59,7 @@ _RESULTS: dict[str, object] = {
         {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"},
     ]
 }
-# Results of Gemma 4: as objects, behind the call; and in its message, as older templates want them.
-_OBJECT_RESULTS: dict[str, object] = {
-    "messages": [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "", "tool_calls": [_RESULT_CALL]},
-        {"role": "tool", "content": {PROBE_TEXT: "b"}, "tool_call_id": "abcdefghi", "name": "f"},
-    ]
-}
+# A result in the message of its call, as templates of Gemma 4 show it.
 _INNER_RESULT = {"name": "f", "response": PROBE_TEXT}
 _INNER_CALL = {"tool_calls": [_RESULT_CALL], "tool_responses": [_INNER_RESULT]}
 _INNER_RESULTS: dict[str, object] = {
@@ -94,7 +87,6 @@ PROBES: dict[str, dict[str, object]] = {
     "calls": _CALLS,
     "cut calls": _CUT_CALLS,
     "results": _RESULTS,
-    "object results": _OBJECT_RESULTS,
     "inner results": _INNER_RESULTS,
     "thoughts": _THOUGHTS,
 }

@@ -245,10 +245,8 @@ def _in_thought(message: Message) -> Message:
 
 def with_inner_results(messages: list[Message], text: PromptEncoder) -> list[Message]:
     """The messages with results in those of their calls, where a template of Gemma 4 shows them
-    only there as results."""
-    if text.markup.writes != "fields" or text.takes("object results"):
-        return messages
-    if not text.takes("inner results"):
+    there: older ones show messages of tools as turns of their own."""
+    if text.markup.writes != "fields" or not text.takes("inner results"):
         return messages
     made: list[Message] = []
     for message in messages:
