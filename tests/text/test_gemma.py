@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 from pathlib import Path
 from random import Random
 
@@ -133,3 +135,20 @@ def test_a_merge_of_what_is_no_token_is_left_out(tmp_path: Path) -> None:
     path = write_gemma(tmp_path / "gemma.gguf", ["a", "b"], ["a b", "ab a", "broken"])
     facts: VocabFacts = read_facts(path)
     assert len(CharacterBpeEncoder(facts).encode("abab", control=False)) == 4
+
+
+def test_pieces_and_ends_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    """Of every token; none of the library's flags hides those of control."""
+    random = Random("pieces")
+    tokens, merges = merged(TEXT, random, has_words=False)
+    path = write_gemma(tmp_path / "gemma.gguf", [*tokens, "</s>"], merges)
+    ours, theirs = Tokenizer(path), LlamaEncoder(read_facts(path), "compared")
+    api, vocab, room = importlib.import_module("llama_cpp.llama_cpp"), theirs._vocab, 256
+    for token in range(ours.vocab_size):
+        piece = ctypes.create_string_buffer(room)
+        count = api.llama_token_to_piece(vocab, token, piece, room, 0, True)
+        assert ours.piece(token) == piece.raw[:count]
+        assert (token in ours.eog) == api.llama_vocab_is_eog(vocab, token)
+    assert ours.bos == api.llama_vocab_bos(vocab)
+    assert ours.add_bos == api.llama_vocab_get_add_bos(vocab)
+    theirs.close()
