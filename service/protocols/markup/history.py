@@ -83,11 +83,14 @@ def prepare_later(
 
 def variables(template: dict[str, Any], text: PromptEncoder) -> dict[str, Any]:
     """The variables of the template of `text`: of Harmony, which always reasons, an effort that it
-    has, the lowest one where no reasoning is asked for."""
-    if text.markup.writes != "channel":
-        return template
+    has, the lowest one where no reasoning is asked for; of Gemma 4, which reasons only if asked,
+    that it does where there is an effort."""
     made = dict(template)
     effort = made.get("reasoning_effort")
+    if text.markup.writes == "fields" and effort is not None:
+        made.setdefault("enable_thinking", effort != "none")
+    if text.markup.writes != "channel":
+        return made
     if effort is None and made.get("enable_thinking") is False:
         effort = "none"
     if effort is not None:

@@ -136,6 +136,24 @@ def test_a_prompt_without_reasoning_ends_with_an_empty_thought(text: TextEncoder
     assert f'(<[{IDS["<|channel>"]}]> "thought" thought BLANK)? answer' in thinks.constraint.text
 
 
+@pytest.mark.parametrize(
+    ("template", "thinks"),
+    [
+        ({}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "high", "enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+    ],
+)
+def test_an_effort_asks_for_reasoning(
+    text: TextEncoder, template: dict[str, Any], thinks: bool
+) -> None:
+    found = prompt_of(text, [USER], template=template).tokens[0]
+    assert (IDS["<|think|>"] in found) == thinks
+    assert conversation.has_reasoned(found, text) != thinks
+
+
 def test_text_in_front_of_a_call_is_reasoning_of_later_prompts(text: TextEncoder) -> None:
     """The template shows it behind the results, with the end of a turn that goes on."""
     said = {"role": "assistant", "content": "Wait.", "tool_calls": [weather("1", city="Rome")]}
