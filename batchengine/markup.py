@@ -21,7 +21,9 @@ from typing import Literal
 # list      a JSON list of such objects, or NAME[ARGS]{...}
 # named     function SEP NAME and a block of code with JSON, or NAME SEP JSON, between two marks
 # channel   a message of its own: its head names channel and recipient, its body is JSON
-CallForm = Literal["object", "pairs", "function", "objects", "list", "named", "channel"]
+# fields    call:NAME{KEY:VALUE,...}: keys without quotes, texts between two QUOTE, [...] and {...}
+#           of values, all others as JSON, closed by FIELDS_END
+CallForm = Literal["object", "pairs", "function", "objects", "list", "named", "channel", "fields"]
 
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
@@ -41,8 +43,13 @@ ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 FUNCTIONS = "functions."  # in front of a tool's name
 _NO_TOOLS = ("", FUNCTIONS, "assistant", "user", "all")  # other recipients of messages
-# The detokeniser puts BREAK into each "<|" that no token of a mark has written, so that a parser
-# reads no text as a mark, and the parser takes it out again.
+# Gemma 4: a call of the form "fields", a mark around texts in it, a channel that has reasoning.
+FIELDS, FIELDS_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
+FIELDS_NAME = "call:"  # in front of the tool's name
+CHANNEL_BEGIN, CHANNEL_END = "<|channel>", "<channel|>"
+THOUGHT = f"{CHANNEL_BEGIN}thought"
+# The detokeniser puts BREAK into each "<|" and "|>" that no token of a mark has written, so that a
+# parser reads no text as a mark, and the parser takes it out again.
 BREAK = "\ufdd0"
 
 
@@ -76,6 +83,11 @@ class Markup:
     def form(self) -> CallForm:
         """The form behind `opening`."""
         return "object" if self.writes in ("function", "pairs") else self.writes
+
+    @property
+    def has_breaks(self) -> bool:
+        """Whether its parser takes marks that are tokens apart from text that spells them."""
+        return self.name in ("harmony", "gemma")
 
     @property
     def has_bare_values(self) -> bool:
@@ -136,6 +148,13 @@ MARKUPS = {
             inner=(START, CONSTRAIN, MESSAGE),
         ),
         Markup(
+            "gemma",
+            "fields",
+            {FIELDS: "fields", **_TAGGED},
+            reasoning=((THOUGHT, CHANNEL_END),),
+            inner=(TAG_END, FIELDS_END, QUOTE, CHANNEL_BEGIN),
+        ),
+        Markup(
             "generic",
             "object",
             {**_TAGGED, PYTHON_TAG: "objects", TOOL_CALLS: "list"},
@@ -146,6 +165,7 @@ MARKUPS = {
 }
 
 _SIGNS = (
+    ("gemma", re.compile(re.escape(FIELDS))),
     ("harmony", re.compile(re.escape(CHANNEL))),
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("seed", re.compile(re.escape(SEED_TAG))),
@@ -161,6 +181,7 @@ _TOKENS = (  # of a vocabulary, where the template shows no sign: the first that
     (TOOL_CALLS, "mistral"),
     (PYTHON_TAG, "llama"),
     (CHANNEL, "harmony"),
+    (FIELDS, "gemma"),
 )
 
 

@@ -19,7 +19,7 @@ class Detokeniser:
     The joined output equals decoding the joined pieces at once, with U+FFFD for invalid bytes; a
     character cut off by the end of the stream becomes one U+FFFD in `flush`. Control tokens are
     invisible unless `is_hidden` is False for it. With `is_mark`, which tells tokens of marks, BREAK
-    stands in each "<|" that other tokens write.
+    stands in each "<|" and "|>" that other tokens write.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Detokeniser:
         self._piece = piece
         self._is_hidden = is_hidden
         self._is_mark = is_mark
-        self._last = ""  # "<" if the text ends with it
+        self._last = ""  # "<" or "|" if the text ends with it
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
@@ -49,9 +49,8 @@ class Detokeniser:
     def _with_breaks(self, text: str) -> str:
         before = self._last
         if text:
-            self._last = "<" if text[-1] == "<" else ""
-        whole = before + text.replace(BREAK, "\ufffd")
-        return whole.replace("<|", f"<{BREAK}|")[len(before) :]
+            self._last = text[-1] if text[-1] in "<|" else ""
+        return _with_breaks(before + text.replace(BREAK, "\ufffd"))[len(before) :]
 
     def flush(self) -> str:
         """End of stream: "" or one U+FFFD for a character that never became complete."""
@@ -81,7 +80,7 @@ class StopMatcher:
             if not stop:
                 raise ValueError("an empty stop string would stop at once")
             self._insert(stop)
-            self._insert(stop.replace("<|", f"<{BREAK}|"))
+            self._insert(_with_breaks(stop))
         self._fail = self._links()
         self._state = 0
         self._held = ""
@@ -150,3 +149,7 @@ class StopMatcher:
             if state == 0:
                 return 0
             state = self._fail[state]
+
+
+def _with_breaks(text: str) -> str:
+    return text.replace("<|", f"<{BREAK}|").replace("|>", f"|{BREAK}>")

@@ -140,15 +140,15 @@ class TextFrontend:
         return self.tokenizer.piece(token)
 
     def detokeniser(self, output: OutputForm = PLAIN_OUTPUT) -> Detokeniser:
-        """A fresh streaming decoder; control tokens are invisible, but for markers. Those of calls
-        that are messages of their own are kept apart from text that spells them."""
+        """A fresh streaming decoder; control tokens are invisible, but for markers, which some
+        markups keep apart from text that spells them."""
         markup, control = MARKUPS.get(output.markup), self.tokenizer.control
         hidden = self._hidden.get(output.markup)
         if hidden is None:
             markers = frozenset[str]() if markup is None else markup.markers
             shown = map(self.tokenizer.special_ids.get, markers)
             hidden = self._hidden[output.markup] = control.difference(shown)
-        has_marks = markup is not None and markup.writes == "channel" and len(hidden) < len(control)
+        has_marks = markup is not None and markup.has_breaks and len(hidden) < len(control)
         is_mark = control.__contains__ if has_marks else None
         return Detokeniser(self.tokenizer.piece, hidden.__contains__, is_mark)
 

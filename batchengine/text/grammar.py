@@ -257,7 +257,13 @@ class _Pieces:
         if not ends:
             raise errors.GRAMMAR_REFUSED(why="this model has no token that ends an answer")
         self.eos_token_id, self.bos_token_id = ends[0], tokenizer.bos
-        self.tokens = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
+        pieces = [tokenizer.piece(token) for token in range(tokenizer.vocab_size)]
+        texts = {one for token, one in enumerate(pieces) if not tokenizer.is_byte(token)}
+        # Of several tokens of one piece the library allows one, which has to be that of text.
+        self.tokens = [
+            b"" if tokenizer.is_byte(token) and one in texts else one
+            for token, one in enumerate(pieces)
+        ]
         self.special_token_ids = sorted(tokenizer.control)
         self.made = LLTokenizer(cast(Any, self), eos_token=ends)
 

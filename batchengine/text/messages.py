@@ -59,6 +59,27 @@ _RESULTS: dict[str, object] = {
         {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"},
     ]
 }
+# A result in the message of its call, as templates of Gemma 4 show it.
+_INNER_RESULT = {"name": "f", "response": PROBE_TEXT}
+_INNER_CALL = {"tool_calls": [_RESULT_CALL], "tool_responses": [_INNER_RESULT]}
+_INNER_RESULTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", **_INNER_CALL},
+    ]
+}
+# Reasoning in front of a call.
+_THOUGHTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": PROBE_TEXT,
+            "tool_calls": [_RESULT_CALL],
+        },
+    ]
+}
 TEXT_PROBE = _probe(("user", PROBE_TEXT))
 PROBES: dict[str, dict[str, object]] = {
     "system": _probe(("system", PROBE_TEXT), ("user", "a")),
@@ -66,6 +87,8 @@ PROBES: dict[str, dict[str, object]] = {
     "calls": _CALLS,
     "cut calls": _CUT_CALLS,
     "results": _RESULTS,
+    "inner results": _INNER_RESULTS,
+    "thoughts": _THOUGHTS,
 }
 
 

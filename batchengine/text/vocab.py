@@ -1,8 +1,8 @@
 """The vocabulary of one GGUF file: text to ids, ids to bytes, what each token means.
 
 What the file says is read at once (`vocab_facts`). The encoder is made when it is first needed, in
-a text process: byte-level BPE and SentencePiece here, and llama.cpp, if it is installed, for
-vocabularies whose ids were not compared with its own.
+a text process: BPE of bytes or of characters and SentencePiece here, and llama.cpp, if it is
+installed, for vocabularies whose ids were not compared with its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Protocol
 
 from batchengine import errors
-from batchengine.text.encoders import bpe
+from batchengine.text.encoders import bpe, character_bpe
 from batchengine.text.encoders.bpe import BpeEncoder
+from batchengine.text.encoders.character_bpe import CharacterBpeEncoder
 from batchengine.text.encoders.llama import LlamaEncoder
 from batchengine.text.encoders.spm import SpmEncoder
 from batchengine.text.vocab_facts import (
     BPE,
     BYTE,
     CONTROL,
+    GEMMA4,
     NORMAL,
     SPECIAL,
     SPM,
@@ -123,7 +125,7 @@ class Tokenizer:
         kind = self._facts.kinds.get(token, NORMAL)
         if kind in SPECIAL:
             return text
-        if self._facts.model == SPM:
+        if self._facts.model in (SPM, GEMMA4):
             if kind == BYTE:
                 return bytes([int(text[3:-1], 16)]) if len(text) == 6 else text
             return text.replace("▁".encode(), b" ") if kind == NORMAL else b""
@@ -135,6 +137,10 @@ class Tokenizer:
         """Text of a token as the vocabulary stores it ("<|im_end|>"); "" when it has none."""
         return self._facts.text(token)
 
+    def is_byte(self, token: int) -> bool:
+        """True for a token that stands for one byte of a character that is no token."""
+        return self._facts.kinds.get(token) == BYTE
+
     def is_control(self, token: int) -> bool:
         """True for a token that steers the model and is not part of its answer."""
         return token in self.control
@@ -144,6 +150,8 @@ def _why_unknown(facts: VocabFacts) -> str:
     """Why no encoder of this package is used, "" if one is."""
     if facts.model == BPE:
         return bpe.why_unknown(facts)
+    if facts.model == GEMMA4:
+        return character_bpe.why_unknown(facts)
     if facts.model == SPM:
         return ""
     return f"tokenizer.ggml.model is {facts.model!r}"
@@ -152,6 +160,8 @@ def _why_unknown(facts: VocabFacts) -> str:
 def _make_encoder(facts: VocabFacts) -> Encoder:
     if why := _why_unknown(facts):
         return LlamaEncoder(facts, why)
+    if facts.model == GEMMA4:
+        return CharacterBpeEncoder(facts)
     return SpmEncoder(facts) if facts.model == SPM else BpeEncoder(facts)
 
 

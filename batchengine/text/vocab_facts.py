@@ -21,6 +21,7 @@ MERGES = "tokenizer.ggml.merges"  # of BPE
 SCORES = "tokenizer.ggml.scores"  # of SentencePiece; 0 without
 SPM = "llama"  # values of tokenizer.ggml.model
 BPE = "gpt2"
+GEMMA4 = "gemma4"  # BPE of characters, with bytes and spaces as SentencePiece has them
 
 # Values of tokenizer.ggml.token_type.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -62,9 +63,21 @@ _FILL = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-# Marks of Harmony, which belong to the template and the answer, never to text.
-_HARMONY = (b"<|start|>", b"<|channel|>", b"<|message|>")
-_HARMONY_OPTIONAL = (b"<|constrain|>",)
+# Marks that belong to the template and the answer, never to text, whatever kinds a file gives them:
+# those of Harmony and of Gemma 4, each behind the marks that tell such a vocabulary.
+_MARKS = (
+    (
+        (b"<|start|>", b"<|channel|>", b"<|message|>"),
+        (b"<|constrain|>",),
+    ),
+    (
+        (b"<|turn>", b"<turn|>", b'<|"|>'),
+        (
+            *(b"<|channel>", b"<channel|>", b"<|think|>", b"<|tool>", b"<tool|>"),
+            *(b"<|tool_call>", b"<tool_call|>", b"<|tool_response>", b"<tool_response|>"),
+        ),
+    ),
+)
 _FILL_ENDS = ("fim_pad", "fim_rep", "fim_sep")
 
 
@@ -112,7 +125,7 @@ def read_facts(path: Path) -> VocabFacts:
         ids = {token: index for index, token in enumerate(tokens) if token}
         if len(ids) + tokens.count(b"") < len(tokens):
             raise unusable(path, _find_twice(tokens))
-        if model == BPE and not isinstance(values.get(MERGES), StringArray):
+        if model in (BPE, GEMMA4) and not isinstance(values.get(MERGES), StringArray):
             raise unusable(path, f"there are no {MERGES}")
         if model == SPM:
             missing = [byte for byte in range(256) if not _spells(ids, byte)]
@@ -124,9 +137,9 @@ def read_facts(path: Path) -> VocabFacts:
         pre = file.text("tokenizer.ggml.pre", "default") if model == BPE else ""
         special = _special_ids(values, len(tokens), _SPM_DEFAULTS if model == SPM else {})
         ends, closes = _ends(special, ids, kinds)
-        if all(mark in ids for mark in _HARMONY):
-            marks = (*_HARMONY, *_HARMONY_OPTIONAL)
-            kinds.update({ids[mark]: CONTROL for mark in marks if mark in ids})
+        for needed, others in _MARKS:
+            if all(mark in ids for mark in needed):
+                kinds.update({ids[mark]: CONTROL for mark in (*needed, *others) if mark in ids})
         asked = values.get("tokenizer.ggml.add_bos_token", model == SPM or pre in _ADD_BOS)
         return VocabFacts(
             path=path,
@@ -137,7 +150,7 @@ def read_facts(path: Path) -> VocabFacts:
             special_ids=special,
             ends=ends,
             closes=closes,
-            add_bos=bool(asked) and "bos" in special,
+            add_bos=(bool(asked) or model == GEMMA4) and "bos" in special,
             add_space_prefix=bool(values.get("tokenizer.ggml.add_space_prefix", model == SPM)),
             strips=_strips(values.get("general.name"), ids, kinds),
             template=_template(values.get("tokenizer.chat_template")),
@@ -197,6 +210,9 @@ def _ends(
         if token is not None:
             ends.add(token)
             kinds[token] = CONTROL
+    if {b"<|tool_response>", b"</s>"} <= ids.keys():  # of Gemma 4, whose </s> is text
+        ends.discard(ids[b"</s>"])
+        kinds.pop(ids[b"</s>"])
     ends.update(special[name] for name in ("eos", "eot", "eom") if name in special)
     if all(mark in ids for mark in _NEXT_MESSAGE):
         ends.update(ids[mark] for mark in _NEXT_MESSAGE)

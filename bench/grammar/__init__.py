@@ -96,6 +96,9 @@ class Words:
     def piece(self, token: int) -> bytes:
         return self._pieces[token]
 
+    def is_byte(self, token: int) -> bool:
+        return False
+
 
 def walk(
     compiler: GrammarCompiler, constraint: Constraint, ends: frozenset[int]

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from batchengine import errors
+from service.protocols.markup import history
 from service.protocols.protocol import PromptEncoder
 
 BEGINNINGS = ("one", "two")  # no common character at either end
@@ -37,8 +38,7 @@ def appended(
         )
         raise errors.NOT_APPENDABLE(why=why)
     one, two = (
-        text.encode_chat([*_beginning(messages, answer), *messages], tools, template)
-        for answer in BEGINNINGS
+        text.encode_chat(_behind(messages, answer, text), tools, template) for answer in BEGINNINGS
     )
     common = 0
     for left, right in zip(reversed(one), reversed(two), strict=False):
@@ -52,6 +52,16 @@ def appended(
             why="this model's chat template does not put messages one behind the other"
         )
     return one[end:]
+
+
+def _behind(
+    messages: list[dict[str, Any]], answer: str, text: PromptEncoder
+) -> list[dict[str, Any]]:
+    """The messages behind an answer."""
+    beginning = _beginning(messages, answer)
+    if text.markup.writes == "fields" and "tool_calls" in beginning[-1]:
+        beginning[-1]["content"] = ""  # which would stand behind the results
+    return history.with_inner_results([*beginning, *messages], text)
 
 
 def _beginning(messages: list[dict[str, Any]], answer: str) -> list[dict[str, Any]]:

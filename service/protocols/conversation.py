@@ -19,6 +19,7 @@ from batchengine.core import Constraint, OutputForm
 from batchengine.markup import FINAL, START
 from service.protocols import append, requests
 from service.protocols.markup import grammars, history
+from service.protocols.markup.rules import PATTERN
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
 from service.session_ids import CALL_CHARS_MAX
@@ -208,7 +209,7 @@ def _digest(part: list[dict[str, Any]] | None) -> str:
 
 def _shown(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool as the template gets it."""
-    return {key: value for key, value in tool.items() if key != grammars.PATTERN}
+    return {key: value for key, value in tool.items() if key != PATTERN}
 
 
 def _split(conversation: Conversation) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
@@ -231,7 +232,12 @@ def _begun(tokens: list[int], message: dict[str, Any] | None, text: PromptEncode
     if text.markup.writes == "channel":
         return tokens + _begun_channel(message, text, is_inside=in_reasoning(tokens, text))
     if in_reasoning(tokens, text):
-        begun = f"{message.get('reasoning_content', '')}\n{text.markup.reasoning[0][1]}\n\n{begun}"
+        closing = text.markup.reasoning[0][1]
+        reasoning = f"{message.get('reasoning_content', '')}\n"
+        if text.markup.has_breaks:
+            tokens = tokens + _encoded(reasoning, text) + _encoded(closing, text, special=True)
+        else:
+            begun = f"{reasoning}{closing}\n\n{begun}"
     return tokens + _encoded(begun, text)
 
 

@@ -20,6 +20,7 @@ from batchengine.text.grammar import CHECK_CPU_S_MAX, GrammarCompiler
 from batchengine.text.vocab import Tokenizer
 from bench.grammar import Words
 from service.protocols.markup.grammars import Calls, constraint_of
+from tests.text.test_tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, write_vocab
 
 
 def schema(value: object) -> Constraint:
@@ -63,6 +64,9 @@ HONEST = {
     "100 tools": calls("hermes", TOOLS),
     "100 tools, or text": calls("hermes", TOOLS, required=False),
     "100 tools in XML": calls("xml", TOOLS),
+    "100 tools of Gemma": calls("gemma", TOOLS),
+    "100 tools of Gemma, or text": calls("gemma", TOOLS, required=False),
+    "a tool of 500 properties, of Gemma": calls("gemma", [tool(0, fields(500))]),
     "a tool of 500 properties": calls("hermes", [tool(0, fields(500))]),
 }
 HOSTILE = {
@@ -287,3 +291,28 @@ async def test_a_defect_of_the_library_is_a_refusal_by_a_process_that_goes_on(
         assert not [one for one in caplog.records if one.name == "batchengine.text"]
     finally:
         await text.close()
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma4"])
+def test_a_mask_has_the_tokens_that_texts_have(model: str, tmp_path: Path) -> None:
+    """Not those of bytes, which have the same pieces where a byte is a character."""
+    names = [("<unk>", UNKNOWN), ("<eos>", CONTROL), *((f"<0x{b:02X}>", BYTE) for b in range(256))]
+    tokens = [*names, *((one, NORMAL) for one in ("a", "b", "ab", "\n"))]
+    path = write_vocab(
+        tmp_path / "v.gguf",
+        model,
+        tokens,
+        eos_token_id=1,
+        token_merges=["a b"],
+        add_bos_token=False,
+    )
+    tokenizer = Tokenizer(path)
+    text = tokenizer.encode("a\nabé", add_bos=False)
+    matcher = GrammarCompiler(tokenizer).matcher(Constraint("regex", "(.|\n)*"))
+    for token in text[-5:]:
+        assert int.from_bytes(matcher.mask(), "little") >> token & 1
+        matcher.accept([token])
+    mask = int.from_bytes(matcher.mask(), "little")
+    byte_of_a = 2 + ord("a")
+    assert not mask >> byte_of_a & 1
+    assert mask >> 1 & 1

@@ -1,1 +1,1 @@
-"""Encoders of text by one vocabulary: byte-level BPE, SentencePiece, and llama.cpp for the rest."""
+"""Encoders of text by one vocabulary: BPE, SentencePiece, and llama.cpp for the rest."""

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, Protocol, cast
 
 from batchengine.gguf import GgufFile
@@ -68,7 +68,7 @@ class _Encoding(Protocol):
     ids: list[int]
 
 
-class _Library(Protocol):
+class BpeLibrary(Protocol):
     """The part of the library used here, with types."""
 
     def encode_batch_fast(
@@ -125,20 +125,25 @@ def why_unknown(facts: VocabFacts) -> str:
     return f"it has no token for byte {missing[0]}" if missing else ""
 
 
-def _build(facts: VocabFacts) -> _Library:
+def listed_merges(file: GgufFile, known: Container[str]) -> list[tuple[str, str]]:
+    """The merges of a file, those of tokens that are `known`, the first of pairs listed twice."""
+    pairs = dict.fromkeys(_pair(merge) for merge in file.strings(MERGES))
+    return [
+        (left, right)
+        for left, right in pairs
+        if left in known and right in known and left + right in known
+    ]
+
+
+def _build(facts: VocabFacts) -> BpeLibrary:
     # by name, so that neither the engine nor a machine with llama.cpp alone needs the package
     package: Any = importlib.import_module("tokenizers")
-    with GgufFile(facts.path) as file:
-        pairs = [_pair(merge) for merge in file.strings(MERGES)]
     vocab: dict[str, int] = {}
     for index, token in enumerate(facts.tokens):
         with contextlib.suppress(UnicodeDecodeError):  # no word of a text is such a token
             vocab[token.decode()] = index
-    merges = [
-        (left, right)
-        for left, right in dict.fromkeys(pairs)  # of a pair that is listed twice, the first counts
-        if left in vocab and right in vocab and left + right in vocab
-    ]
+    with GgufFile(facts.path) as file:
+        merges = listed_merges(file, vocab)
     try:
         model = package.models.BPE(vocab, merges, ignore_merges=facts.pre in _WHOLE_WORDS)
     except Exception as error:  # the library has no class of its own
@@ -148,7 +153,7 @@ def _build(facts: VocabFacts) -> _Library:
     splits = [words.Split(package.Regex(split), "isolated") for split in SPLITS[facts.pre]]
     as_bytes = words.ByteLevel(add_prefix_space=False, use_regex=False)
     library.pre_tokenizer = words.Sequence([*splits, as_bytes])
-    return cast(_Library, library)
+    return cast(BpeLibrary, library)
 
 
 def _pair(merge: bytes) -> tuple[str, str]:

@@ -11,9 +11,9 @@ import re
 from typing import NamedTuple
 
 from batchengine.core import OutputForm
-from batchengine.markup import BREAK, CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, tool_of
+from batchengine.markup import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, tool_of
 from service.protocols.markup.reader import AnswerReader, Reading
-from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
+from service.protocols.output import CallArguments, CallStart, Reasoning, Text
 
 WORD_CHARS_MAX = 300
 HEAD_PARTS_MAX = 12  # words, marks and spaces
@@ -38,7 +38,7 @@ class HarmonyParser(AnswerReader):
     """Splits an answer that follows the role of its first message."""
 
     def __init__(self, form: OutputForm) -> None:
-        super().__init__()
+        super().__init__(has_breaks=True)
         self._form = form
         self._calls = 0
         self._has_text = False
@@ -140,11 +140,6 @@ class HarmonyParser(AnswerReader):
             else:
                 add(mark)
         return None
-
-    def _add(self, part: OutputPart) -> None:
-        """Adds a part as the model wrote it."""
-        if text := part[-1].replace(BREAK, ""):
-            self._parts.add(part._replace(**{part._fields[-1]: text}))
 
     def _shows(self, head: Head) -> bool:
         """Whether a message of this kind was shown."""

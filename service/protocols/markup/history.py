@@ -21,6 +21,8 @@ from service.protocols.protocol import PromptEncoder
 Message = dict[str, Any]
 
 EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # that Harmony lacks
+DECLARED_SCHEMAS_MAX = 4096  # of one tool that a template of Gemma 4 gets with their types
+DECLARED_DEPTH_MAX = 32  # of those, one in another
 MISTRAL_ID_CHARS = 9  # of a call's id, which its templates insist on
 TOOLS_TEXT = (
     "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
@@ -50,6 +52,8 @@ def prepare(
         tools = None
     if tools and text.markup.writes == "channel":
         tools = [_described(tool) for tool in tools]
+    elif tools and text.markup.writes == "fields":
+        tools = [_declared(tool) for tool in tools]
     if made[0]["role"] == "system" and not text.takes("system"):
         made[0]["role"] = "user"
     return alternating(made), tools
@@ -70,7 +74,7 @@ def prepare_later(
     """
     first = next((i for i, one in enumerate(messages) if one["role"] != "tool"), len(messages))
     results = messages[:first]
-    if text.markup.writes == "channel":
+    if text.markup.writes in ("channel", "fields"):
         results = [_named(result, called) for result in results]
     new = [*heading, _listed(tools)] if tools else heading
     made = _with_calls([*results, *new, *messages[first:]], text, has_call=bool(results))
@@ -79,11 +83,14 @@ def prepare_later(
 
 def variables(template: dict[str, Any], text: PromptEncoder) -> dict[str, Any]:
     """The variables of the template of `text`: of Harmony, which always reasons, an effort that it
-    has, the lowest one where no reasoning is asked for."""
-    if text.markup.writes != "channel":
-        return template
+    has, the lowest one where no reasoning is asked for; of Gemma 4, which reasons only if asked,
+    that it does where there is an effort."""
     made = dict(template)
     effort = made.get("reasoning_effort")
+    if text.markup.writes == "fields" and effort is not None:
+        made.setdefault("enable_thinking", effort != "none")
+    if text.markup.writes != "channel":
+        return made
     if effort is None and made.get("enable_thinking") is False:
         effort = "none"
     if effort is not None:
@@ -102,6 +109,84 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
         named = {name: _with_text(one) for name, one in cast("Message", fields).items()}
         function["parameters"] = {**parameters, "properties": named}
     return {**tool, "function": function}
+
+
+def _declared(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool of Gemma 4, whose templates show the type of most schemas and nothing else."""
+    function: Message = {**tool["function"]}
+    function["description"] = function.get("description") or ""
+    if isinstance(function.get("parameters"), dict):
+        function["parameters"] = _Declaration(function["parameters"]).typed(function["parameters"])
+    return {**tool, "function": function}
+
+
+class _Declaration:
+    """The schema of one tool, in which each schema has a type; references, and the first of several
+    choices, stand for themselves. What a few thousand schemas leave stays as it is."""
+
+    def __init__(self, root: Message) -> None:
+        self._root: object = root
+        self._room = DECLARED_SCHEMAS_MAX
+        self._inside: list[str] = []  # references that are followed
+
+    def typed(self, given: object, depth: int = 0) -> object:
+        """A schema with its type, and those in it."""
+        self._room -= 1
+        if not isinstance(given, dict) or self._room < 0 or depth > DECLARED_DEPTH_MAX:
+            return cast("object", given)
+        schema = cast("Message", given)
+        reference: object = schema.get("$ref")
+        if not isinstance(reference, str):
+            return self._with_parts(schema, depth + 1)
+        if reference in self._inside:
+            return schema
+        self._inside.append(reference)
+        rest = {key: one for key, one in schema.items() if key != "$ref"}
+        made = self.typed({**self._target(reference), **rest}, depth + 1)
+        self._inside.pop()
+        return made
+
+    def _with_parts(self, schema: Message, depth: int) -> Message:
+        made = dict(schema)
+        for key in ("anyOf", "oneOf", "allOf"):
+            listed: object = made.get(key)
+            if "type" in made or not isinstance(listed, list):
+                continue
+            choices = [self.typed(one, depth) for one in cast("list[object]", listed)]
+            some = [one for one in choices if _type_of(one) not in ("", "null")]
+            if some:
+                is_null = {"nullable": True} if "null" in map(_type_of, choices) else {}
+                made = {**cast("Message", some[0]), **made, **is_null}
+        fields: object = made.get("properties")
+        if isinstance(fields, dict):
+            named = cast("Message", fields).items()
+            made["properties"] = {name: self.typed(one, depth) for name, one in named}
+        if isinstance(made.get("items"), dict):
+            made["items"] = self.typed(made["items"], depth)
+        return made if made.get("type") else {**made, "type": _kind(made)}
+
+    def _target(self, reference: str) -> Message:
+        """The part of the schema of this name; an empty schema where there is none."""
+        found: object = self._root
+        for part in reference.removeprefix("#").split("/")[1:]:
+            found = cast("Message", found).get(part) if isinstance(found, dict) else None
+        return cast("Message", found) if isinstance(found, dict) else {}
+
+
+def _type_of(schema: object) -> str:
+    kind: object = cast("Message", schema).get("type") if isinstance(schema, dict) else ""
+    return kind if isinstance(kind, str) else ""
+
+
+def _kind(schema: Message) -> str:
+    """The type of a schema that does not say it."""
+    if "properties" in schema:
+        return "object"
+    if "items" in schema:
+        return "array"
+    listed: object = schema.get("enum")
+    options = cast("list[object]", listed) if isinstance(listed, list) else [schema.get("const")]
+    return "string" if all(isinstance(one, str) for one in options) else "any"
 
 
 def _with_text(given: object) -> object:
@@ -133,6 +218,8 @@ def _with_calls(
     messages = [dict(message) for message in given]
     if text.markup.writes == "channel":
         messages = _one_call_each(messages, has_call=has_call)
+    if text.markup.writes == "fields" and text.takes("thoughts"):
+        messages = [_in_thought(message) for message in messages]
     if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
         return messages
     if text.markup.name == "mistral":
@@ -147,7 +234,35 @@ def _with_calls(
                 message["content"] = _lines(message["content"], _call_text(call))
     if not text.takes("results"):
         messages = [_response(one) if one["role"] == "tool" else one for one in messages]
-    return messages
+    return with_inner_results(messages, text)
+
+
+def _in_thought(message: Message) -> Message:
+    """A message whose text in front of calls is reasoning: templates of Gemma 4 show such text
+    behind the results of the calls."""
+    if not message.get("tool_calls") or not message["content"]:
+        return message
+    reasoning = _lines(message.get("reasoning_content", ""), message["content"])
+    return {**message, "content": "", "reasoning_content": reasoning}
+
+
+def with_inner_results(messages: list[Message], text: PromptEncoder) -> list[Message]:
+    """The messages with results in those of their calls, where a template of Gemma 4 shows them
+    there: older ones show messages of tools as turns of their own."""
+    if text.markup.writes != "fields" or not text.takes("inner results"):
+        return messages
+    made: list[Message] = []
+    for message in messages:
+        calls: list[Message] = made[-1].get("tool_calls") or [] if made else []
+        if message["role"] != "tool" or not calls:
+            made.append(message)
+            continue
+        names = {str(call.get("id")): call["function"]["name"] for call in calls}
+        name = names.get(str(message.get("tool_call_id"))) or message.get("name") or "unknown"
+        results = made[-1].get("tool_responses", ())
+        result = {"name": name, "response": message["content"]}
+        made[-1] = {**made[-1], "tool_responses": [*results, result]}
+    return made
 
 
 def _response(result: Message) -> Message:

@@ -9,8 +9,6 @@ one without arguments.
 
 from __future__ import annotations
 
-import ast
-import json
 import re
 from collections.abc import Callable
 
@@ -22,6 +20,8 @@ from batchengine.markup import (
     CALL_ID,
     CALL_SEP,
     CALLS_END,
+    FIELDS_END,
+    FIELDS_NAME,
     FUNCTION,
     KEY,
     MARKUPS,
@@ -33,11 +33,10 @@ from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.markup.values import (
     NAME_CHARS_MAX,
     PARAMETER,
+    PYTHON_NAME,
     TAG_NAME,
     Values,
-    as_value,
     decoded,
-    quoted,
 )
 from service.protocols.output import (
     ArgumentsParser,
@@ -51,7 +50,6 @@ from service.protocols.output import (
 )
 
 _NAME = re.compile(r"[\w.:/-]")
-_PYTHON_NAME = re.compile(r"[\w.]")
 _NAME_KEYS = ("name", "function", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _OTHER_KEYS = ("type", "id")  # of a call that has no marker in front
@@ -62,14 +60,15 @@ class MarkupParser(AnswerReader):
     """Splits an answer of one form; parts of one kind that follow each other are joined."""
 
     def __init__(self, form: OutputForm) -> None:
-        super().__init__()
         self._form = form
         self._markup: Markup = MARKUPS[form.markup]
+        super().__init__(has_breaks=self._markup.has_breaks)
         self._calls = 0
         self._held = ""  # white space that is text if more text follows
         self._has_calls = False
         self._shown = False  # whether any text was since the last call
         self._hides = False  # what is left is part of a call
+        self._has_thought = False
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         if is_cut and not self._shown:  # what was held back may be the beginning of a marker
@@ -85,7 +84,7 @@ class MarkupParser(AnswerReader):
             self._held += text
             return
         whole, self._held = self._held + body, text[len(body) :]
-        self._parts.add(Text(whole))
+        self._add(Text(whole))
         self._shown = True
 
     def _no_call(self, text: str) -> None:
@@ -95,10 +94,12 @@ class MarkupParser(AnswerReader):
 
     def _answer(self) -> Reading[bool]:
         yield from self._reasoning()
-        if not self._form.calls:
-            yield from self._reader.until((), lambda text: self._parts.add(Text(text)))
-            return True
         markup, reader = self._markup, self._reader
+        thoughts = tuple(start for start, _ in markup.reasoning) if markup.has_breaks else ()
+        if not self._form.calls:
+            while (yield from reader.until(thoughts, lambda text: self._add(Text(text)))):
+                yield from self._thought()
+            return True
         if markup.bare:
             reader.keep()
             following = yield from reader.space()
@@ -107,16 +108,18 @@ class MarkupParser(AnswerReader):
                 yield from self._objects("", strict=True)
             elif following == "[":
                 yield from self._bracket()
-        openers = tuple(markup.forms)
-        while marker := (yield from reader.until(openers, self._text)):
-            yield from self._call(markup.forms[marker], marker)
+        while marker := (yield from reader.until((*markup.forms, *thoughts), self._text)):
+            if marker in thoughts:
+                yield from self._thought()
+            else:
+                yield from self._call(markup.forms[marker], marker)
         if self._held and not self._hides and (self._shown or not self._calls):
-            self._parts.add(Text(self._held))
+            self._add(Text(self._held))
         return True
 
     def _reasoning(self) -> Reading[None]:
         """Reasoning before all else; of an answer without any, white space is text."""
-        reader, ends = self._reader, tuple(end for _, end in self._markup.reasoning)
+        reader = self._reader
         if not self._form.in_reasoning:
             reader.keep()
             yield from reader.space()
@@ -127,28 +130,23 @@ class MarkupParser(AnswerReader):
             else:
                 self._held = space
                 if not self._form.calls and space:
-                    self._parts.add(Text(space))
+                    self._add(Text(space))
                 return
-        yield from reader.space()
-        held = ""
+        yield from self._thought()
 
-        def add(text: str) -> None:
-            nonlocal held
-            body = text.rstrip()
-            if body:
-                self._parts.add(Reasoning(held + body))
-                held = ""
-            held += text[len(body) :]
-
-        if (yield from reader.until(ends, add)):
-            yield from reader.space()
+    def _thought(self) -> Reading[None]:
+        """Reasoning behind its marker; an empty line stands in front of any but the first."""
+        before, ends = "\n\n" * self._has_thought, tuple(e for _, e in self._markup.reasoning)
+        self._has_thought |= yield from self._reader.trimmed(
+            ends, lambda text: self._add(Reasoning(text)), before
+        )
 
     def _start(self, name: str) -> None:
-        self._parts.add(CallStart(self._calls, name))
+        self._add(CallStart(self._calls, name))
         self._held, self._shown, self._has_calls = "", False, True
 
     def _arguments(self, text: str) -> None:
-        self._parts.add(CallArguments(self._calls, text))
+        self._add(CallArguments(self._calls, text))
 
     def _values(self, name: str) -> Values:
         """The reader of the arguments of a call of this tool that are no JSON object."""
@@ -163,6 +161,7 @@ class MarkupParser(AnswerReader):
             "objects": self._objects,
             "list": self._listed,
             "named": self._named,
+            "fields": self._fields,
         }
         yield from forms[form](marker)
 
@@ -203,6 +202,23 @@ class MarkupParser(AnswerReader):
             yield from reader.has(self._markup.closing)
         else:
             self._arguments("{}")
+        self._calls += 1
+
+    def _fields(self, marker: str) -> Reading[None]:
+        """call:NAME{KEY:VALUE,...}, white space between or not."""
+        reader = self._reader
+        reader.keep()
+        yield from reader.space()
+        is_named = yield from reader.has(FIELDS_NAME)
+        name = (yield from reader.word(_NAME, NAME_CHARS_MAX)) if is_named else ""
+        if not name or (yield from reader.space()) != "{":
+            self._no_call(marker + reader.kept())
+            return
+        reader.kept()
+        self._start(name)
+        yield from self._values(name).fields()
+        yield from reader.space()
+        yield from reader.has(FIELDS_END)
         self._calls += 1
 
     def _objects(self, prefix: str, strict: bool = False) -> Reading[None]:
@@ -298,26 +314,16 @@ class MarkupParser(AnswerReader):
         reader.take()
         while True:
             yield from reader.space()
-            name = yield from reader.word(_PYTHON_NAME, NAME_CHARS_MAX)
+            name = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
             if not name or not (yield from reader.has("(")):
                 break
-            key = yield from self._keyword()
+            key = yield from self._values(name).keyword()
             if key is None or (not key and (yield from reader.peek()) != ")"):
                 break
             reader.kept()
             self._start(name)
-            self._arguments("{")
-            before = ""
-            while key:
-                value = yield from reader.python_value()
-                if value is None:
-                    return
-                self._arguments(f"{before}{quoted(key)}: {_from_python(value)}")
-                before = ", "
-                key = (yield from self._keyword()) if (yield from reader.has(",")) else ""
-            if self._is_cut:
+            if not (yield from self._values(name).keywords(key)):
                 return
-            self._arguments("}")
             yield from reader.has(")")
             self._calls += 1
             reader.keep()
@@ -327,15 +333,6 @@ class MarkupParser(AnswerReader):
                     return
                 break
         self._text(reader.kept())
-
-    def _keyword(self) -> Reading[str | None]:
-        """The name of an argument, with the sign behind it; "" where there is none, None where
-        something else is."""
-        reader = self._reader
-        yield from reader.space()
-        key = yield from reader.word(_PYTHON_NAME, NAME_CHARS_MAX)
-        yield from reader.space()
-        return key if not key or (yield from reader.has("=")) else None
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.
@@ -428,16 +425,6 @@ def _as_object(arguments: str) -> str:
     if isinstance(value, str):
         arguments, value = value, decoded(value or "{}")
     return "{}" if value is None or arguments == "" else arguments
-
-
-def _from_python(text: str) -> str:
-    """A value as Python writes it as JSON; what is none is text."""
-    try:
-        value = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
-        value.encode()  # half a surrogate cannot be
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return as_value(text)
-    return value
 
 
 def parser_of(form: OutputForm) -> OutputParser:

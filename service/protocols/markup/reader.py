@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from batchengine.markup import BREAK
 from service.protocols.output import GrowingParts, OutputPart
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class Reader:
     def is_at(self, literals: tuple[str, ...]) -> Reading[bool]:
         """Whether the text goes on with one of `literals`."""
         while not self._text.startswith(literals, self._at):
-            rest = self._text[self._at :]
+            rest = self._text[self._at : self._at + max(map(len, literals))]
             if self._ended or not any(one.startswith(rest) for one in literals):
                 return False
             yield
@@ -107,22 +108,54 @@ class Reader:
             found += self.take()
         return found
 
-    def until(self, markers: tuple[str, ...], sink: Sink) -> Reading[str]:
-        """Passes text to `sink` up to the first of `markers`, which is taken and returned; "" at
-        the end. Text is held back only while it may be the beginning of a marker."""
+    def run(self, pattern: re.Pattern[str], marks: tuple[str, ...]) -> Reading[str]:
+        """Takes text as long as `pattern` matches, or "<" that begins none of `marks`."""
+        pieces: list[str] = []
+        while character := (yield from self.peek()):
+            if character == "<":
+                if (yield from self.is_at(marks)):
+                    break
+                pieces.append(self.take())
+            elif found := self._match(pattern):
+                pieces.append(found)
+            else:
+                break
+        return "".join(pieces)
+
+    def until(self, markers: tuple[str, ...], sink: Sink, *, takes: bool = True) -> Reading[str]:
+        """Passes text to `sink` up to the first of `markers`, which is returned, and taken if
+        `takes`; "" at the end. Text is held back only while it may be the beginning of a marker."""
         pattern, firsts = _finder(markers)
         while True:
             found = pattern.search(self._text, self._at) if markers else None
             if found is not None:
                 if found.start() > self._at:
                     sink(self.take(found.start() - self._at))
-                return self.take(len(found[0]))
+                return self.take(len(found[0])) if takes else found[0]
             held = 0 if self._ended else self._held(markers, firsts)
             if count := len(self._text) - self._at - held:
                 sink(self.take(count))
             if self._ended:
                 return ""
             yield
+
+    def trimmed(self, ends: tuple[str, ...], sink: Sink, before: str) -> Reading[bool]:
+        """As `until`, without white space at both ends, and with `before` in front of any text;
+        whether there was some."""
+        yield from self.space()
+        has_any, held = False, before
+
+        def add(text: str) -> None:
+            nonlocal has_any, held
+            body = text.rstrip()
+            if body:
+                sink(held + body)
+                has_any, held = True, ""
+            held += text[len(body) :]
+
+        if (yield from self.until(ends, add)):
+            yield from self.space()
+        return has_any
 
     def json_value(self, sink: Sink, ends: tuple[str, ...] = ()) -> Reading[bool]:
         """Passes one JSON value to `sink`, raw control characters of its strings escaped; False
@@ -232,9 +265,11 @@ class Reader:
 
 
 class AnswerReader(ABC):
-    """A parser of answers (`service.protocols.output.OutputParser`) that is one generator."""
+    """A parser of answers (`service.protocols.output.OutputParser`) that is one generator.
+    has_breaks: BREAK stands in what is no mark, and is taken out."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_breaks: bool) -> None:
+        self._has_breaks = has_breaks
         self._reader = Reader()
         self._parts = GrowingParts()
         self._is_cut = False  # at the end
@@ -256,6 +291,13 @@ class AnswerReader(ABC):
     def _advance(self) -> None:
         if not self._over:
             self._over = next(self._run, True) is True
+
+    def _add(self, part: OutputPart) -> None:
+        """Adds a part as the model wrote it."""
+        if self._has_breaks:
+            part = part._replace(**{part._fields[-1]: part[-1].replace(BREAK, "")})
+        if part[-1]:
+            self._parts.add(part)
 
     @abstractmethod
     def _answer(self) -> Reading[bool]:

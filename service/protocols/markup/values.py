@@ -1,4 +1,5 @@
-"""Arguments of calls whose values stand without quotes: parameters, and pairs of keys and values.
+"""Arguments of calls that are no JSON: parameters and pairs of keys and values, which stand without
+quotes, and fields, whose texts stand between marks.
 
 They become a JSON object as they come. Where the answer ends inside it, and where a pair is none,
 what was made of them is no JSON, so no client runs the call.
@@ -6,6 +7,7 @@ what was made of them is no JSON, so no client runs the call.
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable
@@ -14,14 +16,18 @@ from typing import cast
 
 import msgspec
 
-from batchengine.markup import KEY, KEY_END, VALUE, VALUE_END
+from batchengine.markup import FIELDS, FIELDS_END, KEY, KEY_END, QUOTE, VALUE, VALUE_END
 from service.protocols.markup.reader import Reader, Reading, Sink
 
 NAME_CHARS_MAX = 256
 TAG_NAME = re.compile(r"[^<>\n]")
+PYTHON_NAME = re.compile(r"[\w.]")
 PARAMETER = "<parameter="
 _PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
+_BARE_KEY = re.compile(r"[^,:{}\[\]<]+")
+_BARE_VALUE = re.compile(r"[^,{}\[\]<]+")
+_FIELD_MARKS = (QUOTE, FIELDS, FIELDS_END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,98 @@ class Values:
                 return
         self.sink("}")
 
+    def keyword(self) -> Reading[str | None]:
+        """The name of an argument as Python writes it, with the sign behind it; "" where there is
+        none, None where something else is."""
+        reader = self.reader
+        yield from reader.space()
+        key = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
+        yield from reader.space()
+        return key if not key or (yield from reader.has("=")) else None
+
+    def keywords(self, key: str | None) -> Reading[bool]:
+        """VALUE, KEY=VALUE, ..., behind the first key; False where the answer ends inside them."""
+        reader, before = self.reader, ""
+        self.sink("{")
+        while key:
+            value = yield from reader.python_value()
+            if value is None:
+                return False
+            self.sink(f"{before}{quoted(key)}: {_from_python(value)}")
+            before = ", "
+            key = (yield from self.keyword()) if (yield from reader.has(",")) else ""
+        if self.is_cut():
+            return False
+        self.sink("}")
+        return True
+
+    def fields(self) -> Reading[None]:
+        """{KEY:VALUE,...}. A comma too many is left out; behind anything else that is wrong, the
+        call is passed on as the model wrote it."""
+        if not (yield from self._whole_fields()):
+            yield from self.reader.until((FIELDS_END, FIELDS), self.sink, takes=False)
+
+    def _whole_fields(self) -> Reading[bool]:
+        """As `fields`; False at what is wrong, and at the end of the answer."""
+        reader, closing = self.reader, ["}"]
+        self.sink(reader.take())
+        before = ""  # the comma in front of the next key or value
+        while closing:
+            following = yield from reader.space()
+            if following != closing[-1]:
+                self.sink(before)
+                if closing[-1] == "}":
+                    if not (yield from self._field_key()):
+                        return False
+                    following = yield from reader.space()
+                if following in ("{", "["):
+                    self.sink(reader.take())
+                    closing.append("}" if following == "{" else "]")
+                    before = ""
+                    continue
+                if not (yield from self._field_value(following)):
+                    return False
+            else:
+                self.sink(reader.take())
+                closing.pop()
+            before = ", "
+            is_over = not closing or (yield from reader.space()) == closing[-1]
+            if not is_over and not (yield from reader.has(",")):
+                return False
+        return True
+
+    def _field_key(self) -> Reading[bool]:
+        """Passes on a key and the colon behind it; False where there is none."""
+        reader, pieces = self.reader, list[str]()
+        reader.keep()
+        key: str | None
+        if (yield from reader.peek()) == '"':
+            key = yield from reader.json_text()
+        elif (yield from reader.has(QUOTE)):
+            ended = yield from reader.until((QUOTE,), pieces.append)
+            key = "".join(pieces) if ended else None
+        else:
+            key = (yield from reader.run(_BARE_KEY, _FIELD_MARKS)).strip() or None
+        yield from reader.space()
+        has_colon = key is not None and (yield from reader.has(":"))
+        kept = reader.kept()
+        self.sink(f"{quoted(key)}: " if key is not None and has_colon else kept)
+        return has_colon
+
+    def _field_value(self, following: str) -> Reading[bool]:
+        """Passes on one value that is no list and has no fields; False where there is none."""
+        reader = self.reader
+        if following == '"':
+            return (yield from reader.json_value(self.sink))
+        if (yield from reader.has(QUOTE)):
+            self.sink('"')
+            ended = yield from reader.until((QUOTE,), self._quote)
+            self.sink('"' if ended else "")
+            return bool(ended)
+        bare = (yield from reader.run(_BARE_VALUE, _FIELD_MARKS)).strip()
+        self.sink(as_value(bare) if bare else "")
+        return bool(bare)
+
     def _value(self, is_text: bool, ends: tuple[str, ...]) -> Reading[bool]:
         """One value up to one of `ends`; False where the answer ends inside it."""
         if is_text:
@@ -112,3 +210,13 @@ def decoded(text: str) -> object:
         return cast("object", msgspec.json.decode(text))
     except (msgspec.DecodeError, RecursionError):
         return None
+
+
+def _from_python(text: str) -> str:
+    """A value as Python writes it as JSON; what is none is text."""
+    try:
+        value = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
+        value.encode()  # half a surrogate cannot be
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return as_value(text)
+    return value

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
-from service.protocols.markup.grammars import PATTERN
+from service.protocols.markup.rules import PATTERN
 from service.protocols.openai.input_formats import pattern_of
 
 Fields = dict[str, Any]

@@ -11,7 +11,7 @@ import itertools
 import re
 from typing import Any, cast
 
-from service.protocols.markup.grammars import LOOKS_AROUND
+from service.protocols.markup.rules import LOOKS_AROUND
 
 PATTERN_CHARS_MAX = 1 << 16
 

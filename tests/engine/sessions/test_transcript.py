@@ -19,6 +19,7 @@ from batchengine.engine.sessions.transcript import (
 )
 from batchengine.text.encoder import TextEncoder
 from batchengine.text.vocab import Tokenizer
+from tests.text.gemma import write_gemma
 from tests.text.harmony import IDS, open_harmony, write_harmony
 
 MARK, END, HEAD_END = 1000, 1001, 1002
@@ -171,6 +172,24 @@ def test_a_result_of_harmony_is_inside_a_message_of_a_tool() -> None:
     names = {1: b"<|start|>", 2: b"functions", 3: b".weather", 4: b" to"}
     vocabulary: Any = SimpleNamespace(control=[1], piece=names.__getitem__)
     assert Outlines(vocabulary).role([1, 2, 3, 4], 0) == "tool"
+
+
+def test_a_prompt_of_gemma_is_messages(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_gemma(tmp_path / "v.gguf"))
+    parts = ("<bos>", "<|turn>system\nab<turn|>\n", "<|turn>user\nhi<turn|>\n<|turn>model\n")
+    head, first, asked = (tokenizer.encode(one, special=True, add_bos=False) for one in parts)
+    outlines = Outlines(tokenizer)
+    end = len(head) + len(first)
+    outline = outlines.of([*head, *first, *asked])
+    assert (outline.head, outline.is_single) == (end, True)
+    answer = tokenizer.encode("Yes<turn|>", special=True, add_bos=False)
+    tokens = [*head, *first, *asked, *answer]
+    marks, control = outlines.marks, tokenizer.control
+    assert asyncio.run(messages_of(tokens, marks, control, tokenizer.piece)) == [
+        {"role": "system", "content": "ab"},
+        {"role": "user", "content": "hi"},
+        {"role": "model", "content": "Yes"},
+    ]
 
 
 async def test_a_session_of_harmony_has_its_messages(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ import pytest
 
 from batchengine.core import BatchEngineError, Constraint, OutputForm
 from batchengine.markup import MARKUPS
-from service.protocols.markup.grammars import PATTERN, Calls, constraint_of
+from service.protocols.markup.grammars import Calls, constraint_of
 from service.protocols.markup.parser import parser_of
+from service.protocols.markup.rules import PATTERN
 from service.protocols.output import OutputPart, arguments_of, calls_of, plain_text
 
 llguidance = pytest.importorskip("llguidance")
@@ -24,7 +25,8 @@ CONTROL = {
     for number, name in enumerate(
         (
             *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>"),
-            *("<arg_value>", "</arg_value>"),
+            *("<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+            *("<|channel>", "<channel|>"),
         )
     )
 }
@@ -64,7 +66,7 @@ class Bytes:
 
 
 def ids(text: str, grammar: str) -> list[int]:
-    """The tokens of a text. Marks of GLM are text in a vocabulary whose grammar has them so."""
+    """The tokens of a text. Marks of GLM and Gemma are text where a grammar has them so."""
     tokens = {name: i for name, i in CONTROL.items() if name[0] == "[" or f"<[{i}]>" in grammar}
     pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text)
     return [i for p in pieces for i in ([tokens[p]] if p in tokens else list(p.encode()))]
@@ -128,6 +130,7 @@ DEEPSEEK = (
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather"
     '\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>'
 )
+GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3,unit:<|"|>C<|"|>}<tool_call|>'
 FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("hermes", no_control, HERMES, f"{HERMES}\n{HERMES}"),
     ("generic", no_control, HERMES, f"{HERMES}\n{HERMES}"),
@@ -138,6 +141,8 @@ FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("glm", CONTROL.get, GLM, f"{GLM}\n{GLM}"),
     ("llama", no_control, LLAMA, f"{LLAMA}; {LLAMA}"),
     ("mistral", CONTROL.get, MISTRAL, MISTRAL + MISTRAL),
+    ("gemma", no_control, GEMMA, GEMMA + GEMMA),
+    ("gemma", CONTROL.get, GEMMA, GEMMA + GEMMA),
     ("deepseek", no_control, f"{BEGIN}{DEEPSEEK}{END}", f"{BEGIN}{DEEPSEEK}\n{DEEPSEEK}{END}"),
 ]
 
@@ -255,6 +260,12 @@ def test_reasoning_is_free_in_front() -> None:
     for line in ("", "\n"):
         assert allows(grammar("glm", may=True), f"{line}<think>So.</think>\n{GLM}")
     assert allows(grammar("glm_inline", may=True), f"<think>So.</think>{GLM_INLINE}")
+    for control_id in (no_control, CONTROL.get):
+        thought = f"<|channel>thought\nSo.\n<channel|>{GEMMA}"
+        assert allows(grammar("gemma", control_id, may=True), thought)
+        assert allows(grammar("gemma", control_id, may=True), GEMMA)
+        inside = grammar("gemma", control_id, inside=True)
+        assert allows(inside, thought.removeprefix("<|channel>thought"))
     thought = f"[THINK]So.[/THINK]{MISTRAL}"
     assert allows(grammar("mistral", CONTROL.get, may=True), thought)
 

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchengine.core import OutputForm
-from batchengine.markup import MARKUPS, markup_of
+from batchengine.markup import BREAK, MARKUPS, markup_of
 from service.protocols.markup.parser import parser_of
 from service.protocols.output import (
     CallArguments,
+    CallStart,
     OutputPart,
     arguments_of,
     calls_of,
@@ -69,6 +70,10 @@ GLM_INLINE = re.sub(r"\n(?=<)", "", GLM)
 XML_ARGUMENTS = {
     "query": 'line 1\n"2" </function>', "limit": 3, "code": "007", "deep": {"a": [1]}, "flag": True,
 }  # fmt: skip
+GEMMA = (
+    '<|tool_call>call:search{query:<|"|>line 1\n"2" </function> {a:1},[]<|"|>,limit:3,'
+    'code:<|"|>007<|"|>,deep:{a:[1]},flag:true}<tool_call|>'
+)
 RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
     (
         "hermes",
@@ -121,6 +126,63 @@ RECORDED: list[tuple[str, str, tuple[str, str, list[tuple[str, object]]]]] = [
         "<tool_call>search\n<arg_key>query</arg_key><arg_value></arg_value>"
         "<arg_key>code</arg_key><arg_value> <arg_key>x</tool_call></arg_value></tool_call>",
         ("", "", [("search", {"query": "", "code": " <arg_key>x</tool_call>"})]),
+    ),
+    (
+        "gemma",
+        f"<|channel>thought\nwhy\n<channel|>hm {GEMMA}<|tool_call>call:now{{}}<tool_call|>",
+        (
+            "why",
+            "hm",
+            [
+                ("search", XML_ARGUMENTS | {"query": XML_ARGUMENTS["query"] + " {a:1},[]"}),
+                ("now", {}),
+            ],
+        ),
+    ),
+    ("gemma", "<|channel>thought\n<channel|>Hi.", ("", "Hi.", [])),
+    (
+        "gemma",
+        "a <|channel>thought\nwhy<channel|> b<|channel>thought\n\n<channel|>"
+        "<|channel>thought\nso<channel|>",
+        ("why\n\nso", "a b", []),
+    ),
+    (
+        "gemma",
+        '<|tool_call> call:f { <|"|>a:b<|"|> : <|"|><|"|> , "c" : "x\\ty", d : [ ], e:{ }, }'
+        " <tool_call|> after",
+        ("", " after", [("f", {"a:b": "", "c": "x\ty", "d": [], "e": {}})]),
+    ),
+    (
+        "gemma",
+        "<|tool_call>call:ns.f-1{a:null,b:-1.5e3,c:False,d:New York,e:[<|"
+        '"|>x<|"|>,{f:[[],[1,]]},nan],f g:[{}]}<tool_call|>',
+        (
+            "",
+            "",
+            [
+                (
+                    "ns.f-1",
+                    {
+                        "a": None,
+                        "b": -1500,
+                        "c": False,
+                        "d": "New York",
+                        "e": ["x", {"f": [[], [1]]}, "nan"],
+                        "f g": [{}],
+                    },
+                )
+            ],
+        ),
+    ),
+    (
+        "gemma",
+        '<|tool_call>call:f{a:<|"|><tool_call|><|tool_call>call:g{}<|channel><|"|>}<tool_call|>',
+        ("", "", [("f", {"a": "<tool_call|><|tool_call>call:g{}<|channel>"})]),
+    ),
+    (
+        "gemma",
+        f'<tool_call>{{"name": "search", "arguments": {SEARCH}}}</tool_call>',
+        ("", "", [("search", ARGUMENTS)]),
     ),
     (
         "seed",
@@ -218,6 +280,11 @@ BROKEN = [
     ("glm", "<tool_call>f\n<arg_value>1</arg_value></tool_call>"),
     ("glm", "<tool_call>f"),
     ("hermes", "<tool_call>f</tool_call>"),
+    ("gemma", "<|tool_call>weather{}<tool_call|>"),
+    ("gemma", "<|tool_call>call:{}<tool_call|>"),
+    ("gemma", "<|tool_call>call:f<tool_call|>"),
+    ("gemma", "<|tool_call>call:f"),
+    ("gemma", "< | <|tool call> |> <|channel>final<channel|>"),
     ("llama", '<|python_tag|>search.call(query="x")'),
     ("llama", '{"name": "f", "parameters'),
     ("mistral", "[TOOL_CALLS] what?"),
@@ -269,6 +336,74 @@ def test_pairs_that_are_wrong_or_end_early_are_no_json(text: str, arguments: str
     assert arguments_of(parts)[0] == arguments
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("", "{"),
+        ("a", "{a"),
+        ("a}", "{a}"),
+        ("a,b:1}", "{a,b:1}"),
+        ('<|"|>a<|"|>}', '{<|"|>a<|"|>}'),
+        ("a:", '{"a": '),
+        ("a:}", '{"a": }'),
+        ("a:,b:1}", '{"a": ,b:1}'),
+        ("a:12", '{"a": 12'),
+        ("a:1,2}", '{"a": 1, 2}'),
+        ("a:1]}", '{"a": 1]}'),
+        ("a:[1}}", '{"a": [1}}'),
+        ("a:[1,2", '{"a": [1, 2'),
+        ('a:<|"|>x', '{"a": "x'),
+        ('a:<|"|>x}<tool_call|>', '{"a": "x}<tool_call|>'),
+        ('a:<|"|>x<|"|>y}', '{"a": "x"y}'),
+        ('a:1<|"|>x<|"|>}', '{"a": 1<|"|>x<|"|>}'),
+        ("{a:1}}", "{{a:1}}"),
+        (",a:1}", "{,a:1}"),
+        ('"a\\', '{"a\\'),
+        ("a:{b:1},", '{"a": {"b": 1}, '),
+    ],
+)
+@pytest.mark.parametrize("end", ["", "<tool_call|>", "<|tool_call>call:g{}<tool_call|>"])
+def test_fields_that_are_wrong_or_end_early_are_no_json(
+    text: str, arguments: str, end: str
+) -> None:
+    parts = parts_of(f"<|tool_call>call:f{{{text}{end}", markup="gemma")
+    found = arguments_of(parts)[0]
+    with pytest.raises(ValueError, match=r"."):
+        json.loads(found)
+    if not end:
+        assert found == arguments
+    assert plain_text(parts) == ""
+
+
+def test_a_call_behind_a_wrong_one_is_found() -> None:
+    text = "<|tool_call>call:f{a:1 <|tool_call>call:g{b:2}<tool_call|>Done."
+    parts = parts_of(text, markup="gemma")
+    assert [call.name for call in calls_of(parts)] == ["f", "g"]
+    assert arguments_of(parts) == ['{"a": 1', '{"b": 2}']
+    assert plain_text(parts) == "Done."
+
+
+def test_fields_come_while_they_are_written() -> None:
+    parser = parser_of(OutputForm("gemma", calls=True))
+    assert parser.push("Hi <|tool_call>call:f{t") == [("Hi",), CallStart(0, "f"), (0, "{")]
+    assert parser.push(':<|"|>a"<') == [CallArguments(0, '"t": "a\\"')]
+    assert parser.push("b<|") == [CallArguments(0, "<b")]
+    assert parser.push('"|>,n:1') == [CallArguments(0, '", "n": ')]
+    assert parser.push("2}<tool") == [CallArguments(0, "12}")]
+    assert parser.push("_call|>") == []
+
+
+def test_what_has_breaks_is_no_mark() -> None:
+    """Tokens that are no marks have spelled them; the model's own characters are shown."""
+    spelled = [f"<{BREAK}|tool_call>call:f{{}}", f"<{BREAK}|channel>thought", f"<channel|{BREAK}>"]
+    text = " ".join(spelled)
+    quote = f'<{BREAK}|"|{BREAK}>'
+    call = f'<|tool_call>call:f{{a:<|"|>{text}{quote}<|"|>,b:x{quote}}}<tool_call|>'
+    parts = parts_of(f"<|channel>thought\n{text}<channel|>{text}{call}", markup="gemma")
+    shown, mark = text.replace(BREAK, ""), '<|"|>'
+    assert summary(parts) == (shown, shown, [("f", {"a": shown + mark, "b": f"x{mark}"})])
+
+
 def test_values_of_pairs_come_while_they_are_written() -> None:
     parser = parser_of(OutputForm("glm", calls=True, text_parameters={"f": ("t",)}))
     assert parser.push("Hi <tool_call>f\n<arg_k") == [("Hi",)]
@@ -305,7 +440,8 @@ def test_arguments_come_while_they_are_written() -> None:
 
 MARKUP = st.sampled_from(
     [
-        *sorted(MARKUPS["generic"].markers | MARKUPS["glm"].markers),
+        *sorted(MARKUPS["generic"].markers | MARKUPS["glm"].markers | MARKUPS["gemma"].markers),
+        "call:f{", BREAK,
         "<think>", "</think>", "[THINK]", "[/THINK]",
         "</function>", "<parameter=", "</parameter>", ">", "{", "}", "[", "]", '"', "\\", ":", ",",
         ";", '"name"', '"arguments"', '"parameters"', '"function"', "f", " ", "\n", "1", "true",
@@ -358,6 +494,15 @@ def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
         "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 5_000,
         "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_valu" * 10_000,
         "<tool_call>f " * 20_000,
+        "<|tool_call>" * 20_000,
+        "<|tool_call>call:f{" + "a:{" * 50_000,
+        "<|tool_call>call:f{a:" + "[" * 50_000 + "]" * 50_000,
+        "<|tool_call>call:f{" + "a:1," * 30_000 + "}",
+        "<|tool_call>call:f{a:" + "9" * 100_000 + "}",
+        "<|tool_call>call:f{a:" + "<" * 50_000 + "<|" * 20_000,
+        '<|tool_call>call:f{a:<|"|>' + '<|"|' * 20_000,
+        "<|tool_call>call:f{" + '<|"|>a<|"|>' * 20_000,
+        "<|channel>thought" * 20_000,
         "<|start|>" * 20_000,
         "<|channel|>analysis" * 20_000,
         "<|channel|>final<|message|>" + "<|end|> " * 20_000,
@@ -367,7 +512,9 @@ def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
 def test_hostile_answers_cost_time_in_proportion(text: str) -> None:
     began = time.process_time()
     markup = "harmony" if "|" in text else "glm" if "_call>f" in text else "hermes"
+    markup = "gemma" if text.startswith(("<|tool_call>", "<|channel>")) else markup
     parts_of(text, list(range(0, len(text), 7)), markup=markup)
+    parts_of(text, markup=markup)
     assert time.process_time() - began < 5.0
 
 
@@ -398,3 +545,5 @@ def test_a_markup_is_chosen_by_template_then_vocabulary() -> None:
     assert markup_of("<|im_start|>", no_token).name == "generic"
     assert markup_of("{{'<｜tool▁calls▁begin｜>'}}", no_token).name == "deepseek"
     assert markup_of("<|im_start|>", "<tool_call>".__eq__).name == "hermes"
+    assert markup_of("{{ '<|tool_call>call:' }}", no_token).name == "gemma"
+    assert markup_of("<|turn>user", "<|tool_call>".__eq__).name == "gemma"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from batchengine.text.vocab import Tokenizer
 
-# ChatML, Llama 3, Harmony, Gemma, Mistral
-ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>|<start_of_turn>|\[INST\]")
+# ChatML, Llama 3, Harmony, Gemma 3 and 4, Mistral
+ROLE_MARK = re.compile(rb"<\|(im_start|start_header_id|start)\|>|<start_of_turn>|<\|turn>|\[INST\]")
 ROLE = re.compile(r"\s*(system|developer|user|assistant|model|tool|ipython|functions(?=\.))\b")
 OF_TOOL = "functions"  # in front of a tool's name, which Harmony has for a role
 MARK_OF_USER = b"[INST]"  # no role follows it
