@@ -68,7 +68,7 @@ from batchengine.policy import capacity
 from batchengine.policy.cost import StepCost
 from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
-from batchengine.weights import plan_tensors, read_spec
+from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
 from batchengine.wire.peer import KvFormat
 from kv_store.errors import StoreError, StoreLocked
@@ -490,7 +490,7 @@ def inspect_model(config: Config) -> ModelInfo:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
         banks = [tensor for tensor in gguf.tensors.values() if len(tensor.shape) == 3]
-        tables = [gguf.tensors[table.tensor] for table in plan_tensors(gguf, spec).tables]
+        tables = [gguf.tensors[name] for name in spec.tables if name in gguf.tensors]
         n_bytes, found = gguf.size_bytes, Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
     notes: list[str] = []

@@ -24,6 +24,8 @@ from kv_store.layout import KvHeads, PageLayout
 STATE_DIM_MAX = 256
 CONV_KERNEL_MAX = 4
 
+TABLE, LAYER_TABLE = "token_embd.weight", "per_layer_token_embd.weight"
+
 _COMPANIONS = ("adapter", "mmproj", "imatrix")  # values of general.type
 
 _FILE_TYPES = {
@@ -132,6 +134,12 @@ class ModelSpec:
         """The layout of a KV page."""
         heads = [KvHeads(of.n_kv_head, of.head_dim) for of in self.attentions if of.has_kv]
         return PageLayout(tuple(heads))
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Tensors of which a token reads one row: embeddings, unless they are the head too."""
+        own = (LAYER_TABLE,) if self.n_embd_layer else ()
+        return own if self.tied else (TABLE, *own)
 
     @property
     def is_whole(self) -> bool:
@@ -334,6 +342,6 @@ def _vocab_size(gguf: GgufFile, arch: str) -> int:
             key, why = "tokenizer.ggml.tokens", "no model has an empty vocabulary"
             raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="empty", why=why)
         return len(tokens)
-    info = gguf.tensors.get("token_embd.weight")
+    info = gguf.tensors.get(TABLE)
     rows = info.shape[1] if info is not None and len(info.shape) == 2 else None
     return count_of(gguf, f"{arch}.vocab_size", rows)

@@ -22,7 +22,7 @@ from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.attention import AttentionSpec
 from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.keys import unsupported
-from batchengine.weights.spec import DeltaNetSpec, MixerSpec, ModelSpec
+from batchengine.weights.spec import LAYER_TABLE, TABLE, DeltaNetSpec, MixerSpec, ModelSpec
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
@@ -286,12 +286,6 @@ class TensorPlan:
     matrices: tuple[MatrixPlan, ...] = field(repr=False)
     vectors: tuple[VectorPlan, ...] = field(repr=False)
 
-    @property
-    def tables(self) -> list[MatrixPlan]:
-        """The matrices of which a token reads one row: embeddings, unless they are the head too."""
-        own = [] if self.layer_embeddings is None else [self.layer_embeddings.table]
-        return own if self.head is self.embedding else [self.embedding, *own]
-
 
 def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     """Finds every tensor of the model; BatchEngineError naming the first one that is wrong."""
@@ -300,7 +294,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         _refuse_other_experts(gguf, spec.experts)
     norm = ARCHITECTURES[spec.arch].ffn_norm
     rotated = [of.rope.n_rot for of in spec.attentions if of.rope.has_factors]
-    embedding = find.matrix("token_embd.weight", spec.n_vocab, spec.n_embd)
+    embedding = find.matrix(TABLE, spec.n_vocab, spec.n_embd)
     head = embedding
     if not spec.tied:
         head = find.matrix("output.weight", spec.n_vocab, spec.n_embd)
@@ -331,7 +325,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
 def _plan_layer_embeddings(find: _Finder, spec: ModelSpec) -> LayerEmbeddingPlan:
     width = spec.n_embd_layer * spec.n_layer
     return LayerEmbeddingPlan(
-        table=find.matrix("per_layer_token_embd.weight", spec.n_vocab, width),
+        table=find.matrix(LAYER_TABLE, spec.n_vocab, width),
         projection=find.matrix("per_layer_model_proj.weight", width, spec.n_embd),
         norm=find.vector("per_layer_proj_norm.weight", spec.n_embd_layer),
     )

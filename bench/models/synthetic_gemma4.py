@@ -7,16 +7,12 @@ has embeddings of its own, a scale, and, with experts, a dense part beside them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+import gguf
 import numpy as np
 
 from batchengine.weights.keys import is_last_of
-
-if TYPE_CHECKING:
-    import gguf
-
-    from bench.models.synthetic import RandomTensor, Shape
+from bench.models.shapes import RandomTensor, Shape
 
 EVERY = 6  # of so many layers the last one has no window, unless the shape says otherwise
 IDENTITY = 1e30  # of RoPE: a pair that does not turn

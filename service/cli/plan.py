@@ -104,8 +104,9 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         bank_bytes = sum(sizes[m.name] for m in banks)
         experts = Experts(n_expert, n_used, bank_bytes)
         unused = sum(m.rows * m.cols for m in banks) * (n_expert - n_used) // n_expert
-    read_bytes = weight_bytes - bank_bytes - sum(sizes[m.name] for m in tensors.tables)
-    products = parameters - unused - sum(m.rows * m.cols for m in tensors.tables)
+    tables = [m for m in tensors.matrices if m.name in spec.tables]
+    read_bytes = weight_bytes - bank_bytes - sum(sizes[m.name] for m in tables)
+    products = parameters - unused - sum(m.rows * m.cols for m in tables)
     layout = spec.page_layout
     context = min(context_tokens or spec.context_trained, spec.context_trained)
     size = ModelSize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
 from batchengine.model.layers.delta_net import DeltaNet, DeltaNetBuffers
+from batchengine.model.layers.embeddings import LayerEmbeddings, LayerInputBuffers, LayerInputs
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
-from batchengine.model.layers.inputs import LayerEmbeddings, LayerInputBuffers, LayerInputs
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.model.layers.paired import PairedBuffers, PairedFfn
 
