@@ -30,7 +30,7 @@ from batchengine.wire.peer import KvFormat
 from bench.models.synthetic import Shape, write_synthetic
 from kv_store.arenas.arena import POISON
 from kv_store.keys import ROOT_KEY
-from kv_store.layout import Descriptor, PageLayout
+from kv_store.layout import Descriptor, KvHeads, PageLayout
 from kv_store.osio import Files
 from kv_store.pages.allocator import NoRoom
 from kv_store.store import Store
@@ -241,6 +241,7 @@ async def test_the_link_to_a_daemon_of_another_model_is_measured(
         assert b.linked.given.bytes_free > 0
 
 
+MIXED = PageLayout((KvHeads(1, 32), KvHeads(2, 32)))
 SAID = Descriptor("aa" * 32, "bb" * 32, "llama", PageLayout.uniform(3, 3, 32))
 
 
@@ -266,9 +267,10 @@ def link_of(descriptor: Descriptor | str, n_head: int = 3, **ids: str) -> PeerLi
         (link_of(SAID, n_head=4), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(1, 256, 32)), 256), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(5000, 1, 32)), 1), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 512)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 544)), 1), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 256)), 1000), "not computed here"),
-        (link_of(replace(SAID, layout=PageLayout.uniform(1 << 40, 1, 32)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=MIXED), 6), "not computed here"),
+        (link_of(SAID.to_json().replace('"n_layer":"3"', f'"n_layer":"{1 << 40}"')), "no 10995"),
     ],
 )
 async def test_a_format_that_cannot_be_is_refused(tmp_path: Path, link: PeerLink, why: str) -> None:
