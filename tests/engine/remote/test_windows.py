@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.models.synthetic import PRESETS, write_synthetic
+from tests.engine.linked.daemons import daemon
 from tests.engine.linked.test_daemons import holders, nothing_is_held
-from tests.engine.remote.test_other_models import pair
+from tests.engine.remote.test_other_models import N_PAGES, pair
 from tests.support.engines import Reference, Site, read, request, unread, until, words
 
 
@@ -52,3 +53,39 @@ async def test_a_peer_attends_for_the_layers_that_see_its_pages(
         assert answer.tokens == windowed_reference.tokens(longer, 40)
         await b.engine.drop("", "s")
         await nothing_is_held(a, b)
+
+
+async def test_pages_whose_layers_differ_stay_where_they_are(
+    site: Site, tmp_path: Path, cache_dir: Path
+) -> None:
+    """Those of Gemma 4, whose layers with a window have other heads. Its daemon keeps pages of the
+    other model's sessions."""
+    path = tmp_path / "gemma4.gguf"
+    write_synthetic(path, replace(PRESETS["gemma4-tiny"], n_vocab=2000))
+    alone = Reference(path, cache_dir)
+    try:
+        other = Site(path, site.folder, site.cache_dir)
+        async with daemon(site, "a", N_PAGES) as a, daemon(other, "b", N_PAGES) as b:
+            a.knows(b)
+            b.knows(a)
+            await until(lambda: a.beyond() >= 8)
+            prompt, keeper = words(5, 256 * 9), b.linked.keeper
+            link = b.engine.running.peers.links["a"]
+            generation = await unread(b.engine, request(prompt, 520, session="s"), 5)
+            keeper.want(b.state.sessions["", "s"], 4)
+            answer = await read(generation)
+            assert answer.tokens == alone.tokens(prompt, 520)
+            keeper.look()
+            assert not keeper.is_usable(link)
+            assert (keeper.bytes_free("a"), b.state.lanes[0].seats.pages_beyond_max) == (0, 0)
+            assert b.state.sessions["", "s"].kv.n_held == 0
+            assert not keeper.moves
+            ids = words(6, 256 * 9)
+            generation = await unread(a.engine, request(ids, 520, session="t"), 5)
+            a.linked.keeper.want(a.state.sessions["", "t"], 4)
+            await until(lambda: a.state.sessions["", "t"].kv.n_held >= 4)
+            generation.cancel()
+            await a.engine.drop("", "t")
+            await nothing_is_held(a, b)
+    finally:
+        alone.close()
