@@ -209,14 +209,17 @@ def choose(
     """A token for each wanted row, from the logits that were computed last; and the rows, by index
     in `wanted`, whose mask is late: their token is not to be used."""
     masks = batch.masks(wanted.masks)
-    specs = sample_specs(batch, masks, wanted)
+    specs = sample_specs(batch, masks, wanted, stepper.model.spec.suppressed)
     return stepper.ops.sample(stepper.logits_rows, specs), late_rows(wanted, masks)
 
 
 def sample_specs(
-    batch: StepInput, masks: Sequence[Mask | None], wanted: WantedRows
+    batch: StepInput,
+    masks: Sequence[Mask | None],
+    wanted: WantedRows,
+    suppressed: tuple[int, ...] = (),
 ) -> list[kernels.SampleSpec]:
-    """What is sampled with, for each wanted row."""
+    """What is sampled with, for each wanted row; `suppressed`: tokens that no row samples."""
     ends = np.cumsum(batch.shape[:, 0]).tolist()
     specs: list[kernels.SampleSpec] = []
     for index, row, mask in zip(wanted.entries, wanted.rows.tolist(), masks, strict=True):
@@ -233,7 +236,7 @@ def sample_specs(
                 position=entry.start + entry.n_tokens - behind,
                 history=history,
                 mask=mask,
-                banned=entry.banned,
+                banned=(*entry.banned, *suppressed),
             )
         )
     return specs

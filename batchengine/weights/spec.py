@@ -26,6 +26,8 @@ CONV_KERNEL_MAX = 4
 
 TABLE, LAYER_TABLE = "token_embd.weight", "per_layer_token_embd.weight"
 
+SUPPRESSED, SUPPRESSED_MAX = "tokenizer.ggml.suppress_tokens", 1024
+
 _COMPANIONS = ("adapter", "mmproj", "imatrix")  # values of general.type
 
 _FILE_TYPES = {
@@ -88,7 +90,7 @@ class ModelSpec:
     layers: one per block of the file, in order. tied = the head is the embedding matrix.
     embed_scale: what embeddings are multiplied by. logit_cap: the soft bound of logits, 0 = there
     is none. n_embd_layer: width of the embeddings of a token that each layer has of its own; 0 =
-    none has.
+    none has. suppressed: tokens that no answer has, rising.
     """
 
     arch: str
@@ -103,6 +105,7 @@ class ModelSpec:
     embed_scale: float = 1.0
     logit_cap: float = 0.0
     n_embd_layer: int = 0
+    suppressed: tuple[int, ...] = ()
 
     @property
     def n_layer(self) -> int:
@@ -233,7 +236,26 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         embed_scale=float(np.float32(math.sqrt(n_embd))) if row.scales_embedding else 1.0,
         logit_cap=_logit_cap(gguf, arch),
         n_embd_layer=_layer_embedding(gguf, arch),
+        suppressed=_suppressed(gguf, _vocab_size(gguf, arch)),
     )
+
+
+def _suppressed(gguf: GgufFile, n_vocab: int) -> tuple[int, ...]:
+    """The tokens that the file keeps out of answers: those of images in a model that only reads
+    them, say."""
+    value = gguf.values.get(SUPPRESSED)
+    if value is None:
+        return ()
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+        why = "it must be an array of tokens"
+        raise errors.KEY_VALUE(
+            file=gguf.path.name, key=SUPPRESSED, value=type(value).__name__, why=why
+        )
+    tokens = sorted({int(token) for token in value.tolist()})
+    if len(tokens) > SUPPRESSED_MAX or (tokens and not 0 <= tokens[0] <= tokens[-1] < n_vocab):
+        why = f"{SUPPRESSED_MAX} tokens of the vocabulary at most"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=SUPPRESSED, value="an array", why=why)
+    return tuple(tokens)
 
 
 def _logit_cap(gguf: GgufFile, arch: str) -> float:

@@ -295,7 +295,10 @@ class LocalRunner:
     ) -> None:
         """Samples one token for each of `indexes`, whose logits are rows 0, 1, ... of the step."""
         specs = [
-            next_spec(sampling[i], timelines[i].tokens, mask_of(i, results[i])) for i in indexes
+            next_spec(
+                sampling[i], timelines[i].tokens, mask_of(i, results[i]), self.spec.suppressed
+            )
+            for i in indexes
         ]
         for index, choice in zip(
             indexes, self.stepper.ops.sample(self.stepper.logits_rows, specs), strict=True
@@ -306,9 +309,13 @@ class LocalRunner:
 
 
 def next_spec(
-    sampling: Sampling, tokens: list[int], mask: Mask | None = None
+    sampling: Sampling,
+    tokens: list[int],
+    mask: Mask | None = None,
+    suppressed: tuple[int, ...] = (),
 ) -> kernels.SampleSpec:
     """The kernel's sampling parameters for the token at position len(tokens)."""
     window = tokens[-sampling.penalty_tokens :] if sampling.penalty_tokens else []
     history = np.array(window, np.int32)
-    return sample_spec(sampling, position=len(tokens), history=history, mask=mask)
+    at = len(tokens)
+    return sample_spec(sampling, position=at, history=history, mask=mask, banned=suppressed)

@@ -180,6 +180,22 @@ def test_tensors_that_must_be_there(tmp_path: Path, name: str) -> None:
     assert name in str(error.value)
 
 
+def test_tokens_that_the_file_suppresses_are_in_no_answer(tmp_path: Path) -> None:
+    """Of a greedy answer the others are chosen then."""
+    path = written(tmp_path / "m.gguf", TINY)
+    with LocalRunner(path, cache_dir=tmp_path, n_pages=2) as runner:
+        first = runner.generate([[1, 2, 3]], 12)[0]
+    key, tokens = "tokenizer.ggml.suppress_tokens", sorted({*first})
+    changed = edited(path, lambda values, _: values.__setitem__(key, (tokens, COUNTS)))
+    assert read(changed)[0].suppressed == tuple(tokens)
+    with LocalRunner(changed, cache_dir=tmp_path, n_pages=2) as runner:
+        assert not {*runner.generate([[1, 2, 3]], 12)[0]} & {*tokens}
+    for wrong, words in (([320], "of the vocabulary"), ([-1], "of the vocabulary")):
+        bad = edited(path, lambda values, _, wrong=wrong: values.__setitem__(key, (wrong, COUNTS)))
+        with pytest.raises(BatchEngineError, match=words):
+            read(bad)
+
+
 def test_a_layer_that_shares_has_no_matrices_of_kv(tmp_path: Path) -> None:
     """A file that has some says another thing than its key."""
     path = written(tmp_path / "m.gguf", TINY)

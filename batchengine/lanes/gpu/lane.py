@@ -175,7 +175,8 @@ class GpuLane:
     def begin_sample(self, batch: StepInput, launched: Launched) -> GpuSampling:
         """Have the GPU sample, once the masks are here. Raises MemoryError."""
         masks = batch.masks(launched.wanted.masks)
-        specs = sample_specs(batch, masks, launched.wanted)
+        suppressed = self._steps.stepper.model.spec.suppressed
+        specs = sample_specs(batch, masks, launched.wanted, suppressed)
         begun = self._steps.sample(specs, launched.histories)
         late = late_rows(launched.wanted, masks)
         return GpuSampling(late, begun, self._steps.gpu.mark())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gguf import GGUFValueType as ValueType
 
 from batchengine.config import LaneConfig, load
 from batchengine.core import Constraint, Sampling
@@ -18,6 +19,7 @@ from batchengine.session import State
 from bench.models.synthetic import PRESETS, write_synthetic
 from tests.engine.lane.test_drafts import cheap_drafts, repeating
 from tests.engine.test_constrained import constrained, expected
+from tests.hostile.rewrite import edited
 from tests.support.engines import (
     Reference,
     Site,
@@ -153,3 +155,29 @@ def test_a_window_makes_long_contexts_cheap(tmp_path: Path) -> None:
     dense = prior_cost(dataclasses.replace(info, details=whole), LANES[0], None)
     assert found.decode_kv_ms == pytest.approx(dense.decode_kv_ms / 2)
     assert found.prefill_token_ms == dense.prefill_token_ms
+
+
+async def test_tokens_that_the_file_suppresses_are_in_no_answer(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """Free, sampled and constrained answers of both lanes."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, dataclasses.replace(PRESETS["gemma4-tiny"], n_vocab=2000))
+    plain = Reference(path, cache_dir)
+    prompt = words(3, 30)
+    tokens = sorted({*plain.tokens(prompt, 20), *plain.tokens(prompt, 20, SAMPLING)})
+    plain.close()
+    key, types = "tokenizer.ggml.suppress_tokens", [ValueType.ARRAY, ValueType.INT32]
+    changed = edited(path, lambda values, _: values.__setitem__(key, (tokens, types)))
+    alone = Reference(changed, cache_dir)
+    song = Constraint("regex", "((la li lo|la lu) ){30}")
+    async with running_engine(Site(changed, tmp_path, cache_dir), lanes=LANES) as engine:
+        for sampling in (None, SAMPLING):
+            changes = {} if sampling is None else {"sampling": sampling}
+            answer = await read(engine.submit(request(prompt, 20, **changes)))
+            assert not {*answer.tokens} & {*tokens}
+            assert answer.tokens == alone.tokens(prompt, 20, sampling)
+        sung = await read(engine.submit(constrained(prompt, song, sampling=SAMPLING)))
+        assert sung.error is None
+        assert sung.text.startswith("la l")
+    alone.close()
