@@ -44,6 +44,7 @@ FINAL = f"{CHANNEL}final{MESSAGE}"
 FUNCTIONS = "functions."  # in front of a tool's name
 _NO_TOOLS = ("", FUNCTIONS, "assistant", "user", "all")  # other recipients of messages
 # Gemma 4: a call of the form "fields", a mark around texts in it, a channel that has reasoning.
+RESULT_MARKS = ("<|tool_response>", "<tool_response|>")  # around results, of the same templates
 FIELDS, FIELDS_END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 FIELDS_NAME = "call:"  # in front of the tool's name
 CHANNEL_BEGIN, CHANNEL_END = "<|channel>", "<channel|>"

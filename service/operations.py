@@ -18,6 +18,7 @@ from batchengine import errors
 from batchengine.core import ID_PREFIX_CHARS_MIN, BatchEngineError, Kind, Presence
 from service import session_ids
 from service.engine_api import EngineApi, Facts
+from service.protocols.markup.transcript import chat_messages
 from service.session_ids import CALL_CHARS_MAX, printable
 
 STORED_MAX = 1000  # sessions on disk that a listing shows
@@ -124,7 +125,8 @@ async def why(engine: EngineApi, subject: Subject) -> Facts:
 
 
 async def messages(engine: EngineApi, subject: Subject) -> Facts:
-    return await engine.messages(*subject.session)
+    found = await engine.messages(*subject.session)
+    return {**found, "messages": chat_messages(found["messages"])}
 
 
 async def park(engine: EngineApi, subject: Subject, tool_call_id: str | None = None) -> Facts:

@@ -69,6 +69,7 @@ from batchengine.wire.lane import (
     StepDone,
     Verify,
 )
+from kv_store.layout import KvHeads
 from tests.wire import checks
 from tests.wire.checks import (
     check_allocates_nothing,
@@ -110,7 +111,8 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
     st.builds(
         Ready,
         st.builds(
-            ModelFacts, st.text(max_size=9), st.text(max_size=9), u31, u31, u31, u31, u31, u31,
+            ModelFacts, st.text(max_size=9), st.text(max_size=9), u31,
+            few(st.builds(KvHeads, u31, u31)), u31, u31,
             st.dictionaries(st.text(max_size=9), st.text(max_size=9) | u31 | number, max_size=3),
         ),
     ),

@@ -39,7 +39,7 @@ from batchengine.engine.turns.records import (
     session_meta,
     with_call,
 )
-from batchengine.markup import CHANNEL, MESSAGE, START
+from batchengine.markup import CHANNEL, FIELDS, MARKUPS, MESSAGE, RESULT_MARKS, START
 from batchengine.session import Session
 from batchengine.session_kv import full_pages, page_start
 from batchengine.text.frontend import TextFrontend
@@ -80,6 +80,8 @@ class SessionOperations:
         ids = text.tokenizer.special_ids
         heads = [ids[mark] for mark in (START, CHANNEL, MESSAGE) if mark in ids]
         self._heads = HeadMarks(*heads) if len(heads) == len(HeadMarks._fields) else None
+        shown = [*MARKUPS["gemma"].markers, *RESULT_MARKS] if FIELDS in ids else []
+        self._shown = frozenset(ids[mark] for mark in shown if mark in ids)
 
     # -------------------------------------------------------------------------- operations
 
@@ -288,7 +290,7 @@ class SessionOperations:
         else:
             tokens = list(session.tokens)
         piece, tokenizer = self._text.piece, self._text.tokenizer
-        ends = tokenizer.control | frozenset(tokenizer.eog)
+        ends = (tokenizer.control | frozenset(tokenizer.eog)) - self._shown
         if self._heads is not None:
             found = await channel_messages_of(tokens, self._heads, ends, piece)
         else:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from batchengine.markup import CHANNEL, FUNCTIONS, START, tool_of
 from batchengine.text.messages import ROLES
 
+MODEL = "model"  # what templates of Gemma call the assistant
 SLICE = 4096  # tokens between two chances for other tasks
 HEADER_TOKENS_MAX = 16  # from the mark of a message to the end of its role
 HEADER = re.compile(rb"\s*([a-z_]{1,16})\s*\n")
@@ -37,7 +38,8 @@ async def messages_of(
     control: Collection[int],
     piece: Callable[[int], bytes],
 ) -> list[dict[str, Any]]:
-    """Role and content of each message; `marks` begin one, tokens of `control` show nothing.
+    """Role and content of each message; `marks` begin one, tokens of `control` show nothing, which
+    those of markup that a reader splits are none of.
 
     Text between the end of a message and the next one is its own: an answer need not end there.
     """
@@ -165,7 +167,7 @@ def _close(
     """Adds a message; the last one only if it has begun, since prompts end with an empty one."""
     content = bytes(text).decode("utf-8", "replace").strip()
     if role and (content or not is_last):
-        found.append({"role": role, "content": content})
+        found.append({"role": "assistant" if role == MODEL else role, "content": content})
 
 
 async def text_of(tokens: Sequence[int], piece: Callable[[int], bytes]) -> str:

@@ -218,8 +218,12 @@ def _with_calls(
     messages = [dict(message) for message in given]
     if text.markup.writes == "channel":
         messages = _one_call_each(messages, has_call=has_call)
-    if text.markup.writes == "fields" and text.takes("thoughts"):
-        messages = [_in_thought(message) for message in messages]
+    if text.markup.writes == "fields":
+        messages = _beside_calls(messages, has_call=has_call)
+        users = [at for at, message in enumerate(messages) if message["role"] == "user"]
+        asked = users[-1] if users else -1  # templates drop thoughts in front of it
+        if text.takes("thoughts"):
+            messages[asked + 1 :] = [_in_thought(message) for message in messages[asked + 1 :]]
     if not any("tool_calls" in one or one["role"] == "tool" for one in messages):
         return messages
     if text.markup.name == "mistral":
@@ -235,6 +239,34 @@ def _with_calls(
     if not text.takes("results"):
         messages = [_response(one) if one["role"] == "tool" else one for one in messages]
     return with_inner_results(messages, text)
+
+
+def _beside_calls(given: list[Message], *, has_call: bool) -> list[Message]:
+    """The messages with each result directly behind the message that has its call: most templates
+    of Gemma 4 show no others. One of no call becomes a message of the user; `has_call`: there may
+    be one in front of these messages."""
+    made: list[Message] = []
+    results: dict[int, list[Message]] = {-1: []}  # by the number of their message; -1: in front
+    by_id: dict[str, int] = {}
+    calling = -1 if has_call else None  # the message behind which nothing but results has come
+    for message in given:
+        if message["role"] != "tool":
+            calling = None
+            if calls := message.get("tool_calls"):
+                calling = len(made)
+                by_id |= {str(call.get("id")): calling for call in calls}
+                results[calling] = []
+            made.append(message)
+            continue
+        known = by_id.get(str(message.get("tool_call_id")), calling)
+        if known is None and has_call:
+            known = -1
+        if known is None:
+            made.append(_response(message))
+        else:
+            results[known].append(message)
+    ordered = [[one, *results.get(at, [])] for at, one in enumerate(made)]
+    return [*results[-1], *chain.from_iterable(ordered)]
 
 
 def _in_thought(message: Message) -> Message:

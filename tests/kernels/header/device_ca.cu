@@ -22,7 +22,7 @@ __device__ const void* const FUNCTIONS[] = {
     ADDRESS(fraction_of), ADDRESS(log_of_sum), ADDRESS(log_probability),
     ADDRESS(choice_key), ADDRESS(weight_part), ADDRESS(weight_of_part), ADDRESS(select_experts),
     ADDRESS(add_expert),
-    ADDRESS(sigmoid), ADDRESS(softplus), ADDRESS(convolved), ADDRESS(unit_factor), ADDRESS(state_decay),
+    ADDRESS(sigmoid), ADDRESS(tanhc), ADDRESS(capped), ADDRESS(softplus), ADDRESS(convolved), ADDRESS(unit_factor), ADDRESS(state_decay),
     ADDRESS(fold_chains), ADDRESS(column_product), ADDRESS(state_delta), ADDRESS(state_value),
     ADDRESS(state_scale), ADDRESS(gated_norm), ADDRESS(gate_value), ADDRESS(add_share)};
 

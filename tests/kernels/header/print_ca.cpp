@@ -113,6 +113,12 @@ void transcendental() {
         return ca::logc(ca::float_of(0x00800000u + above));
     });
     print("sigmoid", [] { return ca::sigmoid(source.below(4) ? source.between(-95, 95) : source.any()); });
+    print("tanhc", [] { return ca::tanhc(source.below(4) ? source.between(-2, 2) : source.any()); });
+    print("capped", [] {
+        const float cap = source.between(0.5f, 60);
+        const float x = source.below(4) ? source.between(-90, 90) : source.any();
+        return ca::capped(x, ca::div_rn(1.0f, cap), cap);
+    });
     print("softplus",
           [] { return ca::softplus(source.below(4) ? source.between(-30, 30) : source.any()); });
     const char* const names[ca::ACTIVATIONS] = {"gated silu", "gated oai", "gated gelu"};
@@ -252,13 +258,15 @@ void experts() {
     Line ids("select_experts, ids"), weights("select_experts, weights");
     for (int round = 0; round < MANY / 8; round++) {
         const int n = 1 + source.below(40), used = 1 + source.below(n < 8 ? n : 8);
-        float logit[40], key[40], weight[8];
+        float logit[40], key[40], weight[8], scales[40];
         int32_t id[8];
         const auto gating = static_cast<ca::Gating>(source.below(ca::GATINGS));
         for (int i = 0; i < n; i++) logit[i] = source.below(4) ? source.between(-9, 9) : 1.0f;
         if (round % 16 == 3) logit[source.below(n)] = source.any();
         for (int i = 0; i < n; i++) key[i] = ca::choice_key(gating, logit[i], source.between(-1, 1));
-        ca::select_experts(gating, logit, key, n, used, source.between(0.5f, 2), id, weight);
+        for (int i = 0; i < n; i++) scales[i] = source.between(-2, 2);
+        ca::select_experts(gating, logit, key, n, used, source.between(0.5f, 2),
+                           round % 2 ? scales : nullptr, id, weight);
         for (int i = 0; i < used; i++) ids.add(id[i]);
         weights.add(weight, used);
     }

@@ -234,7 +234,7 @@ def test_results_of_older_templates_stand_in_the_message_of_the_call(tmp_path: P
     response = '<|tool_response>response:weather{value:<|"|>r<|"|>}<tool_response|>'
     assert found.endswith(f"<|turn>model\n{call}{response}")
     stray = shown(old, prompt_of(old, [USER, result("9", "r")]).tokens[0])
-    assert "<|turn>tool\nr<turn|>" in stray
+    assert "<tool_response>\nr\n</tool_response><turn|>" in stray
 
 
 def test_messages_behind_an_answer_begin_with_the_token_that_ends_it(text: TextEncoder) -> None:
