@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any, cast
+from urllib.parse import unquote
 
 from batchengine.markup import TAG, TAG_END
 from batchengine.text.messages import call_arguments
@@ -139,7 +140,8 @@ class _Declaration:
         if not isinstance(reference, str):
             return self._with_parts(schema, depth + 1)
         if reference in self._inside:
-            return schema
+            target = self._target(reference)
+            return {**schema, "type": _type_of(target) or _kind(target)}
         self._inside.append(reference)
         rest = {key: one for key, one in schema.items() if key != "$ref"}
         made = self.typed({**self._target(reference), **rest}, depth + 1)
@@ -148,6 +150,11 @@ class _Declaration:
 
     def _with_parts(self, schema: Message, depth: int) -> Message:
         made = dict(schema)
+        kinds: object = made.get("type")
+        if isinstance(kinds, list):
+            names = [one for one in cast("list[object]", kinds) if one != "null"]
+            is_null = {"nullable": True} if len(names) < len(cast("list[object]", kinds)) else {}
+            made = {**made, "type": names[0] if names else "null", **is_null}
         for key in ("anyOf", "oneOf", "allOf"):
             listed: object = made.get(key)
             if "type" in made or not isinstance(listed, list):
@@ -166,10 +173,18 @@ class _Declaration:
         return made if made.get("type") else {**made, "type": _kind(made)}
 
     def _target(self, reference: str) -> Message:
-        """The part of the schema of this name; an empty schema where there is none."""
-        found: object = self._root
-        for part in reference.removeprefix("#").split("/")[1:]:
-            found = cast("Message", found).get(part) if isinstance(found, dict) else None
+        """The part of the schema with this path; an empty schema where there is none."""
+        start, *path = reference.split("/")
+        found: object = self._root if start == "#" else None
+        for escaped in path:
+            part = unquote(escaped).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict):
+                found = cast("Message", found).get(part)
+            elif isinstance(found, list) and part.isdecimal():
+                choices = cast("list[object]", found)
+                found = choices[int(part)] if int(part) < len(choices) else None
+            else:
+                found = None
         return cast("Message", found) if isinstance(found, dict) else {}
 
 

@@ -196,9 +196,10 @@ def test_schemas_that_a_template_does_not_show_have_a_type(text: TextEncoder) ->
     assert 'description:<|"|><|"|>' in found
     assert 'description:<|"|>d<|"|>,enum:[<|"|>y<|"|>],nullable:true,type:<|"|>string<|"|>' in found
     assert 'b:{enum:[<|"|>x<|"|>],type:<|"|>string<|"|>}' in found
-    inner = '{properties:{next:{$ref:<|"|>#/$defs/node<|"|>}},type:<|"|>object<|"|>}'
+    again = '{$ref:<|"|>#/$defs/node<|"|>,type:<|"|>object<|"|>}'
+    inner = f'{{properties:{{next:{again}}},type:<|"|>object<|"|>}}'
     assert f'c:{{items:{inner},type:<|"|>array<|"|>}}' in found
-    assert 'd:true,e:{type:[<|"|>string<|"|>,<|"|>null<|"|>]}' in found
+    assert 'd:true,e:{nullable:true,type:<|"|>string<|"|>}' in found
 
 
 @pytest.mark.parametrize("key", ["anyOf", "properties", "allOf", "items"])

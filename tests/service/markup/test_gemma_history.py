@@ -54,3 +54,19 @@ def test_text_in_front_of_calls_of_earlier_turns_stays(text: TextEncoder) -> Non
         found = shown(text, prompt_of(text, given).tokens[0])
         assert "Wait for me." in found
         assert f"{ROME}{response('r')}" in found
+
+
+def test_references_of_a_schema_are_followed_as_json_pointers(text: TextEncoder) -> None:
+    choices = {"anyOf": [{"type": "integer"}, {"type": "boolean"}]}
+    fields = {
+        "a": {"$ref": "#/properties/u/anyOf/1"},
+        "b": {"$ref": "#/$defs/My%20Type~1x"},
+        "c": {"$ref": "#name"},
+        "d": {"$ref": "#/properties/u/anyOf/9"},
+        "u": choices,
+    }
+    schema = {"type": "object", "properties": fields, "$defs": {"My Type/x": {"type": "number"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    found = shown(text, prompt_of(text, [USER], tools=[tool]).tokens[0])
+    for name, kind in (("a", "boolean"), ("b", "number"), ("c", "any"), ("d", "any")):
+        assert f'{name}:{{type:<|"|>{kind}<|"|>}}' in found
