@@ -633,8 +633,9 @@ def _why_useless(check: _Check, path: str) -> str:
 def _layout_of(descriptor: Any) -> PageLayout | None:
     """The page layout that a stored descriptor names, without the model it describes."""
     try:
-        fields = cast(dict[str, str], json.loads(descriptor))
-        layout = PageLayout.from_text(fields["n_layer"], fields["n_kv_head"], fields["head_dim"])
+        fields = cast(dict[str, object], json.loads(descriptor))
+        named = [str(fields[name]) for name in ("n_layer", "n_kv_head", "head_dim")]
+        layout = PageLayout.from_text(*named)
         return layout if fields["layout_id"] == layout.layout_id else None
     except (ValueError, TypeError, KeyError, StoreError):
         return None

@@ -36,7 +36,8 @@ KV_DTYPE = "kv8-v1"
 Page = bytes | bytearray | memoryview
 Part = npt.NDArray[np.unsignedinteger[Any]]
 K_SCALE_DIMS = 32
-LAYERS_MAX = 1 << 16
+LAYERS_MAX = 1 << 12  # of a layout that is read, and HEADS_MAX of either number of its heads
+HEADS_MAX = 1 << 16
 
 # One row of the arena's sidecar: token id, 1 if written, XXH3-64 of the row's bytes.
 ROW_RECORD_DTYPE = np.dtype([("token", "<u4"), ("valid", "<u4"), ("digest", "<u8")])
@@ -119,10 +120,13 @@ class PageLayout:
     @classmethod
     def from_text(cls, n_layer: str, n_kv_head: str, head_dim: str) -> Self:
         """The layout of such texts. Raises ValueError for any others, and for absurd sizes."""
-        n = int(n_layer)
-        each = [[int(value) for value in text.split(",")] for text in (n_kv_head, head_dim)]
-        if not 1 <= n <= LAYERS_MAX:
-            raise ValueError(f"a page has no {n} layers")
+        if max(map(len, (n_layer, n_kv_head, head_dim))) > 6 * LAYERS_MAX:
+            raise ValueError("heads of a page are no such long text")
+        n = _number(n_layer, LAYERS_MAX)
+        each = [
+            [_number(value, HEADS_MAX) for value in text.split(",", LAYERS_MAX)]
+            for text in (n_kv_head, head_dim)
+        ]
         layers = tuple(map(KvHeads, *each))
         layout = cls(layers * n if len(layers) == 1 else layers)
         if layout.n_layer != n or layout.heads_text != (n_kv_head, head_dim):
@@ -195,6 +199,13 @@ class PageLayout:
                 v.reshape(heads, 64, d, 4),
                 vs.view("<u2").reshape(heads, 1, 1, 256),
             )
+
+
+def _number(text: str, most: int) -> int:
+    """A number of a layout, 1 at least. Raises ValueError."""
+    if len(text) > len(str(most)) or not 1 <= (value := int(text)) <= most:
+        raise ValueError(f"a page has no {text[:20]!r} layers or heads")
+    return value
 
 
 # The smallest and a common shape, computed by hand: the formulas above must not change.

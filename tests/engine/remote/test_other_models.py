@@ -270,7 +270,7 @@ def link_of(descriptor: Descriptor | str, n_head: int = 3, **ids: str) -> PeerLi
         (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 544)), 1), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 256)), 1000), "not computed here"),
         (link_of(replace(SAID, layout=MIXED), 6), "not computed here"),
-        (link_of(SAID.to_json().replace('"n_layer":"3"', f'"n_layer":"{1 << 40}"')), "no 10995"),
+        (link_of(SAID.to_json().replace('"n_layer":"3"', f'"n_layer":"{1 << 40}"')), "no '10995"),
     ],
 )
 async def test_a_format_that_cannot_be_is_refused(tmp_path: Path, link: PeerLink, why: str) -> None:

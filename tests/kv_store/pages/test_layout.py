@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -95,6 +96,25 @@ def test_a_descriptor_is_read_back_from_its_json() -> None:
 def test_no_other_text_is_a_descriptor(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         Descriptor.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("n_layer", "n_kv_head", "head_dim"),
+    [
+        ("65536", "1", "32"), ("2", "9" * 4000, "32"), ("2", "1", "32" + "0" * 4000),
+        ("4096", ",".join(["1"] * 100_000), "32"), ("2", "1" * 10_000_000, "32"),
+        ("2", "1_0,1", "32,32"), ("2", "+1,2", "32,32"), ("2", " 1,2", "32,32"),
+        ("2", "1,٢", "32,32"),
+        ("2", "1,2,", "32,32"), ("2", "1,2", "32"), ("2", "1,1", "32,32"), ("-2", "1", "32"),
+        ("2", "1,0", "32,32"), ("2", "1,2", "32,48"), ("", "1", "32"), ("1", "", "32"),
+    ],
+)  # fmt: skip
+def test_no_other_texts_are_layouts(n_layer: str, n_kv_head: str, head_dim: str) -> None:
+    """However long they are, they cost no time."""
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r".+"):
+        PageLayout.from_text(n_layer, n_kv_head, head_dim)
+    assert time.process_time() - began < 0.5
 
 
 def test_every_descriptor_field_changes_the_representation() -> None:
