@@ -49,6 +49,13 @@ _NOTES = (
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
     *("$comment", "$defs", "definitions", "$schema", "$id", "$anchor"),
 )
+# ECMA-262's classes, without brackets; those of the library have all of Unicode
+_CLASSES = {
+    "d": "0-9",
+    "w": "A-Za-z0-9_",
+    "s": r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff",
+}
+_CLASS = re.compile(r"\\(.)|([\[\]])|([&~])", re.DOTALL)
 _LEAST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 _GREATEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 
@@ -250,7 +257,7 @@ class FieldRules:
         return found
 
     def _constant(self, value: object) -> str:
-        """A value as templates write it; `null` is one that they write in several ways."""
+        """A value as templates write it. Some write `null` as `None`: rules do not."""
         mark = self._rules.marker(QUOTE)
         if isinstance(value, str):
             return f"{mark} {literal(value)} {mark}" if value else f"{mark} {mark}"
@@ -528,13 +535,34 @@ def _found(pattern: object, *, is_whole: bool) -> str | None:
         return None
     if is_whole:
         return pattern[1:-1]
+    pattern = _with_classes(pattern)
     body, begins = pattern.removeprefix("^"), pattern.startswith("^")
     ends = body.endswith("$") and (len(body) - len(body[:-1].rstrip("\\"))) % 2 == 1
     body = body[:-1] if ends else body
-    plain = re.sub(r"\\.|\[(\\.|[^\]\\])*\]", "x", body, flags=re.DOTALL)
+    plain = re.sub(r"\\.|\[(\\.|\[[^\]]*\]|[^\]\\])*\]", "x", body, flags=re.DOTALL)
     if "^" in plain or "$" in plain or ((begins or ends) and "|" in _outside(plain)):
         return None
     return ("" if begins else _ANY_TEXT) + f"({body})" + ("" if ends else _ANY_TEXT)
+
+
+def _with_classes(pattern: str) -> str:
+    """A pattern with the classes of ECMA-262, in which brackets and signs have no more meaning."""
+    is_inside = False
+
+    def written(found: re.Match[str]) -> str:
+        nonlocal is_inside
+        escaped, bracket, sign = found.groups()
+        if escaped is not None and escaped.lower() in _CLASSES:
+            members = _CLASSES[escaped.lower()]
+            if escaped.isupper():
+                return f"[^{members}]"
+            return members if is_inside else f"[{members}]"
+        if bracket == "]" or (bracket == "[" and not is_inside):
+            is_inside = bracket == "["
+            return found[0]
+        return "\\" + found[0] if is_inside and (bracket or sign) else found[0]
+
+    return _CLASS.sub(written, pattern)
 
 
 def _outside(pattern: str) -> str:

@@ -155,3 +155,30 @@ def test_parts_without_values_cost_little(path: Path) -> None:
     text.check_constraint(made)
     assert allows(forced({"properties": fields, "$defs": parts | {"loop": loop}}), written("f", {}))
     assert len(made.text) < 1000
+
+
+PATTERNS: list[tuple[str, list[str], list[str]]] = [
+    (r"^\d{2}$", ["12"], ["١٢", "1a"]),
+    (r"^[\d-]+$", ["1-2"], ["٣", "a"]),
+    (r"^\w+$", ["aZ_9"], ["é", "ß1", "-"]),
+    (r"^[^\w]$", ["é", "-"], ["a", "_"]),
+    (r"^\s$", [" ", "\t", "\n", "\u00a0", "\ufeff", "\u2028"], ["\x85", "a"]),
+    (r"^[\s,]+$", [" ,\u3000"], ["\x85", "s"]),
+    (r"^\D\W\S$", ["١éa", "x-\x85"], ["1-a", "aaa", "a- "]),
+    (r"^[\D1]$", ["1", "٢", "a"], ["2"]),
+    (r"^[^\D1]$", ["2"], ["1", "٢", "a"]),
+    (r"^\\d\[\w\]$", [r"\d[a]"], ["\\1[a]", r"\d[é]"]),
+    (r"^[[&&~~]+$", ["[&~"], ["]", "a"]),
+    (r"^[\D$]|\d$", ["x", "é"], []),  # said to be lost
+]
+
+
+@pytest.mark.parametrize(("pattern", "good", "bad"), PATTERNS)
+def test_classes_of_patterns_are_those_of_their_language(
+    pattern: str, good: list[str], bad: list[str]
+) -> None:
+    made = forced({"properties": {"p": {"type": "string", "pattern": pattern}}, "required": ["p"]})
+    for one in good:
+        assert allows(made, written("f", {"p": one})), one
+    for one in bad:
+        assert not allows(made, written("f", {"p": one})), one
