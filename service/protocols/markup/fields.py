@@ -301,8 +301,8 @@ class FieldRules:
             end = f" {mark}"
         self._count += 1
         if given is not None and not is_whole:  # what is wrong in it is said of the tool
-            checked = json_rule({"type": "string", "pattern": given}, EXACT, self._tool)
-            self._rules.add(f"// TEXT{self._count}", checked)
+            checked = {"type": "string", "pattern": _with_classes(given)}
+            self._rules.add(f"// TEXT{self._count}", json_rule(checked, EXACT, self._tool))
         return f"{mark} {self._rules.add(f'TEXT{self._count}', f'/{slashed(pattern)}/')}{end}"
 
     def _counts(self, schema: Mapping[str, Any], low: str, high: str) -> tuple[int, int | None]:

@@ -10,8 +10,11 @@ import pytest
 from batchengine.core import BatchEngineError
 from batchengine.markup import MARKUPS
 from service.protocols.markup.grammars import Calls, constraint_of
+from service.protocols.markup.values import as_value
+from service.protocols.output import arguments_of
 from tests.service.markup.test_gemma import forced, written
-from tests.service.markup.test_grammars import CONTROL, allows
+from tests.service.markup.test_grammars import CONTROL, allows, no_control
+from tests.service.markup.test_parser import parts_of
 from tests.text.gemma import open_gemma, write_gemma
 
 
@@ -182,3 +185,45 @@ def test_classes_of_patterns_are_those_of_their_language(
         assert allows(made, written("f", {"p": one})), one
     for one in bad:
         assert not allows(made, written("f", {"p": one})), one
+
+
+def test_patterns_are_checked_as_they_are_followed(path: Path) -> None:
+    text = open_gemma(path)
+    for pattern, _, _ in PATTERNS:
+        made = forced({"properties": {"p": {"type": "string", "pattern": pattern}}})
+        text.check_constraint(made)
+
+
+@pytest.mark.parametrize("control_id", [no_control, CONTROL.get])
+def test_a_thought_begins_with_a_line(control_id: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    made = constraint_of(
+        MARKUPS["gemma"],
+        control_id,
+        in_reasoning=False,
+        may_reason=True,
+        calls=Calls([tool], required=True, parallel=False),
+        response=None,
+    )
+    call = written("f", {})
+    for good in ("", "<|channel>thought\n<channel|>", "<|channel>thought\nSo.\n<channel|>"):
+        assert allows(made, good + call), good
+    for bad in ("<|channel>thought<channel|>", "<|channel>thoughts\n<channel|>"):
+        assert not allows(made, bad + call), bad
+
+
+def test_every_character_may_stand_in_constants() -> None:
+    characters = "".join(map(chr, [*range(0x20), *range(0x7E, 0xA1), 0x2028, 0xFEFF, 0x10FFFF]))
+    made = forced({"properties": {f"k\x7f{characters[-3:]}": {"const": characters}}})
+    assert allows(made, written("f", {f"k\x7f{characters[-3:]}": characters}))
+    assert not allows(made, written("f", {f"k\x7f{characters[-3:]}": characters[1:]}))
+
+
+@pytest.mark.parametrize("number", ["2e1708", "-1.5E+999", "1e-999", "1" + "0" * 400, "0"])
+def test_numbers_of_any_size_are_numbers(number: str) -> None:
+    answer = f"<|tool_call>call:f{{p:{number},q:[{number}]}}<tool_call|>"
+    assert allows(forced({"properties": {"p": {"type": "number"}, "q": {}}}), answer)
+    arguments = arguments_of(parts_of(answer, markup="gemma"))
+    assert arguments == [f'{{"p": {number}, "q": [{number}]}}']
+    for text in ("01", "1.", ".5", "+1", "1e", "١", "1_0"):
+        assert as_value(text) == f'"{text}"'

@@ -133,7 +133,7 @@ def test_a_prompt_without_reasoning_ends_with_an_empty_thought(text: TextEncoder
     choice = ToolChoice("required")
     thinks = prompt_of(text, [USER], tools=[WEATHER], tool_choice=choice, template=template)
     assert thinks.constraint is not None
-    assert f'(<[{IDS["<|channel>"]}]> "thought" thought BLANK)? answer' in thinks.constraint.text
+    assert f'(<[{IDS["<|channel>"]}]> "thought\\n" thought BLANK)? answer' in thinks.constraint.text
 
 
 @pytest.mark.parametrize(
