@@ -108,6 +108,8 @@ def constraint_of(
         lead = f"{thought} BLANK"
         # Templates of pairs in lines have a line end in front of reasoning, too.
         line = f"{_line(rules)}? " if markup.writes == "pairs" and markup.line else ""
+        # A thought of fields is known by its name, which a line end stands behind.
+        opening += "\n" if markup.writes == "fields" else ""
         lead = lead if in_reasoning else f"({line}{rules.marker(opening)} {lead})?"
         start = f"{lead} {answer}"
     return Constraint("lark", "\n".join([f"start: {start}", *rules.lines, ""]))

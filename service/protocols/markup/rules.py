@@ -125,7 +125,8 @@ def json_rule(schema: object, options: dict[str, Any], tool: str = "") -> str:
 
 
 def literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """A text between quotes, in which Lark's lexer has no U+007F."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def slashed(pattern: str) -> str:

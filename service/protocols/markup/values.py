@@ -24,6 +24,7 @@ TAG_NAME = re.compile(r"[^<>\n]")
 PYTHON_NAME = re.compile(r"[\w.]")
 PARAMETER = "<parameter="
 _PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _BARE_KEY = re.compile(r"[^,:{}\[\]<]+")
 _BARE_VALUE = re.compile(r"[^,{}\[\]<]+")
@@ -198,10 +199,13 @@ def quoted(text: str) -> str:
 
 
 def as_value(text: str) -> str:
-    """A value without quotes as JSON: itself if it is JSON, else text."""
+    """A value without quotes as JSON: itself if it is JSON, else text. A number may be of any
+    size."""
     bare = text.strip()
     bare = _WORDS.get(bare, bare)
-    return bare if bare == "null" or decoded(bare) is not None else quoted(text)
+    if bare == "null" or _NUMBER.fullmatch(bare) or decoded(bare) is not None:
+        return bare
+    return quoted(text)
 
 
 def decoded(text: str) -> object:

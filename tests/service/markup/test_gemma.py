@@ -133,7 +133,7 @@ def test_a_prompt_without_reasoning_ends_with_an_empty_thought(text: TextEncoder
     choice = ToolChoice("required")
     thinks = prompt_of(text, [USER], tools=[WEATHER], tool_choice=choice, template=template)
     assert thinks.constraint is not None
-    assert f'(<[{IDS["<|channel>"]}]> "thought" thought BLANK)? answer' in thinks.constraint.text
+    assert f'(<[{IDS["<|channel>"]}]> "thought\\n" thought BLANK)? answer' in thinks.constraint.text
 
 
 @pytest.mark.parametrize(
@@ -408,9 +408,31 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
     ({"$ref": "#/$defs/node"}, [{"v": 1}, {"next": {"next": {"v": 3}, "v": 2}, "v": 1}],
      [{}, {"next": {}, "v": 1}, {"v": "1"}]),
     ({"$ref": "#/$defs/none"}, [1, {"a": [None]}], []),
+    ({"$ref": "#named"}, [None], [1, {"p": None}]),
+    ({"$ref": "#/$defs/a%20b~1c~0%25"}, [True], [1, None]),
+    ({"$ref": "#/$defs/choice/anyOf/1"}, [True], [1, None]),
+    ({"$ref": "#/$defs/choice/anyOf/2"}, [True, 1, None], []),
+    ({"$ref": "#/$defs/low", "maximum": 3, "title": "t"}, [1, 3], [0, 4]),
+    ({"$ref": "#/$defs/low", "minimum": 0}, [1], [0]),
+    ({"$ref": "#/$defs/node", "required": ["next"]}, [{"next": {"v": 2}, "v": 1}], [{"v": 1}]),
+    ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+      "properties": {"a": {"type": "null"}, "b": {"type": "null"}}},
+     [{"a": None}, {"b": None}, {"a": None, "b": None}], [{}, {"a": 1}]),
+    ({"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"a": {"minimum": 3}}},
+                {"allOf": [{"required": ["a"]}]}, {"allOf": [{"required": ["b"]}]}]},
+     [{"a": 3, "b": 1}], [{}, {"a": 3}, {"b": 1}, {"a": 2, "b": 1}]),
     (True, [1, "a", None, [True, {"a": 1}]], []),
     ({"type": "string", "format": "date"}, ["2026-01-01"], [1]),
 ]  # fmt: skip
+
+
+DEFINITIONS = {
+    "node": NODE,
+    "nil": {"$anchor": "named", "type": "null"},
+    "a b/c~%": {"type": "boolean"},
+    "choice": {"anyOf": [{"type": "null"}, {"type": "boolean"}]},
+    "low": {"type": "integer", "minimum": 1},
+}
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), CASES)
@@ -418,9 +440,8 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [
 def test_values_follow_their_schemas(
     schema: Any, good: list[Any], bad: list[Any], control_id: Any
 ) -> None:
-    definitions = {"node": NODE}
     made = forced(
-        {"properties": {"p": schema}, "required": ["p"], "$defs": definitions}, control_id
+        {"properties": {"p": schema}, "required": ["p"], "$defs": DEFINITIONS}, control_id
     )
     for one in good:
         if control_id is no_control and one == "<|tool_call":
