@@ -28,7 +28,7 @@ def history_of(text: TextEncoder, messages: list[dict[str, Any]]) -> list[dict[s
     return chat_messages(asyncio.run(messages_of(tokens, marks, hidden, tokenizer.piece)))
 
 
-def test_calls_results_and_thoughts_are_told_apart(text: TextEncoder) -> None:
+def test_calls_results_and_thoughts_become_messages(text: TextEncoder) -> None:
     said = {
         "role": "assistant",
         "content": "Wait.",
