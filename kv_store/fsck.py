@@ -637,7 +637,7 @@ def _layout_of(descriptor: Any) -> PageLayout | None:
         named = [str(fields[name]) for name in ("n_layer", "n_kv_head", "head_dim")]
         layout = PageLayout.from_text(*named)
         return layout if fields["layout_id"] == layout.layout_id else None
-    except (ValueError, TypeError, KeyError, StoreError):
+    except (ValueError, TypeError, KeyError, RecursionError, StoreError):
         return None
 
 

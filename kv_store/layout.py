@@ -20,8 +20,9 @@ import hashlib
 import itertools
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -77,6 +78,7 @@ class PageLayout:
     """Shape of a page: the heads of each layer. Sizes are in bytes."""
 
     layers: tuple[KvHeads, ...]
+    payload_bytes: int = field(init=False, repr=False, compare=False)
 
     @classmethod
     def uniform(cls, n_layer: int, n_kv_head: int, head_dim: int) -> Self:
@@ -86,18 +88,18 @@ class PageLayout:
     def __post_init__(self) -> None:
         if not self.layers or any(heads.n_kv_head < 1 for heads in self.layers):
             raise ValueError(f"a page needs layers and heads, got {self}")
-        for heads in self.layers:
+        for heads in set(self.layers):
             if heads.head_dim < 32 or heads.head_dim % K_SCALE_DIMS:
                 why = f"must be a multiple of {K_SCALE_DIMS}, got {heads.head_dim}"
                 raise ValueError(f"head_dim {why}")
+        n_bytes = sum(heads.layer_bytes * n for heads, n in Counter(self.layers).items())
+        object.__setattr__(
+            self, "payload_bytes", n_bytes
+        )  # it is asked for at each access of a page
 
     @property
     def n_layer(self) -> int:
         return len(self.layers)
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(heads.layer_bytes for heads in self.layers)
 
     @property
     def page_bytes(self) -> int:

@@ -64,7 +64,10 @@ def each_layer(gguf: GgufFile, key: str, default: int | None, n_layer: int) -> l
     value = gguf.values.get(key)
     if not isinstance(value, np.ndarray):
         return [count_of(gguf, key, default)] * n_layer
-    counts = [int(count) for count in value.tolist()] if value.dtype.kind in "iu" else []
+    if value.dtype.kind not in "iu":
+        why = "it must be an array of integers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    counts = [int(count) for count in value.tolist()]
     if len(counts) < n_layer:
         why = f"it has {len(counts)} numbers for {n_layer} layers"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)

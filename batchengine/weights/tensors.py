@@ -551,6 +551,10 @@ def _plan_plain_qkv(
         v = prefix + "attn_v.weight"
         has_v = v in find.gguf.tensors
         qkv.append(find.matrix(v, spec.kv_rows, n_embd) if has_v else qkv[1])
+    else:  # files may have what nothing reads
+        for letter in "kv":
+            find.leave_out(f"{prefix}attn_{letter}.weight", n_embd, spec.kv_rows)
+        find.leave_out(prefix + "attn_k_norm.weight", spec.head_dim)
     return qkv, [None] * len(qkv)
 
 
@@ -606,6 +610,11 @@ class _Finder:
 
     def vector(self, name: str, size: int) -> VectorPlan:
         return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
+
+    def leave_out(self, name: str, *shape: int) -> None:
+        """A tensor of this shape that the file may have, and that nothing reads."""
+        if name in self.gguf.tensors:
+            self._info(name, shape)
 
     def ones(self, size: int) -> VectorPlan:
         """Ones, the same for all who ask for so many."""

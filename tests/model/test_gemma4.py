@@ -30,6 +30,7 @@ TINY = PRESETS["gemma4-tiny"]
 DENSE = replace(TINY, n_expert=0, n_used=0, n_embd_layer=0, n_shared=0)
 U32 = [gguf.GGUFValueType.UINT32]
 F32 = [gguf.GGUFValueType.FLOAT32]
+FLOATS = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.FLOAT32]
 COUNTS = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32]
 
 
@@ -140,6 +141,7 @@ REFUSED: dict[str, tuple[str, Any, list[Any], str, str]] = {
         "attention.head_count_kv", [3] * 8, COUNTS, "BE1323", "does not divide 4 heads",
     ),
     "too few counts": ("attention.head_count_kv", [1] * 7, COUNTS, "BE1322", "7 numbers"),
+    "no counts": ("attention.head_count_kv", [1.0] * 8, FLOATS, "BE1322", "array of integers"),
     "a count of zero": ("attention.head_count_kv", [2] * 7 + [0], COUNTS, "BE1322", "range"),
     "odd heads": ("attention.key_length_swa", 48, U32, "BE1323", "multiple of 32"),
     "wide heads": ("attention.key_length", 544, U32, "BE1323", "512 at most"),
@@ -196,12 +198,27 @@ def test_tokens_that_the_file_suppresses_are_in_no_answer(tmp_path: Path) -> Non
             read(bad)
 
 
-def test_a_layer_that_shares_has_no_matrices_of_kv(tmp_path: Path) -> None:
-    """A file that has some says another thing than its key."""
+def test_matrices_that_no_layer_reads_are_left_out(tmp_path: Path) -> None:
+    """Checkpoints may have those of K and V in layers that read the KV of others, too."""
     path = written(tmp_path / "m.gguf", TINY)
+    names = ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
 
     def add(_: dict[str, Any], tensors: dict[str, Any]) -> None:
-        tensors["blk.7.attn_k.weight"] = tensors["blk.0.attn_k.weight"]
+        for layer in (6, 7):
+            for name in names:
+                tensors[f"blk.{layer}.{name}"] = tensors[f"blk.0.{name}"]
+
+    with LocalRunner(path, cache_dir=tmp_path, n_pages=2) as runner:
+        want = runner.generate([[1, 2, 3]], 8)[0]
+    changed = edited(path, add)
+    assert not {
+        name for name in names for m in read(changed)[1].matrices if m.name == f"blk.7.{name}"
+    }
+    with LocalRunner(changed, cache_dir=tmp_path, n_pages=2) as runner:
+        assert runner.generate([[1, 2, 3]], 8)[0] == want
+
+    def widen(_: dict[str, Any], tensors: dict[str, Any]) -> None:
+        tensors["blk.7.attn_k.weight"] = tensors["blk.2.attn_q.weight"]
 
     with pytest.raises(BatchEngineError, match=r"blk\.7\.attn_k\.weight"):
-        read(edited(path, add))
+        read(edited(path, widen))

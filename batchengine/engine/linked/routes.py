@@ -290,9 +290,12 @@ class RouteKeeper:
 
     def is_usable(self, link: PeerLink) -> bool:
         """Whether a peer may get pages of this daemon's sessions now."""
+        return self._has_equal_layers and self.is_served(link)
+
+    def is_served(self, link: PeerLink) -> bool:
+        """Whether a peer is up and keeps pages, as one that computes for others does."""
         return (
-            self._has_equal_layers
-            and link.state is LinkState.UP
+            link.state is LinkState.UP
             and keeps_pages(link)
             and self._links.number(link.name) is not None
             and not self._taken.is_avoided(link.name)

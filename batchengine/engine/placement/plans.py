@@ -184,7 +184,7 @@ class PeerPlans:
         while True:
             await asyncio.sleep(LOOK_S)
             for link in list(self._peers.links.values()):
-                if self._keeper.is_usable(link) and link.bandwidth is None:
+                if self._keeper.is_served(link) and link.bandwidth is None:
                     with contextlib.suppress(BatchEngineError):
                         await link.measure_bandwidth()
             if self._is_changed():

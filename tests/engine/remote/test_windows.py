@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from batchengine.peers.link import PeerLink
 from bench.models.synthetic import PRESETS, write_synthetic
-from tests.engine.linked.daemons import daemon
+from tests.engine.linked.daemons import Daemon, daemon
 from tests.engine.linked.test_daemons import holders, nothing_is_held
 from tests.engine.remote.test_other_models import N_PAGES, pair
 from tests.support.engines import Reference, Site, read, request, unread, until, words
@@ -55,6 +56,11 @@ async def test_a_peer_attends_for_the_layers_that_see_its_pages(
         await nothing_is_held(a, b)
 
 
+def links_of(*daemons: Daemon) -> list[PeerLink]:
+    """All links: turns and prompts of peers need their speed."""
+    return [link for one in daemons for link in one.engine.running.peers.links.values()]
+
+
 async def test_pages_whose_layers_differ_stay_where_they_are(
     site: Site, tmp_path: Path, cache_dir: Path
 ) -> None:
@@ -69,6 +75,7 @@ async def test_pages_whose_layers_differ_stay_where_they_are(
             a.knows(b)
             b.knows(a)
             await until(lambda: a.beyond() >= 8)
+            await until(lambda: all(one.bandwidth is not None for one in links_of(a, b)))
             prompt, keeper = words(5, 256 * 9), b.linked.keeper
             link = b.engine.running.peers.links["a"]
             generation = await unread(b.engine, request(prompt, 520, session="s"), 5)

@@ -188,7 +188,7 @@ def test_a_prompt_of_gemma_is_messages(tmp_path: Path) -> None:
     assert asyncio.run(messages_of(tokens, marks, control, tokenizer.piece)) == [
         {"role": "system", "content": "ab"},
         {"role": "user", "content": "hi"},
-        {"role": "model", "content": "Yes"},
+        {"role": "assistant", "content": "Yes"},
     ]
 
 

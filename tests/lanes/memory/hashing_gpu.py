@@ -172,7 +172,9 @@ class HashSteps:
     entry, by session and first position."""
 
     def __init__(self, gpu: LazyGpu, refusals: int) -> None:
-        self.gpu, self.stepper = gpu, SimpleNamespace(logits_max=ENTRIES, rewind=no_states)
+        model = SimpleNamespace(spec=SimpleNamespace(suppressed=()))
+        self.gpu = gpu
+        self.stepper = SimpleNamespace(logits_max=ENTRIES, rewind=no_states, model=model)
         self.pool, self.refusals = kernels.Pool(1), refusals
         self.fails = set[
             tuple[int, int]
