@@ -78,7 +78,7 @@ class PageLayout:
     """Shape of a page: the heads of each layer. Sizes are in bytes."""
 
     layers: tuple[KvHeads, ...]
-    payload_bytes: int = field(init=False, repr=False, compare=False)
+    payload_bytes: int = field(init=False, repr=False, compare=False)  # kept: pages are read by it
 
     @classmethod
     def uniform(cls, n_layer: int, n_kv_head: int, head_dim: int) -> Self:
@@ -93,13 +93,16 @@ class PageLayout:
                 why = f"must be a multiple of {K_SCALE_DIMS}, got {heads.head_dim}"
                 raise ValueError(f"head_dim {why}")
         n_bytes = sum(heads.layer_bytes * n for heads, n in Counter(self.layers).items())
-        object.__setattr__(
-            self, "payload_bytes", n_bytes
-        )  # it is asked for at each access of a page
+        object.__setattr__(self, "payload_bytes", n_bytes)
 
     @property
     def n_layer(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike."""
+        return len(set(self.layers)) == 1
 
     @property
     def page_bytes(self) -> int:
@@ -113,7 +116,7 @@ class PageLayout:
     @property
     def heads_text(self) -> tuple[str, str]:
         """n_kv_head and head_dim as text: one number if all layers are alike, else one for each."""
-        layers = self.layers[:1] if len(set(self.layers)) == 1 else self.layers
+        layers = self.layers[:1] if self.is_uniform else self.layers
         return (
             ",".join(str(heads.n_kv_head) for heads in layers),
             ",".join(str(heads.head_dim) for heads in layers),

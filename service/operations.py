@@ -126,7 +126,7 @@ async def why(engine: EngineApi, subject: Subject) -> Facts:
 
 async def messages(engine: EngineApi, subject: Subject) -> Facts:
     found = await engine.messages(*subject.session)
-    return {**found, "messages": chat_messages(found["messages"])}
+    return {**found, "messages": await chat_messages(found["messages"])}
 
 
 async def park(engine: EngineApi, subject: Subject, tool_call_id: str | None = None) -> Facts:

@@ -477,7 +477,7 @@ def _shape(descriptor: Descriptor, n_head: int) -> HeadShape:
     layout = descriptor.layout
     shape = HeadShape(layout.n_layer, *layout.layers[0], n_head)
     if (
-        len(set(layout.layers)) > 1
+        not layout.is_uniform
         or shape.n_layer > LAYERS_MAX
         or shape.n_kv_head > KV_HEADS_MAX
         or shape.head_dim > HEAD_DIM_MAX

@@ -72,7 +72,7 @@ class RouteKeeper:
         self._mover = mover
         self._spawn = spawn
         self._page_bytes = layout.page_bytes
-        self._has_equal_layers = len(set(layout.layers)) == 1  # as attention to spans needs them
+        self._is_uniform = layout.is_uniform  # else no peer attends to its pages
         self._wanted: dict[Session, int] = {}  # pages that are to be here
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._slow = SlowPeers()
@@ -242,7 +242,7 @@ class RouteKeeper:
     def _pages_of_peers(self) -> int:
         """Pages that all peers have in all, those of other models half as many; UNKNOWN_PAGES while
         one has not said so."""
-        if not self._has_equal_layers:
+        if not self._is_uniform:
             return 0
         bytes_of = [
             (link.load.kv_bytes >> link.is_of_other_model) * link.state.is_open
@@ -290,7 +290,7 @@ class RouteKeeper:
 
     def is_usable(self, link: PeerLink) -> bool:
         """Whether a peer may get pages of this daemon's sessions now."""
-        return self._has_equal_layers and self.is_served(link)
+        return self._is_uniform and self.is_served(link)
 
     def is_served(self, link: PeerLink) -> bool:
         """Whether a peer is up and keeps pages, as one that computes for others does."""

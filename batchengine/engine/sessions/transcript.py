@@ -38,8 +38,8 @@ async def messages_of(
     control: Collection[int],
     piece: Callable[[int], bytes],
 ) -> list[dict[str, Any]]:
-    """Role and content of each message; `marks` begin one, tokens of `control` show nothing, which
-    those of markup that a reader splits are none of.
+    """Role and content of each message; `marks` begin one, tokens of `control` show nothing. Marks
+    inside an answer that its reader needs are not in `control`.
 
     Text between the end of a message and the next one is its own: an answer need not end there.
     """

@@ -23,6 +23,7 @@ from service.protocols.markup.rules import (
     Rules,
     json_rule,
     literal,
+    schema_at,
     schema_of,
     slashed,
 )
@@ -244,9 +245,7 @@ class FieldRules:
         if not reference.startswith("#"):
             pass
         elif not place or place.startswith("/"):
-            found = self._root
-            for part in place.split("/")[1:]:
-                found = _inside(found, part.replace("~1", "/").replace("~0", "~"))
+            found = schema_at(self._root, place)
         else:
             if self._anchors is None:
                 self._anchors = _anchors(self._root)
@@ -444,16 +443,6 @@ def _is_among(kind: object, kinds: Sequence[object]) -> bool:
 
 def _beside_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in schema.items() if name != "$ref" and name not in _NOTES}
-
-
-def _inside(found: object, name: str) -> object:
-    """A part of a schema; None where there is none."""
-    if isinstance(found, dict):
-        return cast("dict[str, object]", found).get(name)
-    if isinstance(found, list) and re.fullmatch(r"0|[1-9][0-9]{0,8}", name):
-        listed = cast("list[object]", found)
-        return listed[int(name)] if int(name) < len(listed) else None
-    return None
 
 
 def _anchors(root: dict[str, Any]) -> dict[str, object]:

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 from batchengine.markup import TAG, TAG_END
 from batchengine.text.messages import call_arguments
+from service.protocols.markup.rules import schema_at
 from service.protocols.output import turns_of
 from service.protocols.protocol import PromptEncoder
 
@@ -174,17 +175,9 @@ class _Declaration:
 
     def _target(self, reference: str) -> Message:
         """The part of the schema with this path; an empty schema where there is none."""
-        start, *path = reference.split("/")
-        found: object = self._root if start == "#" else None
-        for escaped in path:
-            part = unquote(escaped).replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict):
-                found = cast("Message", found).get(part)
-            elif isinstance(found, list) and part.isdecimal():
-                choices = cast("list[object]", found)
-                found = choices[int(part)] if int(part) < len(choices) else None
-            else:
-                found = None
+        place = unquote(reference.removeprefix("#"))
+        is_path = reference.startswith("#") and (not place or place.startswith("/"))
+        found = schema_at(self._root, place) if is_path else None
         return cast("Message", found) if isinstance(found, dict) else {}
 
 

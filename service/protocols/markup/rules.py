@@ -29,6 +29,7 @@ DIALECT = re.compile(
     r"http://json-schema\.org/draft-0[467]/schema#?"
     r"|https://json-schema\.org/draft/20(?:19-09|20-12)/schema#?"
 )
+INDEX = re.compile(r"0|[1-9][0-9]{0,8}")  # of a list, in a JSON Pointer
 LOOKS_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")
 
 
@@ -78,6 +79,22 @@ def schema_of(tool: dict[str, Any]) -> dict[str, Any]:
         fields = {name: {"type": "string", "pattern": tool[PATTERN]} for name in schema["required"]}
         schema["properties"] = fields
     return schema
+
+
+def schema_at(root: object, pointer: str) -> object:
+    """The part of a schema that a JSON Pointer names, as in a reference behind its "#"; None where
+    there is none."""
+    found = root
+    for escaped in pointer.split("/")[1:]:
+        part = escaped.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = cast("dict[str, object]", found).get(part)
+        elif isinstance(found, list) and INDEX.fullmatch(part):
+            listed = cast("list[object]", found)
+            found = listed[int(part)] if int(part) < len(listed) else None
+        else:
+            return None
+    return found
 
 
 def enforceable(schema: str) -> str:

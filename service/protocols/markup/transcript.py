@@ -5,6 +5,7 @@ An answer of Gemma 4 is one message: thoughts, texts, calls of tools and their r
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -23,17 +24,17 @@ from service.protocols.output import (
 Message = dict[str, Any]
 
 _FORM = OutputForm(markup="gemma", calls=True)
-_RESULT = re.compile(
-    r"<\|tool_response>(?:response:(?P<name>[^{<]*)\{(?P<body>.*?)\}<tool_response\|>)?", re.DOTALL
-)
+_BEGIN, _END = RESULT_MARKS
+_RESULT = re.compile(r"response:([^{<]*)\{(.*)\}", re.DOTALL)
 _TEXT = re.compile(r'value:<\|"\|>(.*)<\|"\|>', re.DOTALL)
 _MARKS = (*MARKUPS["gemma"].markers, *RESULT_MARKS)
 
 
-def chat_messages(messages: list[Message]) -> list[Message]:
+async def chat_messages(messages: list[Message]) -> list[Message]:
     """The messages with those of the assistant split at their marks; others stay as they are."""
     made: list[Message] = []
     for message in messages:
+        await asyncio.sleep(0)  # a history may be long
         content = str(message.get("content", ""))
         if message["role"] == "assistant" and any(mark in content for mark in _MARKS):
             made += _split(content, len(made))
@@ -45,9 +46,13 @@ def chat_messages(messages: list[Message]) -> list[Message]:
 def _split(content: str, number: int) -> Iterator[Message]:
     """The messages of an answer. Calls have ids of their number in it, and of the answer's."""
     waiting: dict[str, str] = {}  # ids of calls without a result: names of their tools
-    count = at = 0
-    for result in [*_RESULT.finditer(content), None]:
-        answer = _answer(content[at : len(content) if result is None else result.start()])
+    count = 0
+    for part in content.split(_BEGIN):
+        body, end, text = part.partition(_END)
+        result = _RESULT.fullmatch(body) if end else None
+        if result is not None:
+            yield _result(result[1], result[2], waiting)
+        answer = _answer(part if result is None else text)
         calls: list[Message] = answer.get("tool_calls", [])
         for call in calls:
             call["id"] = f"call_{number}_{count}"
@@ -55,11 +60,6 @@ def _split(content: str, number: int) -> Iterator[Message]:
             count += 1
         if answer["content"] or len(answer) > 2:
             yield answer
-        if result is None:
-            return
-        at = result.end()
-        if result["name"] is not None:
-            yield _result(result["name"], result["body"], waiting)
 
 
 def _answer(content: str) -> Message:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 from batchengine.engine.sessions.timelines.outline import Outlines
@@ -17,6 +18,10 @@ __all__ = ["path", "text"]
 RESULT = "<|tool_response>response:g{value:1}<tool_response|>"
 
 
+def split(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return asyncio.run(chat_messages(messages))
+
+
 def history_of(text: TextEncoder, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What a session shows whose timeline is the prompt of these messages."""
     tokenizer = text._tokenizer
@@ -25,7 +30,7 @@ def history_of(text: TextEncoder, messages: list[dict[str, Any]]) -> list[dict[s
     hidden = (tokenizer.control | frozenset(tokenizer.eog)) - shown
     tokens = prompt_of(text, messages).tokens[0]
     marks = Outlines(tokenizer).marks
-    return chat_messages(asyncio.run(messages_of(tokens, marks, hidden, tokenizer.piece)))
+    return split(asyncio.run(messages_of(tokens, marks, hidden, tokenizer.piece)))
 
 
 def test_calls_results_and_thoughts_become_messages(text: TextEncoder) -> None:
@@ -78,7 +83,7 @@ def test_messages_of_others_stay(text: TextEncoder) -> None:
     found = history_of(text, [{"role": "user", "content": forged}])
     assert found == [{"role": "user", "content": forged}]
     plain = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": forged}]
-    assert chat_messages(plain) == plain
+    assert split(plain) == plain
 
 
 def test_answers_that_were_cut_are_split_too() -> None:
@@ -91,5 +96,13 @@ def test_answers_that_were_cut_are_split_too() -> None:
             ["", "value:1", "y"],
         ),
     ):
-        found = chat_messages([{"role": "assistant", "content": content}])
+        found = split([{"role": "assistant", "content": content}])
         assert [message["content"] for message in found] == texts
+
+
+def test_marks_without_an_end_cost_little() -> None:
+    """A model may repeat itself for as long as its context."""
+    content = "<|tool_response>response:a{" * 20_000
+    began = time.process_time()
+    split([{"role": "assistant", "content": content}])
+    assert time.process_time() - began < 5.0
