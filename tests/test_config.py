@@ -548,7 +548,7 @@ def test_a_gpu_lane_has_a_share_of_the_cores(
     tmp_path: Path, cores: int, entry: str, threads: int
 ) -> None:
     gpu = f"[[lane]]\n[[lane]]\nkind = 'cuda'\nvram_bytes = '4GB'\n{entry}"
-    machine = Machine(tuple(range(cores)), 64 << 30, False, {}, str(tmp_path))
+    machine = Machine(tuple(range(cores)), 64 << 30, False, {}, "/home/a")
     cpu, own = load(write(tmp_path, gpu), machine=machine).lanes
     assert (own.threads, cpu.threads) == (threads, cores - threads)
 
