@@ -83,8 +83,9 @@ class Model:
         self.states: kernels.StateShape | None = None
         n_recurrent = sum(isinstance(mixer, DeltaNetSpec) for mixer in mixers)
         if (net := self.spec.delta_net) is not None and n_recurrent:
+            heads_of_net = net.n_k_head, net.n_v_head, net.head_dim
             self.states = kernels.StateShape(
-                n_recurrent, net.n_k_head, net.n_v_head, net.head_dim, net.conv_kernel
+                n_recurrent, *heads_of_net, net.conv_kernel, net.key_run
             )
         rotations = dict.fromkeys((of.rope, of.head_dim) for of in self.spec.attentions)
         self.ropes = {rotation: self._table(*rotation) for rotation in rotations}

@@ -170,6 +170,9 @@ class Ops(Protocol):
         tokens: int,
         out: kernels.Rows,
     ) -> None: ...
+    def norm_columns(
+        self, column: int, norm: kernels.Vector, eps: float, tokens: int, out: kernels.Rows
+    ) -> None: ...
     def step_digests(self, rows: kernels.KvRows, seeds: U64) -> U64: ...
     def take_rows(self, x: kernels.Rows, indices: I32, out: kernels.Rows) -> None: ...
     def nonfinite_rows(self, x: kernels.Rows, tokens: int) -> Sequence[int]: ...
@@ -210,6 +213,7 @@ class CpuOps:
         self.cap_rows = partial(kernels.cap_rows, pool)
         self.gelu_rows = partial(kernels.gelu_rows, pool)
         self.mix_inputs = partial(kernels.mix_inputs, pool)
+        self.norm_columns = partial(kernels.norm_columns, pool)
         self.step_digests = partial(kernels.step_digests, pool)
         self.nonfinite_rows = partial(kernels.nonfinite_rows, pool)
         self.sample = partial(kernels.sample, pool)

@@ -10,6 +10,7 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu", "oai"]
 Gating = Literal["softmax", "sigmoid", "normed_sigmoid"]
+Sigmoid = Literal["none", "by_key", "normed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class ModelArchitecture:
 
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
     has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
+    norms_whole_qk: all heads of Q are normed as one row, and those of K.
     experts: whether a model has experts, "beside" a dense part in each layer if it has any.
     ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
     layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
@@ -31,24 +33,28 @@ class ModelArchitecture:
     of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
     model of so many layers products of Q and K are scaled by the width of the embedding for each
     head, not by that of a head. full_every: of so many layers all but the last are recurrent,
-    unless a key says so (full_attention_interval); 0 = none is. has_gate: what attention gives is
+    unless a key says so (full_attention_interval); 0 = none is. groups_values: value heads of
+    recurrent layers that follow each other use the same keys. has_gate: what attention gives is
     multiplied by a sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
     shared_expert: beside the experts that are chosen there is one for every token, "weighted" by a
     sigmoid or "plain". has_mtp: the last blocks of a file may predict further tokens
-    (nextn_predict_layers); they are not used. has_sigmoid: experts are chosen and weighted by
-    sigmoids of the selector's logits (expert_gating_func 2), and a bias may count in the choice.
+    (nextn_predict_layers); they are not used. sigmoid: experts are chosen and weighted by sigmoids
+    of the selector's logits (expert_gating_func 2), "normed" by their sum or as a key says
+    (expert_weights_norm), and a bias may count in the choice.
     starts_dense: the first layers may have no experts (leading_dense_block_count).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
     their own they are made with that of K. attention_scale: of products of Q and K, 0 = by the
-    width of a head. rope_factors: whether a file has factors of RoPE for layers without a window.
+    width of a head. rope_factors: whether a file has factors of RoPE for layers without a window;
+    "long": it may have those of a long context, beside those of a short one, which are not used.
     caps_logits: logits may have a soft bound (final_logit_softcapping). has_layer_embeddings: each
     layer may have embeddings of its own (embedding_length_per_layer_input).
     """
 
     pairs: Literal["norm", "neox"] = "neox"
     has_qk_norm: bool | None = False
+    norms_whole_qk: bool = False
     experts: Literal["none", "some", "all", "beside"] = "none"
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
@@ -63,16 +69,17 @@ class ModelArchitecture:
     window_base: float = 0.0
     embd_scale_layers: int = 0
     full_every: int = 0
+    groups_values: bool = False
     has_gate: bool = False
     rotates_part: bool = False
     shared_expert: Literal["none", "weighted", "plain"] = "none"
     has_mtp: bool = False
-    has_sigmoid: bool = False
+    sigmoid: Sigmoid = "none"
     starts_dense: bool = False
     has_window_heads: bool = False
     has_v_norm: bool = False
     attention_scale: float = 0.0
-    rope_factors: Literal["none", "some", "all"] = "none"
+    rope_factors: Literal["none", "some", "all", "long"] = "none"
     caps_logits: bool = False
     has_layer_embeddings: bool = False
 
@@ -87,6 +94,7 @@ _QWEN35 = ModelArchitecture(
     rotates_part=True,
     has_mtp=True,
 )
+_QWEN35_MOE = replace(_QWEN35, experts="all", shared_expert="weighted")
 
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
@@ -99,8 +107,10 @@ ARCHITECTURES = {
     "qwen3moe": _QWEN3_MOE,
     "qwen3vl": _QWEN3,
     "qwen3vlmoe": _QWEN3_MOE,
+    "qwen3next": replace(_QWEN35_MOE, groups_values=True),
     "qwen35": _QWEN35,
-    "qwen35moe": replace(_QWEN35, experts="all", shared_expert="weighted"),
+    "qwen35moe": _QWEN35_MOE,
+    "glm4": ModelArchitecture(pairs="norm", has_post_norms=True, rotates_part=True),
     "glm4moe": ModelArchitecture(
         has_qk_norm=None,
         experts="all",
@@ -108,9 +118,17 @@ ARCHITECTURES = {
         rotates_part=True,
         shared_expert="plain",
         has_mtp=True,
-        has_sigmoid=True,
+        sigmoid="by_key",
         starts_dense=True,
     ),
+    "minimax-m2": ModelArchitecture(
+        has_qk_norm=True,
+        norms_whole_qk=True,
+        experts="all",
+        rotates_part=True,
+        sigmoid="normed",
+    ),
+    "phi3": ModelArchitecture(rotates_part=True, rope_factors="long"),
     "gpt-oss": ModelArchitecture(
         experts="all",
         ffn_norm="post_attention_norm.weight",

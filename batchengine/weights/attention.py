@@ -27,6 +27,11 @@ from batchengine.weights.keys import (
 
 HEAD_DIM_MAX = 512
 
+# A factor per rotated pair: those of Llama 3, or those of LongRoPE for contexts longer than the
+# first training, which has others for shorter ones.
+ROPE_FREQS, ROPE_FACTORS_LONG = "rope_freqs.weight", "rope_factors_long.weight"
+ROPE_FACTORS_SHORT = "rope_factors_short.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
@@ -63,6 +68,7 @@ class AttentionWidths(NamedTuple):
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
+    norms_whole_qk: all heads of Q are normed as one row, and those of K, not each alone.
     has_v_norm: heads of V are normed, too, without weights. kv_from: the layer whose K and V this
     one reads instead of its own; -1 = it has some. has_rope: heads are rotated. window: how many
     positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
@@ -83,6 +89,7 @@ class AttentionSpec:
     has_post_norm: bool = False
     has_gate: bool = False
     has_v_norm: bool = False
+    norms_whole_qk: bool = False
     kv_from: int = -1
 
     @property
@@ -129,6 +136,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
         has_post_norm=row.has_post_norms,
         has_gate=row.has_gate,
         has_v_norm=row.has_v_norm,
+        norms_whole_qk=row.norms_whole_qk,
     )
     windowed = _with_window(gguf, arch, whole) if row.window_every else whole
     is_windowed = _windowed_layers(gguf, arch, n_layer)
@@ -272,10 +280,15 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
 
 
+def rope_factors_of(arch: str) -> str:
+    """The tensor with a factor of RoPE per pair."""
+    return ROPE_FACTORS_LONG if ARCHITECTURES[arch].rope_factors == "long" else ROPE_FREQS
+
+
 def _has_factors(gguf: GgufFile, arch: str) -> bool:
     """Whether the file has a factor per pair for layers without a window."""
     row = ARCHITECTURES[arch].rope_factors
-    return row == "all" or (row == "some" and "rope_freqs.weight" in gguf.tensors)
+    return row == "all" or (row != "none" and rope_factors_of(arch) in gguf.tensors)
 
 
 def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec, n_rot: int) -> RopeSpec:

@@ -159,9 +159,10 @@ def _count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
 
 def _gating(gguf: GgufFile, arch: str) -> Gating:
     """How the weights of experts come from the selector's logits."""
-    if not ARCHITECTURES[arch].has_sigmoid:
+    kind = ARCHITECTURES[arch].sigmoid
+    if kind == "none":
         return "softmax"
-    is_normed = gguf.values.get(f"{arch}.expert_weights_norm", False)
+    is_normed = kind == "normed" or gguf.values.get(f"{arch}.expert_weights_norm", False)
     return "normed_sigmoid" if is_normed else "sigmoid"
 
 
@@ -200,7 +201,7 @@ def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
         if not 0 <= value <= most:
             raise unsupported(gguf, f"{arch}.{name}", value, why)
     function = gguf.integer(f"{arch}.expert_gating_func", 0)
-    if row.has_sigmoid:
+    if row.sigmoid != "none":
         if function not in (0, 2):
             why = "the weights of experts must come from a sigmoid (2)"
             raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)

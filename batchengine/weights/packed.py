@@ -25,10 +25,10 @@ import kernels
 from batchengine import errors
 from batchengine.gguf import GgufFile, Identity, model_identity
 from batchengine.weights import cache
+from batchengine.weights.attention import ROPE_FACTORS_LONG, ROPE_FREQS
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
     DECAYS,
-    ROPE_FACTORS,
     AttentionRoles,
     DeltaNetRoles,
     DenseRoles,
@@ -277,7 +277,7 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
         index = int(np.flatnonzero(~np.isfinite(joined))[0])
         why = f"element {index} is not finite"
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
-    if vector.name == ROPE_FACTORS and not (joined > 0.0).all():
+    if vector.name in (ROPE_FREQS, ROPE_FACTORS_LONG) and not (joined > 0.0).all():
         why = "a frequency is divided by each of them, so all must be positive"
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
     if DECAYS.match(vector.name) and (joined > 0.0).any():

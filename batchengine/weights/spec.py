@@ -42,14 +42,15 @@ class DeltaNetSpec:
     """A mixer with recurrent state: a gated delta network, with a causal convolution before it.
 
     Each of n_v_head heads has a state of head_dim keys by head_dim values; head h uses the keys and
-    queries of head h mod n_k_head. conv_kernel: inputs that the convolution sees, the present one
-    included.
+    queries of head (h / key_run) mod n_k_head. conv_kernel: inputs that the convolution sees, the
+    present one included.
     """
 
     n_k_head: int
     n_v_head: int
     head_dim: int
     conv_kernel: int
+    key_run: int = 1
 
     @property
     def value_width(self) -> int:
@@ -293,7 +294,8 @@ def _delta_net(gguf: GgufFile, arch: str) -> DeltaNetSpec:
     ):  # fmt: skip
         if not fits:
             raise unsupported(gguf, f"{arch}.ssm.{name}", value, why)
-    return DeltaNetSpec(n_k_head, n_v_head, head_dim, conv_kernel)
+    key_run = n_v_head // n_k_head if ARCHITECTURES[arch].groups_values else 1
+    return DeltaNetSpec(n_k_head, n_v_head, head_dim, conv_kernel, key_run)
 
 
 def _recurrent_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
@@ -336,7 +338,8 @@ def _refuse_unknown_features(gguf: GgufFile, arch: str) -> None:
         if (cap := gguf.number(key, 0.0)) != 0.0:
             raise unsupported(gguf, key, cap, "logits with a soft bound are not supported")
     kind = gguf.text(f"{arch}.rope.scaling.type", "linear")
-    if kind not in ("linear", "yarn", "none"):
+    others = ("longrope",) if ARCHITECTURES[arch].rope_factors == "long" else ()
+    if kind not in ("linear", "yarn", "none", *others):
         why = "linear and yarn are supported"
         raise unsupported(gguf, f"{arch}.rope.scaling.type", kind, why)
 

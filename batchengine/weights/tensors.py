@@ -19,7 +19,11 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile, TensorInfo
 from batchengine.weights.architectures import ARCHITECTURES
-from batchengine.weights.attention import AttentionSpec
+from batchengine.weights.attention import (
+    ROPE_FACTORS_SHORT,
+    AttentionSpec,
+    rope_factors_of,
+)
 from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.keys import unsupported
 from batchengine.weights.spec import LAYER_TABLE, TABLE, DeltaNetSpec, MixerSpec, ModelSpec
@@ -27,7 +31,6 @@ from batchengine.weights.spec import LAYER_TABLE, TABLE, DeltaNetSpec, MixerSpec
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
 DECAYS = re.compile(r"blk\.\d+\.ssm_a$")  # of recurrent state: -exp of what was trained
-ROPE_FACTORS = "rope_freqs.weight"  # llama 3 scaling: one factor per rotated pair
 FLOAT_TYPES = ("F32", "F16", "BF16")  # of vectors and selectors
 
 _CONVERT = "convert the model again with a newer llama.cpp"
@@ -303,7 +306,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         output_norm=find.vector("output_norm.weight", spec.n_embd),
         head=head,
         head_bias=find.optional("output.bias", spec.n_vocab),
-        rope_factors=find.vector(ROPE_FACTORS, rotated[0] // 2) if rotated else None,
+        rope_factors=find.vector(rope_factors_of(spec.arch), rotated[0] // 2) if rotated else None,
         layer_embeddings=_plan_layer_embeddings(find, spec) if spec.n_embd_layer else None,
         layers=tuple(
             LayerPlan(
@@ -317,6 +320,8 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         matrices=tuple(find.matrices),
         vectors=tuple(find.vectors),
     )
+    if spec.attention.rope.has_factors:
+        find.leave_out(ROPE_FACTORS_SHORT, spec.attention.rope.n_rot // 2)
     n_mtp = gguf.integer(f"{spec.arch}.nextn_predict_layers", 0)
     find.refuse_unused(range(spec.n_layer, spec.n_layer + n_mtp))
     return plan
@@ -357,10 +362,8 @@ def _plan_delta_net(find: _Finder, spec: DeltaNetSpec, n_embd: int, prefix: str)
     return DeltaNetPlan(
         norm=find.vector(prefix + "attn_norm.weight", n_embd),
         inputs=[
-            find.matrix(prefix + "attn_qkv.weight", spec.channels, n_embd),
-            find.matrix(prefix + "attn_gate.weight", width, n_embd),
-            find.matrix(prefix + "ssm_beta.weight", heads, n_embd),
-            find.matrix(prefix + "ssm_alpha.weight", heads, n_embd),
+            *_plan_state_inputs(find, spec, n_embd, prefix),
+            *_plan_state_factors(find, spec, n_embd, prefix),
         ],
         conv=find.add(
             VectorPlan(conv, ((find.use_vector(conv, spec.conv_kernel, spec.channels), n_conv),))
@@ -372,6 +375,32 @@ def _plan_delta_net(find: _Finder, spec: DeltaNetSpec, n_embd: int, prefix: str)
     )
 
 
+def _plan_state_inputs(
+    find: _Finder, spec: DeltaNetSpec, n_embd: int, prefix: str
+) -> list[MatrixPlan]:
+    """q, k and v as one matrix, then the gate; of older files all are in one, key head by key
+    head."""
+    fused, d = prefix + "ssm_in.weight", spec.head_dim
+    if fused in find.gguf.tensors and spec.key_run > 1:
+        values = spec.key_run * d
+        rows = spec.channels + spec.value_width
+        return find.parts(fused, spec.n_k_head, (d, d, values, values), n_embd, rows)
+    return [
+        find.matrix(prefix + "attn_qkv.weight", spec.channels, n_embd),
+        find.matrix(prefix + "attn_gate.weight", spec.value_width, n_embd),
+    ]
+
+
+def _plan_state_factors(
+    find: _Finder, spec: DeltaNetSpec, n_embd: int, prefix: str
+) -> list[MatrixPlan]:
+    """beta and alpha: two matrices, or one with the rows of both for each key head."""
+    fused, heads = prefix + "ssm_ba.weight", spec.n_v_head
+    if fused in find.gguf.tensors and heads == spec.n_k_head * spec.key_run:
+        return find.halves(fused, spec.n_k_head, spec.key_run, n_embd, 2 * heads)
+    return [find.matrix(f"{prefix}ssm_{of}.weight", heads, n_embd) for of in ("beta", "alpha")]
+
+
 def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str) -> AttentionPlan:
     qk_norm = spec.has_qk_norm
     gate: MatrixPlan | None = None
@@ -380,12 +409,14 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
     else:
         qkv, qkv_bias = _plan_qkv(find, spec, n_embd, prefix)
     norms_k = qk_norm and spec.has_kv
+    n_q, n_kv = (spec.n_head, spec.n_kv_head) if spec.norms_whole_qk else (1, 1)
+    q_norm, k_norm = prefix + "attn_q_norm.weight", prefix + "attn_k_norm.weight"
     return AttentionPlan(
         norm=find.vector(prefix + "attn_norm.weight", n_embd),
         qkv=qkv,
         qkv_bias=qkv_bias,
-        q_norm=find.vector(prefix + "attn_q_norm.weight", spec.head_dim) if qk_norm else None,
-        k_norm=find.vector(prefix + "attn_k_norm.weight", spec.head_dim) if norms_k else None,
+        q_norm=find.vector(q_norm, n_q * spec.head_dim) if qk_norm else None,
+        k_norm=find.vector(k_norm, n_kv * spec.head_dim) if norms_k else None,
         output=find.matrix(prefix + "attn_output.weight", n_embd, spec.q_rows),
         output_bias=find.optional(prefix + "attn_output.bias", n_embd),
         sinks=find.sinks(prefix + "attn_sinks.weight", spec.n_head) if spec.has_sinks else None,
@@ -498,10 +529,16 @@ def _plan_dense(
     norm: str,
     post_norm: str = "post_ffw_norm.weight",
 ) -> DensePlan:
+    gate_name, up_name, n_ff = prefix + "ffn_gate.weight", prefix + "ffn_up.weight", spec.n_ff
+    fused = find.gguf.tensors.get(up_name)
+    if gate_name not in find.gguf.tensors and fused and fused.shape == (n_embd, 2 * n_ff):
+        gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
+    else:
+        gate, up = find.matrix(gate_name, n_ff, n_embd), find.matrix(up_name, n_ff, n_embd)
     return DensePlan(
         norm=find.vector(prefix + norm, n_embd),
-        gate=find.matrix(prefix + "ffn_gate.weight", spec.n_ff, n_embd),
-        up=find.matrix(prefix + "ffn_up.weight", spec.n_ff, n_embd),
+        gate=gate,
+        up=up,
         down=find.matrix(prefix + "ffn_down.weight", n_embd, spec.n_ff),
         gate_bias=find.optional(prefix + "ffn_gate.bias", spec.n_ff),
         up_bias=find.optional(prefix + "ffn_up.bias", spec.n_ff),
@@ -592,15 +629,19 @@ class _Finder:
     def halves(self, name: str, n_run: int, run_rows: int, *dims: int) -> list[MatrixPlan]:
         """Two matrices of n_run * run_rows rows each, whose runs of rows alternate in one tensor of
         the shape `dims`."""
+        return self.parts(name, n_run, (run_rows, run_rows), *dims)
+
+    def parts(self, name: str, n_run: int, sizes: tuple[int, ...], *dims: int) -> list[MatrixPlan]:
+        """Matrices whose rows alternate in one tensor of the shape `dims`, `sizes` rows of each in
+        turn, n_run times."""
         info = self._info(name, dims)
         if info.type.name not in MATRIX_KINDS:
             raise self._wrong_type(info, tuple(MATRIX_KINDS))
-        kind, rows = MATRIX_KINDS[info.type.name], n_run * run_rows
-        plans = [
-            MatrixPlan(f"{name}.{half}", kind, rows, dims[0], name,
-                       EveryRows(half * run_rows, run_rows, 2 * run_rows))
-            for half in (0, 1)
-        ]  # fmt: skip
+        kind, plans, first = MATRIX_KINDS[info.type.name], list[MatrixPlan](), 0
+        for index, size in enumerate(sizes):
+            rows = EveryRows(first, size, sum(sizes))
+            plans.append(MatrixPlan(f"{name}.{index}", kind, n_run * size, dims[0], name, rows))
+            first += size
         self.matrices += plans
         return plans
 

@@ -22,9 +22,11 @@ class Shape:
     bias: standard deviation of q and v biases (0 = none), k_bias likewise for K; k_outlier: the
     large K bias of qwen2 in the slowest RoPE pair of each head, which softmax nearly cancels but
     which dominates the scale of its block of int8 KV. rope_factors: llama 3 scaling baked as a
-    tensor. linear_factor: rope.scaling.factor (0 = key absent), yarn_factor likewise of YaRN, whose
-    original context is yarn_trained. temperature: that of attention (mistral3). fused: one attn_qkv
-    per layer.
+    tensor; of phi3 those of LongRoPE, for more positions than yarn_trained. linear_factor:
+    rope.scaling.factor (0 = key absent), yarn_factor likewise of YaRN, whose original context is
+    yarn_trained. temperature: that of attention (mistral3). fused: one attn_qkv per layer;
+    fused_up: one matrix of gate and up; fused_inputs: one ssm_in of a recurrent layer, as older
+    files of qwen3next have.
     n_expert (0 = dense), n_used: experts of n_ff values each, of which a token uses some.
     selector_gain: standard deviation of the selector's logits. It gives the last of the chosen
     experts a small weight, so that rounding which chooses another one there changes little.
@@ -71,6 +73,8 @@ class Shape:
     temperature: float = 0.0
     window: int = 0
     fused: bool = False
+    fused_up: bool = False
+    fused_inputs: bool = False
     seed: int = 1
     n_rot: int = 0
     n_k_head: int = 0
@@ -172,6 +176,41 @@ PRESETS = {
         arch="qwen35moe", n_layer=5, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
         n_head=4, n_kv_head=2, head_dim=32, n_rot=16, n_k_head=1, n_v_head=2, tied=False,
         full_every=2,
+    ),
+    "qwen3next-80b-a3b": Shape(
+        arch="qwen3next", n_layer=48, n_embd=2048, n_ff=512, n_expert=512, n_used=10,
+        n_ff_shared=512, n_head=16, n_kv_head=2, head_dim=256, n_rot=64, n_k_head=16, n_v_head=32,
+        n_vocab=151936, rope_base=1e7, context=262144, tied=False,
+    ),
+    "qwen3next-tiny": Shape(
+        arch="qwen3next", n_layer=5, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
+        n_head=4, n_kv_head=2, head_dim=32, n_rot=16, n_k_head=2, n_v_head=4, state_dim=64,
+        tied=False, full_every=2,
+    ),
+    "minimax-m2-230b-a10b": Shape(
+        arch="minimax-m2", n_layer=62, n_embd=3072, n_ff=1536, n_ff_dense=1536, n_expert=256,
+        n_used=8, n_head=48, n_kv_head=8, head_dim=128, n_rot=64, n_vocab=200064, rope_base=5e6,
+        context=196608, tied=False, choice_bias=0.1,
+    ),
+    "minimax-m2-tiny": Shape(
+        arch="minimax-m2", n_layer=3, n_embd=96, n_ff=64, n_ff_dense=64, n_expert=10, n_used=3,
+        n_head=4, n_kv_head=2, head_dim=32, n_rot=16, tied=False, choice_bias=0.2,
+    ),
+    "glm4-9b": Shape(
+        arch="glm4", n_layer=40, n_embd=4096, n_ff=13696, n_head=32, n_kv_head=2, head_dim=128,
+        n_rot=64, n_vocab=151552, context=32768, tied=False, bias=0.1, k_bias=0.1, fused_up=True,
+    ),
+    "glm4-tiny": Shape(
+        arch="glm4", n_layer=3, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=16,
+        tied=False, bias=0.3, k_bias=0.3, fused_up=True,
+    ),
+    "phi3-14b": Shape(
+        arch="phi3", n_layer=40, n_embd=5120, n_ff=17920, n_head=40, n_kv_head=10, head_dim=128,
+        n_vocab=100352, rope_base=250000.0, context=16384, tied=False, fused=True, fused_up=True,
+    ),
+    "phi3-tiny": Shape(
+        arch="phi3", n_layer=2, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=24,
+        fused=True, fused_up=True, rope_factors=True,
     ),
     "glm4moe-106b-a12b": Shape(
         arch="glm4moe", n_layer=46, n_embd=4096, n_ff=1408, n_expert=128, n_used=8,

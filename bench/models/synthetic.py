@@ -39,6 +39,7 @@ TEMPLATE = (
 )
 
 
+LONG_FACTOR = 1.19  # of cosines and sines, of a context 40 times as long as the first
 _FALLBACKS = {  # of rows that are not whole superblocks
     "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl", "q3_k": "q4_0",
 }  # fmt: skip
@@ -147,8 +148,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     if is_gemma4:
         yield from synthetic_gemma4.layer_embeddings(shape, matrix, vector)
     if shape.rope_factors or is_gemma4:
-        factors = synthetic_gemma4.rope_factors(shape) if is_gemma4 else _llama3_factors(shape)
-        yield RandomTensor("rope_freqs.weight", "f32", factors.shape, lambda _: factors)
+        yield from _rope_factors(shape)
     has_gate = ARCHITECTURES[shape.arch].has_gate
     for i in range(shape.n_layer + shape.n_mtp):
         p = f"blk.{i}."
@@ -167,8 +167,9 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield from _biases(shape, p)
         is_other = is_recurrent or is_gemma4
         if (ARCHITECTURES[shape.arch].has_qk_norm or shape.qk_norm) and not is_other:
-            yield vector(p + "attn_q_norm.weight", shape.head_dim)
-            yield vector(p + "attn_k_norm.weight", shape.head_dim)
+            is_whole = ARCHITECTURES[shape.arch].norms_whole_qk
+            yield vector(p + "attn_q_norm.weight", q if is_whole else shape.head_dim)
+            yield vector(p + "attn_k_norm.weight", kv if is_whole else shape.head_dim)
         if not is_other:
             yield matrix(p + "attn_output", "attn_output", n, q)
         if ARCHITECTURES[shape.arch].has_sinks:
@@ -188,11 +189,10 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield _choice_bias(shape, p)
         if has_expert_bias:
             yield bias(p + "ffn_gate_inp", shape.n_expert)
-        for role, rows, cols in (
-            ("ffn_gate", n_ff, n),
-            ("ffn_up", n_ff, n),
-            ("ffn_down", n, n_ff),
-        ):
+        gate_up = [("ffn_gate", n_ff, n), ("ffn_up", n_ff, n)]
+        if shape.fused_up:
+            gate_up = [("ffn_up", 2 * n_ff, n)]
+        for role, rows, cols in (*gate_up, ("ffn_down", n, n_ff)):
             name = p + role + ("_exps" if n_expert else "")
             yield matrix(name, role, rows, cols, n_expert=n_expert)
             if has_expert_bias:
@@ -250,16 +250,22 @@ def _delta_net(
             prefix + name, "f32", (heads,), lambda rng: rng.uniform(low, high, heads).astype("f4")
         )
 
-    yield matrix(prefix + "attn_qkv", "attn_qkv", channels, n)
-    yield matrix(prefix + "attn_gate", "attn_gate", width, n)
+    if shape.fused_inputs:
+        yield matrix(prefix + "ssm_in", "ssm_in", channels + width, n)
+    else:
+        yield matrix(prefix + "attn_qkv", "attn_qkv", channels, n)
+        yield matrix(prefix + "attn_gate", "attn_gate", width, n)
     yield RandomTensor(
         prefix + "ssm_conv1d.weight",
         "f32",
         dims,
         lambda rng: rng.normal(0.0, 0.5, dims).astype(np.float32),
     )
-    yield matrix(prefix + "ssm_beta", "ssm_beta", heads, n)
-    yield matrix(prefix + "ssm_alpha", "ssm_alpha", heads, n)
+    if ARCHITECTURES[shape.arch].groups_values:
+        yield matrix(prefix + "ssm_ba", "ssm_ba", 2 * heads, n)
+    else:
+        yield matrix(prefix + "ssm_beta", "ssm_beta", heads, n)
+        yield matrix(prefix + "ssm_alpha", "ssm_alpha", heads, n)
     yield drawn("ssm_dt.bias", -4.0, -1.0)
     yield drawn("ssm_a", -2.0, -0.2)
     yield vector(prefix + "ssm_norm.weight", shape.state_dim)
@@ -383,7 +389,8 @@ def _sub_scales(rng: np.random.Generator, n_blocks: int) -> U8:
 
 
 def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    writer.add_name(f"synthetic-{shape.arch}-{shape.n_layer}x{shape.n_embd}")
+    arch = shape.arch.replace("phi3", "phi")  # llama.cpp wants certain tokens of a "phi3"
+    writer.add_name(f"synthetic-{arch}-{shape.n_layer}x{shape.n_embd}")
     writer.add_block_count(shape.n_layer + shape.n_mtp)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
@@ -406,7 +413,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
         writer.add_expert_used_count(shape.n_used)
-    if ARCHITECTURES[shape.arch].has_sigmoid:
+    if ARCHITECTURES[shape.arch].sigmoid != "none":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_norm(shape.weights_norm)
         writer.add_expert_weights_scale(shape.weights_scale)
@@ -418,7 +425,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.n_v_head:
         pairs = shape.n_rot // 2  # pair i turns with the axis i mod 3
         sections = [(pairs + 2 - axis) // 3 for axis in range(3)]
-        writer.add_rope_dimension_sections([*sections, 0])
+        if not ARCHITECTURES[shape.arch].groups_values:
+            writer.add_rope_dimension_sections([*sections, 0])
         if shape.full_every:
             writer.add_full_attention_interval(shape.full_every)
         writer.add_ssm_conv_kernel(shape.conv_kernel)
@@ -438,6 +446,9 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.linear_factor:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(shape.linear_factor)
+    if shape.rope_factors and shape.arch == "phi3":
+        writer.add_rope_scaling_orig_ctx_len(shape.yarn_trained)
+        writer.add_rope_scaling_attn_factors(LONG_FACTOR)
     if shape.yarn_factor:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(shape.yarn_factor)
@@ -457,7 +468,7 @@ def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:
     for i in range(257, 257 + len(SPECIALS)):
         types[i] = int(gguf.TokenType.CONTROL)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35" if shape.n_v_head else "qwen2")
+    writer.add_tokenizer_pre("qwen35" if shape.arch.startswith("qwen35") else "qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(["t h"])
@@ -473,6 +484,22 @@ def _byte_tokens() -> list[str]:
     shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     free = iter(range(256, 512))
     return [chr(b) if b in shown else chr(next(free)) for b in range(256)]
+
+
+def _rope_factors(shape: Shape) -> Iterator[RandomTensor]:
+    """The factors of RoPE that a model has."""
+    if shape.arch == "phi3":
+        pairs = (shape.n_rot or shape.head_dim) // 2
+        for name, most in (("long", 40.0), ("short", 1.5)):
+            factors = np.geomspace(1.0, most, pairs).astype(np.float32)
+            yield RandomTensor(
+                f"rope_factors_{name}.weight", "f32", (pairs,), lambda _, found=factors: found
+            )
+        return
+    factors = (
+        synthetic_gemma4.rope_factors(shape) if shape.arch == "gemma4" else _llama3_factors(shape)
+    )
+    yield RandomTensor("rope_freqs.weight", "f32", factors.shape, lambda _: factors)
 
 
 def _llama3_factors(shape: Shape) -> F32:

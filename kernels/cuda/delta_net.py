@@ -55,7 +55,7 @@ class RecurrentOps:
             "recur_heads",
             (batch.n_entries, shape.n_v_head, shape.head_dim // COLUMNS),
             shape.head_dim,
-            [convolved, width, entries, offset, *heads, out.address, out.width],
+            [convolved, width, entries, offset, *heads, shape.key_run, out.address, out.width],
         )
         self._gpu.launch(
             "gate_heads",

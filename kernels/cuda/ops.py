@@ -136,7 +136,7 @@ class CudaOps:
         self.gate_rows, self.gate_add = rows.gate_rows, rows.gate_add
         self.zero_rows, self.scale_rows = rows.zero_rows, rows.scale_rows
         self.cap_rows, self.gelu_rows = rows.cap_rows, rows.gelu_rows
-        self.mix_inputs = rows.mix_inputs
+        self.mix_inputs, self.norm_columns = rows.mix_inputs, rows.norm_columns
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)

@@ -52,17 +52,28 @@ class RowOps:
     ) -> None:
         """As `kernels.mix_inputs`."""
         width = norm.size
-        threads = min(max(-(-width // 32) * 32, NORM_THREADS_MIN), NORM_THREADS_MAX)
         self._gpu.launch(
             "mix_inputs",
             (tokens, out.width // width, 1),
-            threads,
+            _norm_threads(width),
             [
                 *(x.address, x.width, scale, self._address_of(norm), eps),
                 *(width, out.address, out.width),
             ],
         )
 
+    def norm_columns(
+        self, column: int, norm: kernels.Vector, eps: float, tokens: int, out: Rows
+    ) -> None:
+        """As `kernels.norm_columns`."""
+        given = [column, self._address_of(norm), eps, norm.size, out.address, out.width]
+        self._gpu.launch("norm_columns", (tokens, 1, 1), _norm_threads(norm.size), given)
+
     def _launch(self, kernel: str, tokens: int, out: Rows, arguments: Sequence[Argument]) -> None:
         """A kernel with a thread for each value of a row."""
         self._gpu.launch(kernel, (tokens, -(-out.width // THREADS), 1), THREADS, arguments)
+
+
+def _norm_threads(width: int) -> int:
+    """Threads of a block that norms so many values."""
+    return min(max(-(-width // 32) * 32, NORM_THREADS_MIN), NORM_THREADS_MAX)

@@ -53,7 +53,8 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
     assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4"))
-    assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4"))
+    assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4", "glm4"))
+    assert spec.attention.norms_whole_qk == (arch == "minimax-m2")
 
 
 def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:

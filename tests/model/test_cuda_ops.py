@@ -54,6 +54,10 @@ SHAPES = {
     "qwen35": PRESETS["qwen35-tiny"],
     "qwen35moe": PRESETS["qwen35moe-tiny"],
     "glm4moe": PRESETS["glm4moe-tiny"],
+    "qwen3next": PRESETS["qwen3next-tiny"],
+    "minimax-m2": PRESETS["minimax-m2-tiny"],
+    "glm4": PRESETS["glm4-tiny"],
+    "phi3": PRESETS["phi3-tiny"],
 }
 
 
@@ -123,6 +127,10 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
         ("qwen35", True),
         ("qwen35moe", True),
         ("glm4moe", False),
+        ("qwen3next", True),
+        ("minimax-m2", True),
+        ("glm4", True),
+        ("phi3", False),
         ("glm4moe", True),
     ],
 )

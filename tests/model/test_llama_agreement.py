@@ -73,6 +73,15 @@ GLM4MOE = replace(
     QWEN3MOE, arch="glm4moe", n_layer=4, head_dim=128, n_rot=64, bias=0.3, k_bias=0.3,
     n_ff_shared=128, n_dense=1, n_ff_dense=320, choice_bias=0.3, weights_scale=2.5, qk_norm=True,
 )  # fmt: skip
+QWEN3NEXT = replace(QWEN35MOE, arch="qwen3next", n_v_head=6)
+MINIMAX = replace(
+    QWEN3MOE, arch="minimax-m2", head_dim=128, n_rot=64, choice_bias=0.3, n_ff_dense=128
+)
+GLM4 = replace(
+    LLAMA, arch="glm4", n_rot=32, bias=0.3, k_bias=0.3, fused_up=True, tied=False, n_layer=3,
+    head_gain=1.0,
+)  # fmt: skip
+PHI3 = replace(LLAMA, arch="phi3", fused=True, fused_up=True, rope_base=250000.0, tied=False)
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
@@ -230,6 +239,19 @@ SHAPES: dict[str, Shape] = {
         n_ff_dense=608,
         more_bits={"attn_v": "q6_k", "ffn_down": "q6_k"},
     ),
+    "qwen3next": QWEN3NEXT,
+    "qwen3next_f32": replace(QWEN3NEXT, base="f32"),
+    "qwen3next_older": replace(QWEN3NEXT, fused_inputs=True),
+    "qwen3next_q4_k_m": replace(
+        QWEN3NEXT, n_ff=256, n_ff_shared=256, base="q4_k", more_bits={"attn_qkv": "q6_k"}
+    ),
+    "minimax_m2": MINIMAX,
+    "minimax_m2_f32": replace(MINIMAX, base="f32"),
+    "glm4": GLM4,
+    "glm4_q4_k": replace(GLM4, base="q4_k"),
+    "phi3": PHI3,
+    # Of 96 dimensions 72 are rotated; the 300 positions are more than the first training has seen.
+    "phi3_long": replace(PHI3, head_dim=96, n_head=4, n_embd=384, n_rot=72, rope_factors=True),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.

@@ -61,6 +61,10 @@ SHAPES = {
     "gemma4": PRESETS["gemma4-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],
     "glm4moe": PRESETS["glm4moe-tiny"],
+    "qwen3next": PRESETS["qwen3next-tiny"],
+    "minimax_m2": PRESETS["minimax-m2-tiny"],
+    "glm4": PRESETS["glm4-tiny"],
+    "phi3": PRESETS["phi3-tiny"],
     "qwen35moe": PRESETS["qwen35moe-tiny"],  # its last layer is recurrent
 }
 

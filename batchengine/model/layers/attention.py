@@ -75,14 +75,18 @@ class Attention:
         n = batch.n_tokens
         ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
         ops.linear(normed, w.qkv, w.qkv_bias, n, buffers.qkv)
+        norms = w.q_norm, w.k_norm
+        if spec.norms_whole_qk and w.q_norm is not None and w.k_norm is not None:
+            ops.norm_columns(0, w.q_norm, self.eps, n, buffers.qkv)
+            ops.norm_columns(spec.q_rows, w.k_norm, self.eps, n, buffers.qkv)
+            norms = None, None
         ops.place_kv(
             buffers.qkv,
             batch,
             self.shape,
             self.kv_layer,
             spec.n_head,
-            w.q_norm,
-            w.k_norm,
+            *norms,
             self.eps,
             self.rope if spec.has_rope else None,
             spec.scale,

@@ -45,9 +45,9 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
-    **dict.fromkeys(("glm4", "chatglm-bpe"), (_LLAMA3,)),
+    **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx"), (_LLAMA3,)),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4"), (_O200K,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_O200K,)),
 }
 # Words that are tokens stay whole, whatever the merges say.
 _WHOLE_WORDS = frozenset(

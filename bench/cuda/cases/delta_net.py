@@ -24,9 +24,9 @@ def some_shape(rng: np.random.Generator) -> kernels.StateShape:
     """Heads of any number of chains, those of models more often."""
     head_dim = int(rng.choice([64, 128, 32 * rng.integers(1, 9)]))
     n_k_head, ratio = int(rng.integers(1, 4)), int(rng.integers(1, 4))
-    return kernels.StateShape(
-        int(rng.integers(1, 3)), n_k_head, n_k_head * ratio, head_dim, int(rng.integers(2, 5))
-    )
+    key_run = ratio if rng.random() < 0.5 else 1
+    n_layer, conv_kernel = int(rng.integers(1, 3)), int(rng.integers(2, 5))
+    return kernels.StateShape(n_layer, n_k_head, n_k_head * ratio, head_dim, conv_kernel, key_run)
 
 
 def finite_image(rng: np.random.Generator, shape: kernels.StateShape) -> Image:

@@ -65,15 +65,24 @@ def gates_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
 
 
 def values_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
-    """Rows times a factor, with a soft bound, through gelu, mixed with others, and of zeros."""
+    """Rows of which columns are normed; times a factor, with a soft bound, through gelu, mixed with
+    others, and of zeros."""
     tokens, group, groups = (int(n) for n in rng.integers(1, [9, 300, 5]))
     width, column = group * groups, int(rng.integers(0, 40))
     size = rng.choice([0.01, 1.0, 30.0])
     before, x = (some_rows(rng, tokens, width) * np.float32(size) for _ in range(2))
     factors = some_rows(rng, tokens, width + column + int(rng.integers(0, 9)))
     factor, cap = float(np.float32(rng.standard_normal())), float(rng.choice([0.5, 7.0, 30.0]))
+    column_norm = rng.standard_normal(int(rng.integers(1, width + 1))).astype(np.float32)
     with Owned(gpu) as own:
         both = OnBoth(own, pool, before)
+        columns = both.upload(kernels.Vector(column_norm))
+        first = int(rng.integers(0, width - len(column_norm) + 1))
+        both.check(
+            "norm_columns",
+            lambda ops: ops.norm_columns(first, columns, EPS, tokens, both.rows),
+            lambda: kernels.norm_columns(pool, first, columns, EPS, tokens, both.want),
+        )
         norm = both.upload(kernels.Vector(rng.standard_normal(group).astype(np.float32)))
         given, other = both.put(x), both.put(factors)
         both.check(

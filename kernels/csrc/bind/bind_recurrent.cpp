@@ -10,14 +10,17 @@ void bind_state_shape(nb::module_& module) {
     nb::class_<StateShape>(module, "StateShape",
                            "Bytes of a state image: n_layer recurrent layers. head_dim must be a "
                            "multiple of 32 up to 256, conv_kernel 2 to 4, n_v_head a multiple of "
-                           "n_k_head (ValueError otherwise).")
-        .def(nb::init<size_t, size_t, size_t, size_t, size_t>(), nb::arg("n_layer"),
-             nb::arg("n_k_head"), nb::arg("n_v_head"), nb::arg("head_dim"), nb::arg("conv_kernel"))
+                           "n_k_head. Value head h uses q and k of head (h / key_run) mod n_k_head; "
+                           "key_run divides n_v_head / n_k_head (ValueError otherwise).")
+        .def(nb::init<size_t, size_t, size_t, size_t, size_t, size_t>(), nb::arg("n_layer"),
+             nb::arg("n_k_head"), nb::arg("n_v_head"), nb::arg("head_dim"), nb::arg("conv_kernel"),
+             nb::arg("key_run") = 1)
         .def_prop_ro("n_layer", [](const StateShape& self) { return self.n_layer; })
         .def_prop_ro("n_k_head", [](const StateShape& self) { return self.n_k_head; })
         .def_prop_ro("n_v_head", [](const StateShape& self) { return self.n_v_head; })
         .def_prop_ro("head_dim", [](const StateShape& self) { return self.head_dim; })
         .def_prop_ro("conv_kernel", [](const StateShape& self) { return self.conv_kernel; })
+        .def_prop_ro("key_run", [](const StateShape& self) { return self.key_run; })
         .def_prop_ro("channels", &StateShape::channels)
         .def_prop_ro("value_width", &StateShape::value_width)
         .def_prop_ro("in_width", &StateShape::in_width)

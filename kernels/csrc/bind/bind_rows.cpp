@@ -82,6 +82,21 @@ void bind_elementwise(nb::module_& module) {
         nb::arg("tokens"), nb::arg("out"),
         "out = (out + rmsnorm of (x * scale)) * sqrt(1/2), for each group of norm.size values of the "
         "first rows.");
+    module.def(
+        "norm_columns",
+        [](Pool& pool, size_t column, const Vector& norm, float eps, size_t tokens, Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, out.tokens_max, "norm_columns");
+            require(norm.size > 0, "norm_columns: the norm is empty");
+            require(column <= out.width && norm.size <= out.width - column,
+                    "norm_columns: rows have no columns " + std::to_string(column) + " to " +
+                        std::to_string(column + norm.size));
+            const nb::gil_scoped_release release;
+            norm_columns(pool, column, norm, eps, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("column"), nb::arg("norm"), nb::arg("eps"), nb::arg("tokens"),
+        nb::arg("out"),
+        "The norm.size columns from `column` on of each of the first rows: their rmsnorm, in place.");
 }
 
 }  // namespace

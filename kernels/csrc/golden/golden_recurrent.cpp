@@ -28,7 +28,7 @@ Vector values(GoldenSource& source, size_t n, float middle, float size) {
 }
 
 void golden_state(Pool& pool, Golden& golden, GoldenSource& source, const Shape& of) {
-    const StateShape shape(LAYERS, of.n_k_head, of.n_v_head, of.head_dim, of.conv_kernel);
+    const StateShape shape(LAYERS, of.n_k_head, of.n_v_head, of.head_dim, of.conv_kernel, 1);
     const Vector conv = values(source, shape.channels() * of.conv_kernel, 0.0f, 1.0f);
     const Vector dt_bias = values(source, of.n_v_head, 0.0f, 4.0f);
     const Vector a = values(source, of.n_v_head, -2.0f, 2.0f);

@@ -71,7 +71,7 @@ void recur_head(const Rows& projected, const BatchEntry& entry, const LayerImage
                                    params.a->data[head]);
         beta[t] = ca::sigmoid(row[betas + head]);
     }
-    const float* const q = in.row(first) + head % shape.n_k_head * shape.head_dim;
+    const float* const q = in.row(first) + shape.key_head(head) * shape.head_dim;
     const size_t skip = head * shape.head_values(), column = head * shape.head_dim;
     delta_kernels().recur({q,
                            q + shape.n_k_head * shape.head_dim,

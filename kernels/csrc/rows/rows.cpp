@@ -62,6 +62,13 @@ void mix_inputs(Pool& pool, const Rows& x, float scale, const Vector& norm, floa
     });
 }
 
+void norm_columns(Pool& pool, size_t first, const Vector& norm, float eps, size_t tokens, Rows& out) {
+    const RowOps& ops = rowops();
+    for_each_row(pool, tokens, out, [&](float* row, size_t) {
+        ops.rmsnorm(row + first, norm.data.data(), norm.size, eps, row + first);
+    });
+}
+
 std::vector<int> nonfinite_rows(Pool& pool, const Rows& x, size_t tokens) {
     std::vector<uint8_t> bad(tokens);
     for_each(pool, tokens, false, [&](size_t token) {

@@ -27,6 +27,9 @@ void gelu_rows(Pool& pool, const Rows& factors, size_t column, size_t tokens, Ro
 void mix_inputs(Pool& pool, const Rows& x, float scale, const Vector& norm, float eps, size_t tokens,
                 Rows& out);
 
+// Columns [first, first + norm.size) of each row: their RMS norm, in place.
+void norm_columns(Pool& pool, size_t first, const Vector& norm, float eps, size_t tokens, Rows& out);
+
 // Rows (of the first `tokens`) that hold a NaN or an infinity.
 std::vector<int> nonfinite_rows(Pool& pool, const Rows& x, size_t tokens);
 

@@ -151,10 +151,11 @@ KERNEL(convolve_heads, THREADS, gpu::In<float> projected, int stride, gpu::In<in
     }
 }
 
-// convolved: rows of `convolve_heads`. out: the products of each state and query. Grid: (entries, n_v_head,
-// head_dim / 32), head_dim threads.
+// convolved: rows of `convolve_heads`. key_run: value heads in a row that use the same q and k. out: the
+// products of each state and query. Grid: (entries, n_v_head, head_dim / 32), head_dim threads.
 KERNEL(recur_heads, STATE_HEAD_DIM_MAX, gpu::In<float> convolved, int stride, gpu::In<StateEntry> entries,
-       int64_t offset, int n_k_head, int n_v_head, int head_dim, gpu::Out<float> out, int out_stride) {
+       int64_t offset, int n_k_head, int n_v_head, int head_dim, int key_run, gpu::Out<float> out,
+       int out_stride) {
     gpu::begin();
     __shared__ gpu::Shared<gpu::Words4, RING * SLOT_WORDS> ring;
     __shared__ gpu::Shared<float, 2 * CHAINS_MAX * COLUMNS> learned, answered;
@@ -166,7 +167,7 @@ KERNEL(recur_heads, STATE_HEAD_DIM_MAX, gpu::In<float> convolved, int stride, gp
 
     // A thread copies a word of each token, or none: of the q and the k of the head, of the values of the
     // columns, and of the factors.
-    const int word = gpu::thread(), k_head = head % n_k_head;
+    const int word = gpu::thread(), k_head = head / key_run % n_k_head;
     int64_t source = int64_t{k_head} * head_dim + 4 * word;
     if (word >= q_words) source += int64_t{n_k_head - 1} * head_dim;
     if (word >= values)

@@ -199,6 +199,18 @@ KERNEL(mix_inputs, NORM_THREADS, gpu::In<float> x, int stride, float scale, gpu:
     }
 }
 
+// `width` columns of out from `first` on: their RMS norm, in place. Grid: tokens, at least 64 threads.
+KERNEL(norm_columns, NORM_THREADS, int first, gpu::In<float> w, float eps, int width, gpu::Out<float> out,
+       int out_stride) {
+    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, 64> lanes;
+    gpu::begin();
+    const gpu::Out<float> row = out + (static_cast<int64_t>(gpu::block()) * out_stride + first);
+    const float factor = norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
+    for (int k = gpu::thread(); k < width; k += gpu::threads())
+        row[k] = ca::norm_value(row[k], factor, w[k]);
+}
+
 // out row i = x row indices[i]. Grid: rows.
 KERNEL(take_rows, 256, gpu::In<float> x, int stride, gpu::In<int32_t> indices, int width,
        gpu::Out<float> out, int out_stride) {

@@ -43,6 +43,8 @@ MODELS = [
     "qwen35-tiny",
     "qwen35moe-tiny",
     "glm4moe-tiny",
+    "qwen3next-tiny",
+    "minimax-m2-tiny",
 ]
 SAMPLING = Sampling(temperature=0.7, seed=5)
 

@@ -278,7 +278,7 @@ def convolve_heads(move: Move, a: Arguments) -> tuple[int, int, int]:
 
 def recur_heads(move: Move, a: Arguments) -> tuple[int, int, int]:
     move.states(a, 2, move.blocks[0], FAR)
-    back(a, {0: 4 * FAR * a[1], 7: 4 * FAR * a[8]})
+    back(a, {0: 4 * FAR * a[1], 8: 4 * FAR * a[9]})
     a[3] += VALUES_FAR
     return FAR, 0, 0
 
@@ -318,6 +318,11 @@ def mix_inputs(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def norm_columns(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {4: 4 * FAR * a[5]})
+    return FAR, 0, 0
+
+
 MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     {
         one.__name__: one
@@ -325,7 +330,7 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     }
     | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
-    | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs)}
+    | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs, norm_columns)}
     | {"cap_rows": scale_rows}
     | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
 )

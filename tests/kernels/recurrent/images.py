@@ -188,7 +188,8 @@ def formula(shape: K.StateShape, w: Weights, rows: F32) -> tuple[F32, F32, F32]:
         decay = exp(w.a * softplus(alpha + w.dt_bias))
         share, gate = sigmoid(beta), silu(z).reshape(n_v, d)
         for h in range(n_v):
-            key, query = unit(k[h % n_k]), unit(q[h % n_k])
+            of = h // shape.key_run % n_k
+            key, query = unit(k[of]), unit(q[of])
             delta = (v[h] - decay[h] * columns(s[h], key)) * share[h]
             for i in range(d):
                 s[h, i] = fma(delta, key[i], decay[h] * s[h, i])

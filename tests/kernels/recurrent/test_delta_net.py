@@ -25,18 +25,18 @@ from tests.kernels.recurrent.images import (
     step,
 )
 
-# n_k_head, n_v_head, head_dim, conv_kernel
+# n_k_head, n_v_head, head_dim, conv_kernel, and key_run unless it is 1
 SHAPES = [(1, 1, 32, 2), (2, 4, 64, 3), (1, 3, 128, 4), (2, 8, 32, 4), (1, 2, 128, 2)]
+GROUPED = [(2, 4, 64, 3, 2), (2, 8, 32, 4, 4), (2, 8, 32, 4, 2), (3, 9, 32, 2, 3)]
 ODD_WIDTHS = [(1, 1, 96, 4), (1, 1, 160, 3), (1, 1, 192, 4), (1, 1, 224, 4), (1, 1, 256, 4)]
 
 
-def shape_of(sizes: tuple[int, int, int, int], n_layer: int = 1) -> K.StateShape:
-    n_k, n_v, head_dim, conv_kernel = sizes
-    return K.StateShape(n_layer, n_k, n_v, head_dim, conv_kernel)
+def shape_of(sizes: tuple[int, ...], n_layer: int = 1) -> K.StateShape:
+    return K.StateShape(n_layer, *sizes)
 
 
-@pytest.mark.parametrize("sizes", SHAPES + ODD_WIDTHS)
-def test_every_level_computes_the_formula(pool: K.Pool, sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [*SHAPES, *GROUPED, *ODD_WIDTHS])
+def test_every_level_computes_the_formula(pool: K.Pool, sizes: tuple[int, ...]) -> None:
     shape = shape_of(sizes)
     weights, rows = random_weights(shape, 1), random_rows(shape, 9, 2)
     wanted, wanted_s, wanted_conv = formula(shape, weights, rows)

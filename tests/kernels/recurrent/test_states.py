@@ -35,9 +35,12 @@ def two_entries() -> K.Batch:
         ((1, 1, 1, 0, 4), "not 0"),
         ((1, 1, 1, 32, 1), "conv_kernel must be 2, 3 or 4, not 1"),
         ((1, 1, 1, 32, 5), "not 5"),
+        ((1, 2, 4, 32, 4, 0), "key_run must divide"),
+        ((1, 2, 8, 32, 4, 3), "key_run must divide"),
+        ((1, 2, 4, 32, 4, 4), "key_run must divide"),
     ],
 )
-def test_shapes_that_are_refused(sizes: tuple[int, int, int, int, int], said: str) -> None:
+def test_shapes_that_are_refused(sizes: tuple[int, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         K.StateShape(*sizes)
 

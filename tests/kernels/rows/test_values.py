@@ -86,6 +86,20 @@ def test_inputs_of_layers_are_mixed(pool: K.Pool, level: str, group: int, groups
     assert np.array_equal(out.view(4)[3], before[3])
 
 
+@pytest.mark.parametrize(("first", "width"), [(0, 1), (3, 40), (7, 700), (0, 300)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_columns_are_normed_in_place(pool: K.Pool, level: str, first: int, width: int) -> None:
+    K.set_isa(level)
+    before, norm, eps = some(8, 4, first + width + 5), some(9, 1, width, 1.0)[0], 1e-6
+    out = rows_of(before)
+    K.norm_columns(pool, first, K.Vector(norm), eps, 3, out)
+    want = before.copy()
+    for token in range(3):
+        columns = before[token, first : first + width]
+        want[token, first : first + width] = columns * norm_factor(columns, eps) * norm
+    assert np.array_equal(bits(out.view(4)), bits(want))
+
+
 def test_the_bound_is_near_that_of_binary64(pool: K.Pool) -> None:
     x = np.concatenate([np.linspace(-120, 120, 20001), np.linspace(-1, 1, 20001)])
     out = rows_of(x.astype(np.float32)[None])
@@ -133,6 +147,9 @@ def test_sizes_that_are_refused(pool: K.Pool) -> None:
         (lambda: K.gelu_rows(pool, wide, 1 << 63, 2, narrow), "no columns"),
         (lambda: K.mix_inputs(pool, narrow, 1.0, norm, 1e-6, 2, wide), "width is 39"),
         (lambda: K.mix_inputs(pool, wide, 1.0, norm, 1e-6, 2, wide), "no whole groups of 12"),
+        (lambda: K.norm_columns(pool, 0, norm, 1e-6, 3, wide), "3 tokens do not fit 2"),
+        (lambda: K.norm_columns(pool, 29, norm, 1e-6, 2, wide), "no columns 29 to 41"),
+        (lambda: K.norm_columns(pool, 1 << 63, norm, 1e-6, 2, wide), "no columns"),
         (
             lambda: K.select_experts(pool, wide, 2, 1.0, K.ExpertPairs(2, 40, 2), scales=norm),
             "one value per expert",

@@ -31,7 +31,7 @@ from tests.hostile.rewrite import edited
 
 F32 = Kind.F32
 
-PRESET_NAMES = ["qwen35-tiny", "qwen35moe-tiny"]
+PRESET_NAMES = ["qwen35-tiny", "qwen35moe-tiny", "qwen3next-tiny"]
 TOKENS = np.random.default_rng(3).integers(0, 320, 300).tolist()
 
 
@@ -139,9 +139,9 @@ def test_what_a_file_says_of_its_layers(path: Path) -> None:
     assert kinds == [(i + 1) % every == 0 for i in range(spec.n_layer)]
     assert spec.n_layer in (5, 8)  # without the block that predicts further tokens
     assert f"layers={spec.n_layer} recurrent={spec.n_layer_recurrent} " in repr(spec)
-    net = spec.delta_net
-    assert net == DeltaNetSpec(1, 2, 128, 4)
-    shape = kernels.StateShape(spec.n_layer_recurrent, 1, 2, 128, 4)
+    sizes = (2, 4, 64, 4, 2) if spec.arch == "qwen3next" else (1, 2, 128, 4, 1)
+    assert spec.delta_net == DeltaNetSpec(*sizes)
+    shape = kernels.StateShape(spec.n_layer_recurrent, *sizes)
     assert spec.state_bytes == shape.image_bytes
     assert spec.attention.has_gate
     assert spec.attention.rope.n_rot == spec.attention.head_dim // 2
