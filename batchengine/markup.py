@@ -16,7 +16,8 @@ from typing import Literal
 # object    JSON {"name", "arguments"} or <function=NAME>, closed by the markup's `closing`
 # pairs     NAME, parameters as <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>, closed likewise;
 #           a marker of objects begins them, too
-# function  NAME>, parameters as <parameter=KEY>VALUE</parameter>, closed by </function>
+# function  NAME>, parameters as <parameter=KEY>VALUE</parameter>, closed by </function>, or
+#           the same in other tags (`Tags`)
 # objects   JSON {"name", "parameters"}, several with a semicolon between them
 # list      a JSON list of such objects, or NAME[ARGS]{...}
 # named     function SEP NAME and a block of code with JSON, or NAME SEP JSON, between two marks
@@ -28,7 +29,9 @@ CallForm = Literal["object", "pairs", "function", "objects", "list", "named", "c
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
 SEED_TAG, SEED_TAG_END = "<seed:tool_call>", "</seed:tool_call>"
-FUNCTION = "<function="
+FUNCTION, PARAMETER, PARAMETER_END = "<function=", "<parameter=", "</parameter>"
+MINIMAX_TAG, MINIMAX_TAG_END = "<minimax:tool_call>", "</minimax:tool_call>"
+INVOKE = "<invoke name="
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -55,6 +58,19 @@ BREAK = "\ufdd0"
 
 
 @dataclass(frozen=True, slots=True)
+class Tags:
+    """Tags of calls of the form "function": `call` NAME> `parameter` KEY>VALUE</parameter>...
+    `call_end`. `quote` stands around names and keys, `line` around values.
+    """
+
+    call: str = FUNCTION
+    call_end: str = "</function>"
+    parameter: str = PARAMETER
+    quote: str = ""
+    line: str = "\n"
+
+
+@dataclass(frozen=True, slots=True)
 class Markup:
     """Marks and forms of one kind of answers.
 
@@ -63,7 +79,8 @@ class Markup:
     form in which a model is made to call. `reasoning`: pairs of markers around reasoning, which
     stands before all else. `inner`: further markers, inside calls; `closing`: that which may stand
     behind a call of the form "object", "pairs" or "function". `line`: what stands between the parts
-    of calls of pairs, and between two of them.
+    of calls of pairs, and between two of them. `tags`: of the form "function"; `joins`: several
+    calls of that form stand between one marker and one `closing`.
     """
 
     name: str
@@ -74,6 +91,8 @@ class Markup:
     inner: tuple[str, ...] = ()
     closing: str = TAG_END
     line: str = "\n"
+    tags: Tags = Tags()
+    joins: bool = False
 
     @property
     def opening(self) -> str:
@@ -93,7 +112,7 @@ class Markup:
     @property
     def has_bare_values(self) -> bool:
         """Whether text may stand without quotes in its calls."""
-        return self.name in ("xml", "seed", "glm", "glm_inline", "generic")
+        return self.name in ("xml", "seed", "minimax", "glm", "glm_inline", "generic")
 
     @property
     def markers(self) -> frozenset[str]:
@@ -118,6 +137,15 @@ MARKUPS = {
             reasoning=(("<seed:think>", "</seed:think>"),),
             inner=(SEED_TAG_END,),
             closing=SEED_TAG_END,
+        ),
+        Markup(
+            "minimax",
+            "function",
+            {MINIMAX_TAG: "object", INVOKE: "function"},
+            inner=(MINIMAX_TAG_END,),
+            closing=MINIMAX_TAG_END,
+            tags=Tags(INVOKE, "</invoke>", "<parameter name=", quote='"', line=""),
+            joins=True,
         ),
         Markup("glm", "pairs", _TAGGED, inner=_PAIRS),
         Markup("glm_inline", "pairs", _TAGGED, inner=_PAIRS, line=""),
@@ -170,6 +198,7 @@ _SIGNS = (
     ("harmony", re.compile(re.escape(CHANNEL))),
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("seed", re.compile(re.escape(SEED_TAG))),
+    ("minimax", re.compile(re.escape(MINIMAX_TAG))),
     ("glm_inline", re.compile(re.escape(KEY_END + VALUE))),
     ("glm", re.compile(re.escape(KEY))),
     ("xml", re.compile(r"<function=|<parameter=")),
@@ -178,6 +207,7 @@ _SIGNS = (
     ("llama", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>")),
 )
 _TOKENS = (  # of a vocabulary, where the template shows no sign: the first that it has tells
+    (MINIMAX_TAG, "minimax"),
     (TAG, "hermes"),
     (TOOL_CALLS, "mistral"),
     (PYTHON_TAG, "llama"),

@@ -52,11 +52,20 @@ _CUT_CALLS: dict[str, object] = {
     ]
 }
 _RESULT_CALL = {**_CALL, "function": {"name": "f", "arguments": {"a": "b"}}}
+_RESULT = {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"}
 _RESULTS: dict[str, object] = {
     "messages": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [_RESULT_CALL]},
-        {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"},
+        _RESULT,
+    ]
+}
+# A result whose call is written as text.
+_LONE_RESULTS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        _RESULT,
     ]
 }
 # A result in the message of its call, as templates of Gemma 4 show it.
@@ -87,6 +96,7 @@ PROBES: dict[str, dict[str, object]] = {
     "calls": _CALLS,
     "cut calls": _CUT_CALLS,
     "results": _RESULTS,
+    "lone results": _LONE_RESULTS,
     "inner results": _INNER_RESULTS,
     "thoughts": _THOUGHTS,
 }

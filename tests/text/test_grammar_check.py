@@ -64,6 +64,8 @@ HONEST = {
     "100 tools": calls("hermes", TOOLS),
     "100 tools, or text": calls("hermes", TOOLS, required=False),
     "100 tools in XML": calls("xml", TOOLS),
+    "100 tools of MiniMax": calls("minimax", TOOLS),
+    "100 tools of MiniMax, or text": calls("minimax", TOOLS, required=False),
     "100 tools of Gemma": calls("gemma", TOOLS),
     "100 tools of Gemma, or text": calls("gemma", TOOLS, required=False),
     "a tool of 500 properties, of Gemma": calls("gemma", [tool(0, fields(500))]),

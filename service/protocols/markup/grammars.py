@@ -29,6 +29,7 @@ from batchengine.markup import (
     KEY,
     KEY_END,
     MESSAGE,
+    PARAMETER_END,
     START,
     TOOL_CALLS,
     VALUE,
@@ -165,6 +166,8 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
                 body = f"{literal(chr(10))} {body} {literal(chr(10))} {end}"
             case "function":
                 body = _function(rules, number, tool)
+                if not markup.joins:
+                    body = f"{literal(chr(10))} {body} {rules.marker(markup.closing)}"
             case "pairs":
                 body = _pairs(rules, number, tool)
             case "objects":
@@ -184,6 +187,11 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
         bodies.append(rules.add(f"call{number}", body))
     body = rules.add("call", " | ".join(bodies))
     match writes:
+        case "function" if markup.joins:
+            several = f" ({body})*" if calls.parallel else ""
+            line, end = literal("\n"), rules.marker(markup.closing)
+            joined = rules.add("joined", f"{line} {body}{several} {end}")
+            return f"{line}? {rules.marker(markup.opening)}", joined, ""
         case "object" | "function":
             return rules.marker(markup.opening), body, literal("\n")
         case "pairs":
@@ -278,17 +286,22 @@ def _object(rules: Rules, number: int, name: str, schema: dict[str, Any], key: s
 
 
 def _function(rules: Rules, number: int, tool: dict[str, Any]) -> str:
-    """<function=NAME> with its parameters."""
-    name = tool["function"]["name"]
+    """A tag with the tool's name, its parameters, and the end of the call, in lines."""
+    tags = rules.markup.tags
+
+    def named(tag: str, name: str) -> str:
+        return f"{tag}{tags.quote}{name}{tags.quote}>"
+
     body = _parameters(
         rules,
         number,
         tool,
-        head=lambda key: literal(f"<parameter={key}>\n"),
-        end="\n</parameter>\n",
+        head=lambda key: literal(named(tags.parameter, key) + tags.line),
+        end=tags.line + PARAMETER_END,
+        behind=literal("\n"),
     )
-    closing = rules.marker(rules.markup.closing)
-    return " ".join([literal(f"\n<function={name}>\n"), *body, literal("</function>\n"), closing])
+    head = literal(named(tags.call, tool["function"]["name"]) + "\n")
+    return " ".join([head, *body, literal(f"{tags.call_end}\n")])
 
 
 def _pairs(rules: Rules, number: int, tool: dict[str, Any]) -> str:
@@ -310,9 +323,16 @@ def _line(rules: Rules) -> str:
 
 
 def _parameters(
-    rules: Rules, number: int, tool: dict[str, Any], *, head: Callable[[str], str], end: str
+    rules: Rules,
+    number: int,
+    tool: dict[str, Any],
+    *,
+    head: Callable[[str], str],
+    end: str,
+    behind: str = "",
 ) -> list[str]:
-    """The parameters in the order of the schema, each behind its `head`, up to `end`."""
+    """The parameters in the order of the schema, each behind its `head`, up to `end`, and what
+    stands `behind` that."""
     name, schema = tool["function"]["name"], schema_of(tool)
     listed: object = schema.get("properties")
     fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
@@ -338,6 +358,6 @@ def _parameters(
             made = rules.up_to(rule, end)
         else:
             made = rules.add(rule, json_rule(value | shared, EXACT, name)) + f" {close}"
-        parameter = f"{head(key)} {made}"
+        parameter = " ".join(filter(None, (head(key), made, behind)))
         body.append(parameter if key in needed else f"({parameter})?")
     return body

@@ -246,6 +246,8 @@ def _with_calls(
                 message["content"] = _lines(message["content"], _call_text(call))
     if not text.takes("results"):
         messages = [_response(one) if one["role"] == "tool" else one for one in messages]
+    elif not text.takes("lone results"):
+        messages = _behind_calls(messages, has_call=has_call)
     return with_inner_results(messages, text)
 
 
@@ -310,6 +312,19 @@ def _response(result: Message) -> Message:
     body = f"<tool_response>\n{result['content']}\n</tool_response>"
     kept = {key: value for key, value in result.items() if key != "tool_call_id"}
     return {**kept, "role": "user", "content": body}
+
+
+def _behind_calls(messages: list[Message], *, has_call: bool) -> list[Message]:
+    """The messages with each result of no call of the last answer as a message of the user: some
+    templates refuse such results, as of a call that was cut off and is text. `has_call`: there may
+    be one in front of these messages."""
+    made: list[Message] = []
+    for message in messages:
+        if message["role"] == "assistant":
+            has_call = "tool_calls" in message
+        is_lone = message["role"] == "tool" and not has_call
+        made.append(_response(message) if is_lone else message)
+    return made
 
 
 def _one_call_each(given: list[Message], *, has_call: bool) -> list[Message]:

@@ -22,7 +22,6 @@ from batchengine.markup import (
     CALLS_END,
     FIELDS_END,
     FIELDS_NAME,
-    FUNCTION,
     KEY,
     MARKUPS,
     CallForm,
@@ -32,11 +31,11 @@ from service.protocols.markup.harmony import HarmonyParser
 from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.markup.values import (
     NAME_CHARS_MAX,
-    PARAMETER,
     PYTHON_NAME,
     TAG_NAME,
     Values,
     decoded,
+    name_of,
 )
 from service.protocols.output import (
     ArgumentsParser,
@@ -53,7 +52,6 @@ _NAME = re.compile(r"[\w.:/-]")
 _NAME_KEYS = ("name", "function", "tool_name")
 _ARGUMENT_KEYS = ("arguments", "parameters", "args")
 _OTHER_KEYS = ("type", "id")  # of a call that has no marker in front
-_FUNCTION_END = "</function>"
 
 
 class MarkupParser(AnswerReader):
@@ -166,12 +164,12 @@ class MarkupParser(AnswerReader):
         yield from forms[form](marker)
 
     def _tagged(self, marker: str) -> Reading[None]:
-        reader = self._reader
+        reader, function = self._reader, self._markup.tags.call
         reader.keep()
         following = yield from reader.space()
         space = reader.kept()
-        if following == "<" and (yield from reader.has(FUNCTION)):
-            yield from self._function(marker + space + FUNCTION)
+        if following == "<" and (yield from reader.has(function)):
+            yield from self._function(marker + space + function)
         elif following == "{":
             while following == "{":
                 if not (yield from self._object(marker + space)):
@@ -392,28 +390,28 @@ class MarkupParser(AnswerReader):
         return True
 
     def _function(self, marker: str) -> Reading[None]:
-        """NAME><parameter=KEY>VALUE</parameter>...</function> or NAME>{...}</function>."""
-        reader = self._reader
+        """NAME><parameter=KEY>VALUE</parameter>...</function> or NAME>{...}</function>, in the tags
+        of the markup."""
+        reader, tags = self._reader, self._markup.tags
         reader.keep()
-        name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
-        if not name.strip() or not (yield from reader.has(">")):
+        name = yield from name_of(reader, tags)
+        if not name or not (yield from reader.has(">")):
             self._no_call(marker + reader.kept())
             return
-        name = name.strip()
         if (yield from reader.space()) == "{":
             reader.kept()
             self._start(name)
             yield from reader.json_value(self._arguments)
         else:
-            has_any = yield from reader.has(PARAMETER)
+            has_any = yield from reader.has(tags.parameter)
             if self._is_cut and not has_any:
                 self._hides = True
                 return
             reader.kept()
             self._start(name)
-            yield from self._values(name).parameters(has_any)
+            yield from self._values(name).parameters(has_any, tags)
         yield from reader.space()
-        if (yield from reader.has(_FUNCTION_END)):
+        if (yield from reader.has(tags.call_end)):
             yield from reader.space()
         yield from reader.has(self._markup.closing)
         self._calls += 1

@@ -16,14 +16,23 @@ from typing import cast
 
 import msgspec
 
-from batchengine.markup import FIELDS, FIELDS_END, KEY, KEY_END, QUOTE, VALUE, VALUE_END
+from batchengine.markup import (
+    FIELDS,
+    FIELDS_END,
+    KEY,
+    KEY_END,
+    PARAMETER_END,
+    QUOTE,
+    VALUE,
+    VALUE_END,
+    Tags,
+)
 from service.protocols.markup.reader import Reader, Reading, Sink
 
 NAME_CHARS_MAX = 256
 TAG_NAME = re.compile(r"[^<>\n]")
 PYTHON_NAME = re.compile(r"[\w.]")
-PARAMETER = "<parameter="
-_PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
+_QUOTED = re.compile(r"([\"'])(.*)\1")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _BARE_KEY = re.compile(r"[^,:{}\[\]<]+")
@@ -41,20 +50,21 @@ class Values:
     sink: Sink
     is_cut: Callable[[], bool]
 
-    def parameters(self, has_any: bool) -> Reading[None]:
+    def parameters(self, has_any: bool, tags: Tags) -> Reading[None]:
         """KEY>VALUE</parameter>..., behind the beginning of the first one, if there is any."""
         reader, before = self.reader, "{"
+        ends = (tags.line + PARAMETER_END, PARAMETER_END)
         while has_any:
-            key = (yield from reader.word(TAG_NAME, NAME_CHARS_MAX)).strip()
+            key = yield from name_of(reader, tags)
             yield from reader.has(">")
-            yield from reader.has("\n")
+            yield from reader.has(tags.line)
             self.sink(f"{before}{quoted(key)}: ")
-            if not (yield from self._value(key in self.texts, _PARAMETER_ENDS)):
+            if not (yield from self._value(key in self.texts, ends)):
                 return
             before = ", "
             if (yield from reader.space()) == "":
                 return
-            has_any = yield from reader.has(PARAMETER)
+            has_any = yield from reader.has(tags.parameter)
             if self.is_cut() and not has_any:
                 return
         self.sink("{}" if before == "{" else "}")
@@ -191,6 +201,14 @@ class Values:
 
     def _quote(self, text: str) -> None:
         self.sink(quoted(text)[1:-1])
+
+
+def name_of(reader: Reader, tags: Tags) -> Reading[str]:
+    """The name that stands in a tag, without its quotes; "" where there is none."""
+    chars_max = NAME_CHARS_MAX + 2 * len(tags.quote)
+    name = (yield from reader.word(TAG_NAME, chars_max)).strip()
+    found = _QUOTED.fullmatch(name) if tags.quote else None
+    return found[2].strip() if found else name
 
 
 def quoted(text: str) -> str:

@@ -26,7 +26,7 @@ CONTROL = {
         (
             *("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<arg_key>", "</arg_key>"),
             *("<arg_value>", "</arg_value>", "<|tool_call>", "<tool_call|>", '<|"|>'),
-            *("<|channel>", "<channel|>"),
+            *("<|channel>", "<channel|>", "<minimax:tool_call>", "</minimax:tool_call>"),
         )
     )
 }
@@ -66,7 +66,7 @@ class Bytes:
 
 
 def ids(text: str, grammar: str) -> list[int]:
-    """The tokens of a text. Marks of GLM and Gemma are text where a grammar has them so."""
+    """The tokens of a text. Marks but those of Mistral are text where a grammar has them so."""
     tokens = {name: i for name, i in CONTROL.items() if name[0] == "[" or f"<[{i}]>" in grammar}
     pieces = re.split("(" + "|".join(map(re.escape, tokens)) + ")", text)
     return [i for p in pieces for i in ([tokens[p]] if p in tokens else list(p.encode()))]
@@ -122,6 +122,13 @@ GLM = (
     "\n<arg_value>C</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"
 )  # fmt: skip
 GLM_INLINE = GLM.replace("\n", "")
+INVOKE = (
+    '<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="unit">C</parameter>\n<parameter name="days">3</parameter>\n</invoke>\n'
+)
+MINIMAX, MINIMAX_TWO = (
+    f"<minimax:tool_call>\n{calls}</minimax:tool_call>" for calls in (INVOKE, INVOKE * 2)
+)
 LLAMA = '{"name": "weather", "parameters": {"city": "Paris"}}'
 MISTRAL = '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'
 OLD_MISTRAL = '[{"name": "weather", "arguments": {"city": "Paris"}}]'
@@ -139,6 +146,8 @@ FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("glm", no_control, GLM, f"{GLM}\n{GLM}"),
     ("glm_inline", no_control, GLM_INLINE, GLM_INLINE * 2),
     ("glm", CONTROL.get, GLM, f"{GLM}\n{GLM}"),
+    ("minimax", no_control, MINIMAX, MINIMAX_TWO),
+    ("minimax", CONTROL.get, f"\n{MINIMAX}", MINIMAX_TWO),
     ("llama", no_control, LLAMA, f"{LLAMA}; {LLAMA}"),
     ("mistral", CONTROL.get, MISTRAL, MISTRAL + MISTRAL),
     ("gemma", no_control, GEMMA, GEMMA + GEMMA),
@@ -396,20 +405,37 @@ def test_values_of_pairs_follow_their_schemas(control_id: Callable[[str], int | 
     assert json.loads(arguments_of(parts)[0]) == {"a": text, "b": [1, 2]}
 
 
+PATTERN_FORMS = [
+    ("glm", "<tool_call>f\n<arg_key>input</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"),
+    (
+        "minimax",
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="input">',
+        "</parameter>\n</invoke>\n</minimax:tool_call>",
+    ),
+    (
+        "xml",
+        "<tool_call>\n<function=f>\n<parameter=input>\n",
+        "\n</parameter>\n</function>\n</tool_call>",
+    ),
+]
+
+
 @pytest.mark.parametrize("control_id", [no_control, CONTROL.get])
-def test_a_pattern_of_a_text_among_pairs(control_id: Callable[[str], int | None]) -> None:
+@pytest.mark.parametrize(("markup", "head", "end"), PATTERN_FORMS)
+def test_a_pattern_of_a_text_without_quotes(
+    markup: str, head: str, end: str, control_id: Callable[[str], int | None]
+) -> None:
     function = {"name": "f", "parameters": {"required": ["input"]}}
     tool: Any = {"type": "function", "function": function, PATTERN: "^a/[0-9]+\n?$"}
     calls = Calls([tool], required=True, parallel=False)
     made = constraint_of(
-        MARKUPS["glm"],
+        MARKUPS[markup],
         control_id,
         in_reasoning=False,
         may_reason=False,
         calls=calls,
         response=None,
     )
-    head, end = "<tool_call>f\n<arg_key>input</arg_key>\n<arg_value>", "</arg_value>\n</tool_call>"
     assert allows(made, f"{head}a/12\n{end}")
     assert allows(made, f"{head}a/12{end}")
     assert not allows(made, f"{head}b/12{end}")

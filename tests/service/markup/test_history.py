@@ -82,6 +82,23 @@ def test_what_is_new_to_a_conversation_stands_behind_the_results_of_its_calls() 
         assert found == [message("user", "<system>\ns\n</system>\n\nu")]
 
 
+def test_results_without_a_call_are_text_where_a_template_refuses_them() -> None:
+    """As those of calls that were cut off."""
+    cut = {**CALL, "function": {"name": "f", "arguments": '{"a": '}}
+    lone, result = message("tool", "r", tool_call_id="call_1"), message("tool", "s")
+    calls = [
+        message("assistant", "", tool_calls=[cut]), lone,
+        message("assistant", "", tool_calls=[CALL]), result,
+    ]  # fmt: skip
+    for taken in ({"lone results"}, set[str]()):
+        text = Takes("calls", "results", *taken)
+        found = prepare([message("user", "u"), *calls], None, text)[0]
+        shown = lone if taken else message("user", "<tool_response>\nr\n</tool_response>")
+        assert '"arguments": {"a": }' in found[1]["content"]
+        assert found[2:] == [shown, *calls[2:]]
+        assert prepare_later([lone], [], None, text, {}) == [lone]
+
+
 def test_call_ids_of_mistral_have_nine_characters() -> None:
     messages = [
         message("assistant", "", tool_calls=[CALL]),
@@ -103,6 +120,6 @@ def test_probes_see_what_a_template_refuses_or_loses() -> None:
         except Exception:
             return False
 
-    chatml = {"system", "results"}
+    chatml = {"system", "results", "lone results"}
     assert {probe for probe in PROBES if shown(None, probe)} == chatml
-    assert {probe for probe in PROBES if shown(STRICT, probe)} == {"results"}
+    assert {probe for probe in PROBES if shown(STRICT, probe)} == {"results", "lone results"}

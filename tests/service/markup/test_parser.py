@@ -279,6 +279,12 @@ BROKEN = [
     ("glm", "<tool_call></tool_call>"),
     ("glm", "<tool_call>f\n<arg_value>1</arg_value></tool_call>"),
     ("glm", "<tool_call>f"),
+    ("minimax", "<minimax:tool_call>\n</minimax:tool_call>"),
+    ("minimax", "<minimax:tool_call>now</minimax:tool_call>"),
+    ("minimax", '<minimax:tool_call>\n<invoke name="f" </invoke>'),
+    ("minimax", '<invoke name=" "></invoke>'),
+    ("minimax", '<invoke name="a\nb">'),
+    ("minimax", "<tool_call>{}</tool_call>"),
     ("hermes", "<tool_call>f</tool_call>"),
     ("gemma", "<|tool_call>weather{}<tool_call|>"),
     ("gemma", "<|tool_call>call:{}<tool_call|>"),
@@ -441,6 +447,7 @@ def test_arguments_come_while_they_are_written() -> None:
 MARKUP = st.sampled_from(
     [
         *sorted(MARKUPS["generic"].markers | MARKUPS["glm"].markers | MARKUPS["gemma"].markers),
+        *sorted(MARKUPS["minimax"].markers), '<parameter name="', '">', "</invoke>",
         "call:f{", BREAK,
         "<think>", "</think>", "[THINK]", "[/THINK]",
         "</function>", "<parameter=", "</parameter>", ">", "{", "}", "[", "]", '"', "\\", ":", ",",
@@ -494,6 +501,12 @@ def test_text_without_markup_is_never_changed(text: str, markup: str) -> None:
         "<tool_call>f" + "<arg_key>a</arg_key><arg_value>1</arg_value>" * 5_000,
         "<tool_call>f<arg_key>a</arg_key><arg_value>" + "</arg_valu" * 10_000,
         "<tool_call>f " * 20_000,
+        "<minimax:tool_call>" * 20_000,
+        '<minimax:tool_call><invoke name="f">' * 20_000,
+        '<invoke name="f"><parameter name="' + "a" * 50_000,
+        '<invoke name="f">' + '<parameter name="a">1</parameter>' * 5_000,
+        '<invoke name="f"><parameter name="a">' + "</paramete" * 10_000,
+        '<invoke name="f"></invoke>' * 10_000,
         "<|tool_call>" * 20_000,
         "<|tool_call>call:f{" + "a:{" * 50_000,
         "<|tool_call>call:f{a:" + "[" * 50_000 + "]" * 50_000,
@@ -513,6 +526,7 @@ def test_hostile_answers_cost_time_in_proportion(text: str) -> None:
     began = time.process_time()
     markup = "harmony" if "|" in text else "glm" if "_call>f" in text else "hermes"
     markup = "gemma" if text.startswith(("<|tool_call>", "<|channel>")) else markup
+    markup = "minimax" if text.startswith(("<minimax", "<invoke")) else markup
     parts_of(text, list(range(0, len(text), 7)), markup=markup)
     parts_of(text, markup=markup)
     assert time.process_time() - began < 5.0
@@ -540,6 +554,8 @@ def test_a_markup_is_chosen_by_template_then_vocabulary() -> None:
     inline = "<tool_call>f<arg_key>k</arg_key><arg_value>"
     assert markup_of(inline, no_token).name == "glm_inline"
     assert markup_of("<seed:tool_call>\n<function=", no_token).name == "seed"
+    assert markup_of("{% set begin = '<minimax:tool_call>' %}", no_token).name == "minimax"
+    assert markup_of("]~b]ai", "<minimax:tool_call>".__eq__).name == "minimax"
     assert markup_of("{{ '[TOOL_CALLS]' }}", no_token).name == "mistral"
     assert markup_of("<|start_header_id|>", no_token).name == "llama"
     assert markup_of("<|im_start|>", no_token).name == "generic"
