@@ -2,7 +2,7 @@
 
 A child imports its modules from where this process does, never from the working directory, and
 gets none of the variables of this process but a few that loaders, kernels and drivers read: the
-others may hold keys.
+others may hold keys. NumPy's library of linear algebra, which no child calls, starts no threads.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def environment(kept: Iterable[str] = ()) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(search_path()),
         "PYTHONSAFEPATH": "1",  # as -P, for command lines that are made elsewhere
         "LC_ALL": "C.UTF-8",
+        "OPENBLAS_NUM_THREADS": "1",
     }
 
 

@@ -139,7 +139,8 @@ def load_model(load: wire.Load, pool: kernels.Pool, report: Report, share: float
     mapped = time.perf_counter()
     size = f"{weights.packed_bytes / 2**20:,.1f} MiB packed in {weights.cache_path}"
     report(wire.MAP_WEIGHTS, size, share, mapped - started)
-    if faults := kernels.arithmetic_faults(pool):
+    head_dim = max(of.head_dim for of in weights.spec.attentions)
+    if faults := kernels.arithmetic_faults(pool, head_dim):
         raise errors.ARITHMETIC_WRONG(why="; ".join(faults))
     return Model(weights)
 

@@ -42,6 +42,7 @@ from tests.support.engines import (
 EMULATED = (sys.executable, "-m", "tests.lanes.emulated_worker")
 MIB = 1 << 20
 __all__ = ["cheap_drafts"]  # a fixture
+SHORT = Constraint("regex", "([a-f]{2} ){7}")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 
@@ -184,7 +185,7 @@ async def test_drafts_of_a_model_with_recurrent_state_on_a_gpu(
     try:
         async with gpu_engine(site, GOOD, 512 * MIB, drafts=6) as engine:
             prompts = await prepared(engine, [repeating(i, 60) for i in range(2)])
-            song = Constraint("regex", "((la li lo|la lu) ){20}")
+            song = Constraint("regex", "((la li lo|la lu) ){10}")
             asked = [constrained(p, song, session=f"s{i}") for i, p in enumerate(prompts)]
             answers = await asyncio.gather(*(read(engine.submit(one)) for one in asked))
             gpu = engine.state.lanes[1]
@@ -299,7 +300,7 @@ async def test_a_gpu_that_computes_later_takes_its_own_samples(
             request(prompts[1], 16, session="s1"),
             request(prompts[2], 16, session="s2", sampling=sampling),
         ]
-        masked = constrained(prompts[3], LONG, session="s3")
+        masked = constrained(prompts[3], SHORT, session="s3")
         streams = [await started(engine, one, 0) for one in (*asked, masked)]
         answers = [await reader for _, reader in streams[1:]]
         assert lane.meter.ahead > lane.meter.steps // 3

@@ -50,6 +50,9 @@ def test_other_bits_of_a_part_that_arith_id_does_not_cover_are_a_fault(
     monkeypatch.setattr(kernels, "golden_records_of", changed)
     fault = f"{kernels.isa()}: golden vectors of {wrong} have other bits"
     assert kernels.arithmetic_faults(pool) == [fault]
+    of_narrow_heads = [] if wrong == "wide_heads" else [fault]
+    assert kernels.arithmetic_faults(pool, 256) == of_narrow_heads
+    assert kernels.arithmetic_faults(pool, 257) == [fault]
     pool.close()
 
 

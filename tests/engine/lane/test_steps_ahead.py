@@ -111,7 +111,9 @@ async def test_constrained_answers_are_sent_ahead(
     assert answers[3].tokens == reference.tokens(words(9, 50), 90)
 
 
-@pytest.mark.parametrize(("n", "n_tokens"), [(16, 400), (48, 900)])
+@pytest.mark.parametrize(
+    ("n", "n_tokens"), [(16, 400), pytest.param(48, 900, marks=pytest.mark.slow)]
+)
 async def test_pages_that_begin_and_end_let_no_step_wait(
     site: Site, reference: Reference, n: int, n_tokens: int
 ) -> None:
