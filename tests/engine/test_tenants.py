@@ -87,6 +87,7 @@ async def costs_of_b(engine: Engine, reference: Reference, seeds: range) -> list
     return found
 
 
+@pytest.mark.alone
 async def test_a_flood_of_one_tenant_leaves_another_its_share(
     site: Site, reference: Reference
 ) -> None:

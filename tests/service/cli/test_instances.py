@@ -14,6 +14,12 @@ from service.cli import main
 from tests.service.cli.test_cli import daemon
 
 
+@pytest.fixture
+def tmp_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a short name, for sockets in folders of instances."""
+    return tmp_path_factory.mktemp("i")
+
+
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("STATE", "RUNTIME", "CACHE"):
