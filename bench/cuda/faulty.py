@@ -72,7 +72,9 @@ FAULTS = {
     "chains added crosswise": Fault(
         RECURRENT, "ca::add_rn(sum[2 * c], sum[2 * c + 1])", "ca::add_rn(sum[c], sum[c + n])"
     ),
-    "the key of a neighbour": Fault(RECURRENT, "head / key_run % n_k_head;", "head % n_k_head;"),
+    "the key of a neighbour": Fault(
+        RECURRENT, "head / key_run % n_k_head;", "(head / key_run + 1) % n_k_head;"
+    ),
     "inputs of the entry before": Fault(
         RECURRENT, "if (t + j >= before)", "if (token + j >= before)"
     ),

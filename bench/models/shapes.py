@@ -210,7 +210,7 @@ PRESETS = {
     ),
     "phi3-tiny": Shape(
         arch="phi3", n_layer=2, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=24,
-        fused=True, fused_up=True, rope_factors=True,
+        tied=False, fused=True, fused_up=True, rope_factors=True,
     ),
     "glm4moe-106b-a12b": Shape(
         arch="glm4moe", n_layer=46, n_embd=4096, n_ff=1408, n_expert=128, n_used=8,
