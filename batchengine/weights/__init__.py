@@ -1,7 +1,7 @@
 """Model weights: hyper-parameters, tensor roles, and the packed cache file that lanes map.
 
-Reading order: spec (hyper-parameters), tensors (roles and shapes), packed (matrices for the
-kernels), cache (the file that lanes share).
+Reading order: spec (hyper-parameters), roles (of tensors in a layer), tensors (names and shapes),
+packed (matrices for the kernels), cache (the file that lanes share).
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ from batchengine.weights.packed import (
     open_weights,
     read_fingerprint,
 )
+from batchengine.weights.roles import DeltaNetRoles, DenseRoles, MoeRoles, PairedRoles
 from batchengine.weights.spec import DeltaNetSpec, ModelSpec, read_spec
-from batchengine.weights.tensors import (
-    DeltaNetRoles,
-    DenseRoles,
-    MoeRoles,
-    PairedRoles,
-    plan_tensors,
-)
+from batchengine.weights.tensors import plan_tensors
 
 __all__ = [
     "AttentionSpec",

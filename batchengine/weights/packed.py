@@ -26,19 +26,21 @@ from batchengine import errors
 from batchengine.gguf import GgufFile, Identity, model_identity
 from batchengine.weights import cache
 from batchengine.weights.attention import ROPE_FACTORS_LONG, ROPE_FREQS
-from batchengine.weights.spec import ModelSpec, read_spec
-from batchengine.weights.tensors import (
-    DECAYS,
+from batchengine.weights.roles import (
     AttentionRoles,
     DeltaNetRoles,
     DenseRoles,
-    EveryRows,
     LayerEmbeddingRoles,
     LayerInputRoles,
     LayerRoles,
-    MatrixPlan,
     MoeRoles,
     PairedRoles,
+)
+from batchengine.weights.spec import ModelSpec, read_spec
+from batchengine.weights.tensors import (
+    DECAYS,
+    EveryRows,
+    MatrixPlan,
     SinksPlan,
     TensorPlan,
     VectorPlan,

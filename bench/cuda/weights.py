@@ -31,8 +31,8 @@ from batchengine.weights import (
     Weights,
 )
 from batchengine.weights.architectures import ARCHITECTURES
+from batchengine.weights.roles import SharedRoles
 from batchengine.weights.spec import LayerSpec, MixerSpec
-from batchengine.weights.tensors import SharedRoles
 from bench.models.synthetic import Shape, random_matrix
 from bench.models.tensors import aligned
 

@@ -21,7 +21,7 @@ from batchengine.lanes.step_input import StepInput
 from batchengine.model import CpuOps, Ops, Stepper
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.weights import MoeSpec, MoeWeights
-from batchengine.weights.tensors import SharedRoles
+from batchengine.weights.roles import SharedRoles
 from batchengine.wire import lane as wire
 from bench.cuda.cases import packed_with_bytes, random_page, rows_of
 from bench.cuda.cases.experts import cpu_part

@@ -26,7 +26,7 @@ from batchengine.weights import (
     read_spec,
 )
 from batchengine.weights.ffn import BANK_ROWS_MAX, EXPERTS_MAX
-from batchengine.weights.tensors import MoeRoles
+from batchengine.weights.roles import MoeRoles
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from service.cli.plan import read_model
 from tests.hostile.rewrite import edited

@@ -19,7 +19,8 @@ from batchengine.weights import (
     plan_tensors,
     read_spec,
 )
-from batchengine.weights.tensors import PairedRoles, TensorPlan
+from batchengine.weights.roles import PairedRoles
+from batchengine.weights.tensors import TensorPlan
 from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from kernels import Pool

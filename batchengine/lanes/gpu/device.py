@@ -27,7 +27,7 @@ from batchengine.lanes.state_memory import NoStates, StateSlots, states_at_rest,
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
-from batchengine.weights.tensors import AttentionRoles
+from batchengine.weights.roles import AttentionRoles
 from batchengine.wire import lane as wire
 from kernels.cuda.compile import CompileError, cubins
 from kernels.cuda.driver import CudaGpu

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import kernels
 from batchengine.model.ops import Ops, is_float
 from batchengine.weights import MoeSpec, MoeWeights
-from batchengine.weights.tensors import SharedRoles
+from batchengine.weights.roles import SharedRoles
 
 
 class MoeBuffers:
