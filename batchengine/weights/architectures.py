@@ -18,6 +18,7 @@ class ModelArchitecture:
     """What an architecture has that no key of a file says.
 
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
+    sections_are_neox: in files with sections of RoPE, for images, they are those of "neox".
     has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
     norms_whole_qk: all heads of Q are normed as one row, and those of K.
     experts: whether a model has experts, "beside" a dense part in each layer if it has any.
@@ -53,6 +54,7 @@ class ModelArchitecture:
     """
 
     pairs: Literal["norm", "neox"] = "neox"
+    sections_are_neox: bool = False
     has_qk_norm: bool | None = False
     norms_whole_qk: bool = False
     experts: Literal["none", "some", "all", "beside"] = "none"
@@ -110,7 +112,9 @@ ARCHITECTURES = {
     "qwen3next": replace(_QWEN35_MOE, groups_values=True),
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35_MOE,
-    "glm4": ModelArchitecture(pairs="norm", has_post_norms=True, rotates_part=True),
+    "glm4": ModelArchitecture(
+        pairs="norm", sections_are_neox=True, has_post_norms=True, rotates_part=True
+    ),
     "glm4moe": ModelArchitecture(
         has_qk_norm=None,
         experts="all",

@@ -121,7 +121,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
     kv_heads = _kv_heads(gguf, arch, n_head, n_layer)
     head_dim = _head_dim(gguf, arch, "", n_embd // n_head)
     n_rot = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, row.rotates_part)
-    if row.full_every:  # their RoPE has sections; of others with the key it is computed as text
+    if row.full_every or row.sections_are_neox:  # of others with the key it is computed as text
         _refuse_other_sections(gguf, arch, n_rot)
     base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
@@ -206,24 +206,35 @@ def _rotated(gguf: GgufFile, key: str, head_dim: int, is_part: bool) -> int:
     raise unsupported(gguf, key, n_rot, f"head_dim is {head_dim}")
 
 
-def _refuse_other_sections(gguf: GgufFile, arch: str, n_rot: int) -> None:
-    """Raises unless every rotated pair turns with one of a token's first three positions, which are
-    one number in text: pair i with the axis i mod 3, as long as that has pairs left."""
+def _sections(gguf: GgufFile, arch: str) -> list[int]:
+    """How many rotated pairs turn with each axis of an image; empty = the file does not say."""
     key = f"{arch}.rope.dimension_sections"
     value = gguf.values.get(key)
     if value is None:
-        return
+        return []
     sections: list[int] = []
     if isinstance(value, np.ndarray) and value.dtype.kind in "iu":
         sections = [int(pairs) for pairs in value.tolist()]
     if not 3 <= len(sections) <= 4 or min(sections) < 0 or not sum(sections):
         why = "three or four numbers of pairs are needed"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=sections[:8], why=why)
-    for pair in range(n_rot // 2):
+    return sections
+
+
+def _refuse_other_sections(gguf: GgufFile, arch: str, n_rot: int) -> None:
+    """Raises unless every rotated pair turns with one of a token's first three positions, which are
+    one number in text. Pair i turns with the axis i mod 3, as long as that has pairs left; in glm4
+    those of an axis follow each other."""
+    sections = _sections(gguf, arch)
+    for pair in range(n_rot // 2 if sections else 0):
         place = pair % sum(sections)
-        if place >= 3 * sections[place % 3]:
+        if ARCHITECTURES[arch].sections_are_neox:
+            is_in_text = place < sum(sections[:3])
+        else:
+            is_in_text = place < 3 * sections[place % 3]
+        if not is_in_text:
             why = f"pair {pair} turns with an axis that text has no position on"
-            raise unsupported(gguf, key, sections, why)
+            raise unsupported(gguf, f"{arch}.rope.dimension_sections", sections, why)
 
 
 def _windowed_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
@@ -266,7 +277,7 @@ def _with_window(gguf: GgufFile, arch: str, whole: AttentionSpec) -> AttentionSp
 
 def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
     rope = RopeSpec(
-        style=ARCHITECTURES[arch].pairs,
+        style=_pairs(gguf, arch),
         base=base,
         n_rot=n_rot,
         position_scale=_position_scale(gguf, arch),
@@ -278,6 +289,14 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
         rope = replace(rope, query_log=log, query_span=_first_context(gguf, arch))
     is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
+
+
+def _pairs(gguf: GgufFile, arch: str) -> str:
+    """Which values RoPE rotates together; sections count if there are two at least, as in
+    llama.cpp."""
+    row = ARCHITECTURES[arch]
+    is_neox = row.sections_are_neox and all((_sections(gguf, arch) or [0])[:2])
+    return "neox" if is_neox else row.pairs
 
 
 def rope_factors_of(arch: str) -> str:

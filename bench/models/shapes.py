@@ -45,6 +45,7 @@ class Shape:
     which read K and V of others; v_from_k: layers without a window have no matrix of V;
     n_embd_layer: width of each layer's own embeddings; layer_scale: layers have a scale; logit_cap:
     the soft bound of logits; n_ff_expert: width of experts, n_ff is that of the part beside them.
+    Of glm4: sections: pairs that turn with each axis of an image.
     """
 
     arch: str = "qwen3"
@@ -100,6 +101,7 @@ class Shape:
     layer_scale: bool = False
     logit_cap: float = 0.0
     n_ff_expert: int = 0
+    sections: tuple[int, ...] = ()
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}

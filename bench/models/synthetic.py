@@ -422,6 +422,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
+    if shape.sections:
+        writer.add_rope_dimension_sections(list(shape.sections))
     if shape.n_v_head:
         pairs = shape.n_rot // 2  # pair i turns with the axis i mod 3
         sections = [(pairs + 2 - axis) // 3 for axis in range(3)]

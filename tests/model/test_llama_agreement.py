@@ -249,6 +249,7 @@ SHAPES: dict[str, Shape] = {
     "minimax_m2_f32": replace(MINIMAX, base="f32"),
     "glm4": GLM4,
     "glm4_q4_k": replace(GLM4, base="q4_k"),
+    "glm4_sections": replace(GLM4, sections=(4, 6, 6, 0)),
     "phi3": PHI3,
     # Of 96 dimensions 72 are rotated; the 300 positions are more than the first training has seen.
     "phi3_long": replace(PHI3, head_dim=96, n_head=4, n_embd=384, n_rot=72, rope_factors=True),

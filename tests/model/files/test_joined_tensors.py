@@ -97,6 +97,19 @@ def test_factors_of_short_contexts_are_not_read(tmp_path: Path, cache_dir: Path)
     assert logits_of(edited(path, without_long), cache_dir) != expected
 
 
+@pytest.mark.parametrize(
+    ("sections", "style"),
+    [((), "norm"), ((2, 3, 3, 0), "neox"), ((2, 3, 3), "neox"), ((8, 0, 0, 0), "norm")],
+)
+def test_files_of_glm4_for_images_have_other_pairs(
+    tmp_path: Path, sections: tuple[int, ...], style: str
+) -> None:
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, replace(GLM4, sections=sections))
+    with GgufFile(path) as file:
+        assert read_spec(file).attention.rope.style == style
+
+
 REFUSED: dict[str, tuple[Any, tuple[str, ...], Callable[[dict[str, Any], Tensors], Any]]] = {
     "rows": (
         GLM4,
@@ -110,6 +123,11 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...], Callable[[dict[str, Any], Tensors
         GLM4,
         ("glm4.rope.scaling.type = longrope",),
         lambda v, _: v.__setitem__("glm4.rope.scaling.type", ("longrope", [T.STRING])),
+    ),
+    "an axis without positions in text": (
+        replace(GLM4, sections=(2, 2, 2, 2)),
+        ("glm4.rope.dimension_sections = [2, 2, 2, 2]", "pair 6 turns with an axis"),
+        lambda *_: None,
     ),
     "zero factor": (
         PHI3,
