@@ -141,7 +141,7 @@ MARKUPS = {
         Markup(
             "minimax",
             "function",
-            {MINIMAX_TAG: "object", INVOKE: "function"},
+            {MINIMAX_TAG: "object"},  # text about calls may have the other tags
             inner=(MINIMAX_TAG_END,),
             closing=MINIMAX_TAG_END,
             tags=Tags(INVOKE, "</invoke>", "<parameter name=", quote='"', line=""),

@@ -50,6 +50,7 @@ from batchengine.weights.tensors import (
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 22
+ROPE_FACTOR_MIN = 2.0**-7  # a RopeTable has frequencies up to 256
 FINGERPRINT_DOMAIN = b"batchengine model fingerprint 1\0"
 _VECTOR_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
@@ -279,8 +280,8 @@ def _vector_bytes(gguf: GgufFile, vector: VectorPlan) -> memoryview:
         index = int(np.flatnonzero(~np.isfinite(joined))[0])
         why = f"element {index} is not finite"
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
-    if vector.name in (ROPE_FREQS, ROPE_FACTORS_LONG) and not (joined > 0.0).all():
-        why = "a frequency is divided by each of them, so all must be positive"
+    if vector.name in (ROPE_FREQS, ROPE_FACTORS_LONG) and not (joined >= ROPE_FACTOR_MIN).all():
+        why = f"a frequency is divided by each of them, so all must be {ROPE_FACTOR_MIN:g} at least"
         raise errors.TENSOR_NUMBERS(tensor=vector.name, file=gguf.path.name, why=why)
     if DECAYS.match(vector.name) and (joined > 0.0).any():
         why = "recurrent state would grow with each token, so none may be positive"

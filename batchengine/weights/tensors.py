@@ -225,7 +225,7 @@ def _plan_state_inputs(
     """q, k and v as one matrix, then the gate; of older files all are in one, key head by key
     head."""
     fused, d = prefix + "ssm_in.weight", spec.head_dim
-    if fused in find.gguf.tensors and spec.key_run > 1:
+    if fused in find.gguf.tensors and spec.n_v_head == spec.n_k_head * spec.key_run:
         values = spec.key_run * d
         rows = spec.channels + spec.value_width
         return find.parts(fused, spec.n_k_head, (d, d, values, values), n_embd, rows)
@@ -374,11 +374,12 @@ def _plan_dense(
     post_norm: str = "post_ffw_norm.weight",
 ) -> DensePlan:
     gate_name, up_name, n_ff = prefix + "ffn_gate.weight", prefix + "ffn_up.weight", spec.n_ff
-    fused = find.gguf.tensors.get(up_name)
-    if gate_name not in find.gguf.tensors and fused and fused.shape == (n_embd, 2 * n_ff):
-        gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
-    else:
+    found = find.gguf.tensors.get(up_name)
+    is_apart = gate_name in find.gguf.tensors or (found and found.shape == (n_embd, n_ff))
+    if is_apart:
         gate, up = find.matrix(gate_name, n_ff, n_embd), find.matrix(up_name, n_ff, n_embd)
+    else:
+        gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
     return DensePlan(
         norm=find.vector(prefix + norm, n_embd),
         gate=gate,

@@ -49,6 +49,7 @@ from service.protocols.markup.rules import (
     schema_of,
     slashed,
 )
+from service.protocols.markup.values import is_tag_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +287,20 @@ def _object(rules: Rules, number: int, name: str, schema: dict[str, Any], key: s
 
 
 def _function(rules: Rules, number: int, tool: dict[str, Any]) -> str:
-    """A tag with the tool's name, its parameters, and the end of the call, in lines."""
+    """A tag with the tool's name, its parameters, and the end of the call, in lines. Where a tag
+    cannot have the name of a parameter, all of them are a JSON object."""
     tags = rules.markup.tags
 
     def named(tag: str, name: str) -> str:
         return f"{tag}{tags.quote}{name}{tags.quote}>"
 
+    head = literal(named(tags.call, tool["function"]["name"]) + "\n")
+    schema, end = schema_of(tool), literal(f"\n{tags.call_end}\n")
+    listed: object = schema.get("properties")
+    keys = list(cast("dict[str, Any]", listed)) if isinstance(listed, dict) else []
+    if not all(map(is_tag_name, keys)):
+        args = rules.add(f"args{number}", json_rule(schema, EXACT, tool["function"]["name"]))
+        return " ".join([head, args, end])
     body = _parameters(
         rules,
         number,
@@ -300,7 +309,6 @@ def _function(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         end=tags.line + PARAMETER_END,
         behind=literal("\n"),
     )
-    head = literal(named(tags.call, tool["function"]["name"]) + "\n")
     return " ".join([head, *body, literal(f"{tags.call_end}\n")])
 
 

@@ -170,6 +170,8 @@ class MarkupParser(AnswerReader):
         space = reader.kept()
         if following == "<" and (yield from reader.has(function)):
             yield from self._function(marker + space + function)
+            if self._markup.joins:
+                yield from self._further_functions()
         elif following == "{":
             while following == "{":
                 if not (yield from self._object(marker + space)):
@@ -181,6 +183,18 @@ class MarkupParser(AnswerReader):
             yield from self._pairs(marker + space)
         else:
             self._no_call(marker + space)
+
+    def _further_functions(self) -> Reading[None]:
+        """Calls behind a call, between the same marks."""
+        reader, function = self._reader, self._markup.tags.call
+        while True:
+            reader.keep()
+            following = yield from reader.space()
+            space = reader.kept()
+            if following != "<" or not (yield from reader.has(function)):
+                self._held += space
+                return
+            yield from self._function(space + function)
 
     def _pairs(self, marker: str) -> Reading[None]:
         """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..., white space between or not."""

@@ -203,6 +203,12 @@ class Values:
         self.sink(quoted(text)[1:-1])
 
 
+def is_tag_name(name: str) -> bool:
+    """Whether `name_of` reads this name in a tag."""
+    is_read = all(TAG_NAME.match(char) for char in name) and name == name.strip()
+    return is_read and 0 < len(name) <= NAME_CHARS_MAX
+
+
 def name_of(reader: Reader, tags: Tags) -> Reading[str]:
     """The name that stands in a tag, without its quotes; "" where there is none."""
     chars_max = NAME_CHARS_MAX + 2 * len(tags.quote)

@@ -15,7 +15,7 @@ from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
 from batchengine.weights import plan_tensors, read_spec
 from bench.models.local_runner import LocalRunner
-from bench.models.synthetic import PRESETS, write_synthetic
+from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
 Tensors = dict[str, Any]
@@ -47,9 +47,10 @@ def test_gate_and_up_may_be_one_tensor(shape: Any, tmp_path: Path, cache_dir: Pa
     assert logits_of(other, cache_dir) == logits_of(path, cache_dir)
 
 
-def older(_: Any, tensors: Tensors) -> None:
+def older(shape: Shape, tensors: Tensors) -> None:
     """q, k, v and the gate of recurrent layers as one tensor, key head by key head."""
-    n_k, d, values = NEXT.n_k_head, NEXT.state_dim, NEXT.n_v_head // NEXT.n_k_head * NEXT.state_dim
+    n_k, d, values = shape.n_k_head, shape.state_dim, shape.n_v_head // shape.n_k_head
+    values *= d
     for name in [name for name in tensors if name.endswith("attn_gate.weight")]:
         prefix = name.removesuffix("attn_gate.weight")
         qkv, kind = tensors.pop(prefix + "attn_qkv.weight")
@@ -63,10 +64,14 @@ def older(_: Any, tensors: Tensors) -> None:
         tensors[prefix + "ssm_in.weight"] = (np.concatenate(rows), kind)
 
 
-def test_older_files_of_qwen3next_have_the_same_bits(tmp_path: Path, cache_dir: Path) -> None:
-    path = tmp_path / "m.gguf"
-    write_synthetic(path, NEXT)
-    assert logits_of(edited(path, older), cache_dir) == logits_of(path, cache_dir)
+@pytest.mark.parametrize("n_v_head", [2, 4])
+def test_older_files_of_qwen3next_have_the_same_bits(
+    tmp_path: Path, cache_dir: Path, n_v_head: int
+) -> None:
+    path, shape = tmp_path / "m.gguf", replace(NEXT, n_v_head=n_v_head)
+    write_synthetic(path, shape)
+    other = edited(path, lambda _, tensors: older(shape, tensors))
+    assert logits_of(other, cache_dir) == logits_of(path, cache_dir)
 
 
 def test_value_heads_of_qwen3next_share_keys_with_their_neighbours(tmp_path: Path) -> None:
@@ -113,11 +118,21 @@ def test_files_of_glm4_for_images_have_other_pairs(
 REFUSED: dict[str, tuple[Any, tuple[str, ...], Callable[[dict[str, Any], Tensors], Any]]] = {
     "rows": (
         GLM4,
-        ("blk.1.ffn_gate.weight", "no tensor"),
+        ("blk.1.ffn_up.weight", "shape"),
         lambda _, t: t.__setitem__(
             "blk.1.ffn_up.weight",
             (t["blk.1.ffn_up.weight"][0][:-32].copy(), t["blk.1.ffn_up.weight"][1]),
         ),
+    ),
+    "no gate": (
+        PRESETS["tiny"],
+        ("no tensor blk.0.ffn_gate.weight",),
+        lambda _, t: t.pop("blk.0.ffn_gate.weight"),
+    ),
+    "neither gate nor up": (
+        PHI3,
+        ("no tensor blk.0.ffn_up.weight",),
+        lambda _, t: t.pop("blk.0.ffn_up.weight"),
     ),
     "kind of scaling": (
         GLM4,
@@ -129,10 +144,10 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...], Callable[[dict[str, Any], Tensors
         ("glm4.rope.dimension_sections = [2, 2, 2, 2]", "pair 6 turns with an axis"),
         lambda *_: None,
     ),
-    "zero factor": (
+    "tiny factor": (
         PHI3,
-        ("rope_factors_long.weight", "must be positive"),
-        lambda _, t: t["rope_factors_long.weight"][0].__setitem__(0, 0.0),
+        ("rope_factors_long.weight", "0.0078125 at least"),
+        lambda _, t: t["rope_factors_long.weight"][0].__setitem__(0, 1e-30),
     ),
     "short factors of another size": (
         PHI3,

@@ -441,5 +441,35 @@ def test_a_pattern_of_a_text_without_quotes(
     assert not allows(made, f"{head}b/12{end}")
 
 
+TAG_FORMS = [
+    ("xml", "<tool_call>\n<function=f>\n", "\n</function>\n</tool_call>"),
+    ("minimax", '<minimax:tool_call>\n<invoke name="f">\n', "\n</invoke>\n</minimax:tool_call>"),
+]
+
+
+@pytest.mark.parametrize("key", ["k>", "<k", "k\n", " k", "", "k" * 257, "</parameter>"])
+@pytest.mark.parametrize(("markup", "head", "end"), TAG_FORMS)
+def test_names_of_parameters_that_no_tag_can_have_are_in_an_object(
+    markup: str, head: str, end: str, key: str
+) -> None:
+    schema = {"properties": {key: {"type": "integer"}, "b": {"type": "string"}}, "required": [key]}
+    function = {"name": "f", "parameters": {"type": "object", **schema}}
+    tool: Any = {"type": "function", "function": function}
+    made = constraint_of(
+        MARKUPS[markup],
+        no_control,
+        in_reasoning=False,
+        may_reason=False,
+        calls=Calls([tool], required=True, parallel=False),
+        response=None,
+    )
+    arguments = json.dumps({key: 12, "b": "x"})
+    assert allows(made, f"{head}{arguments}{end}")
+    assert not allows(made, f"{head}{json.dumps({'b': 'x'})}{end}")
+    parser = parser_of(OutputForm(markup, calls=True, text_parameters={"f": ("b",)}))
+    parts = [*parser.push(f"{head}{arguments}{end}"), *parser.flush()]
+    assert json.loads("".join(arguments_of(parts))) == {key: 12, "b": "x"}
+
+
 def test_nothing_is_constrained_without_need() -> None:
     assert grammar("hermes", tools=False, may=True) is None

@@ -186,13 +186,18 @@ ANSWERS: list[tuple[str, tuple[str, str, list[tuple[str, object]]]]] = [
         f"{BEGIN}{written('now')}{END}\n{BEGIN}{written('now')}{END} Done.",
         ("", " Done.", [("now", {}), ("now", {})]),
     ),
-    (f"{BEGIN}{written('now')}{END}\nAnd\n{written('now')}", ("", "\nAnd", [("now", {})] * 2)),
+    (
+        f"{BEGIN}{written('now')}{END}\n{written('now')}{END} Done.",
+        ("", " Done.", [("now", {})] * 2),
+    ),
+    # Text about calls is none.
+    (f"Say\n{written('now')}!", ("", f"Say\n{written('now')}!", [])),
     (
         f"<minimax:tool_call><invoke name='weather'>{CITY}</invoke><invoke name=now></invoke>{END}",
         ("", "", [("weather", {"city": "Paris"}), ("now", {})]),
     ),
     (f'{BEGIN}<invoke name="weather">{CITY}{END}', ("", "", [("weather", {"city": "Paris"})])),
-    (f"{BEGIN}junk {written('now')}{END}", ("", f"{BEGIN}junk", [("now", {})])),
+    (f"{BEGIN}junk {written('now')}{END}", ("", f"{BEGIN}junk {written('now')}{END}", [])),
     (
         f"{BEGIN}{written('f', deep={'a': [None]}, flag=True, none=None)}{END}",
         ("", "", [("f", {"deep": {"a": [None]}, "flag": True, "none": None})]),
