@@ -38,8 +38,8 @@ class AttentionRoles(Generic[M, V, S]):
 
 @dataclass(frozen=True)
 class DeltaNetRoles(Generic[M, V]):
-    """The tensors of a DeltaNetSpec by role. inputs: the matrices of q, k and v as one, then those
-    of the output's gate, of beta and of alpha."""
+    """The tensors of a DeltaNetSpec by role. inputs: the matrices of q, k and v, as one or three,
+    then those of the output's gate, of beta and of alpha."""
 
     norm: V
     inputs: list[M]

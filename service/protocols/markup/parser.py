@@ -99,9 +99,8 @@ class MarkupParser(AnswerReader):
                 yield from self._thought()
             return True
         if markup.bare:
-            reader.keep()
-            following = yield from reader.space()
-            self._held += reader.kept()
+            space, following = yield from reader.kept_space()
+            self._held += space
             if following == "{":
                 yield from self._objects("", strict=True)
             elif following == "[":
@@ -119,9 +118,7 @@ class MarkupParser(AnswerReader):
         """Reasoning before all else; of an answer without any, white space is text."""
         reader = self._reader
         if not self._form.in_reasoning:
-            reader.keep()
-            yield from reader.space()
-            space = reader.kept()
+            space, _ = yield from reader.kept_space()
             for start, _ in self._markup.reasoning:
                 if (yield from reader.has(start)):
                     break
@@ -165,13 +162,15 @@ class MarkupParser(AnswerReader):
 
     def _tagged(self, marker: str) -> Reading[None]:
         reader, function = self._reader, self._markup.tags.call
-        reader.keep()
-        following = yield from reader.space()
-        space = reader.kept()
+        space, following = yield from reader.kept_space()
         if following == "<" and (yield from reader.has(function)):
             yield from self._function(marker + space + function)
-            if self._markup.joins:
-                yield from self._further_functions()
+            while self._markup.joins:
+                space, following = yield from reader.kept_space()
+                if following != "<" or not (yield from reader.has(function)):
+                    self._held += space
+                    break
+                yield from self._function(space + function)
         elif following == "{":
             while following == "{":
                 if not (yield from self._object(marker + space)):
@@ -183,18 +182,6 @@ class MarkupParser(AnswerReader):
             yield from self._pairs(marker + space)
         else:
             self._no_call(marker + space)
-
-    def _further_functions(self) -> Reading[None]:
-        """Calls behind a call, between the same marks."""
-        reader, function = self._reader, self._markup.tags.call
-        while True:
-            reader.keep()
-            following = yield from reader.space()
-            space = reader.kept()
-            if following != "<" or not (yield from reader.has(function)):
-                self._held += space
-                return
-            yield from self._function(space + function)
 
     def _pairs(self, marker: str) -> Reading[None]:
         """NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>..., white space between or not."""
@@ -237,9 +224,8 @@ class MarkupParser(AnswerReader):
         """Objects with a semicolon between them, if there is one."""
         reader = self._reader
         while True:
-            reader.keep()
-            following = yield from reader.space()
-            prefix += reader.kept()
+            space, following = yield from reader.kept_space()
+            prefix += space
             if following != "{" or not (yield from self._object(prefix, strict)):
                 if following != "{":
                     self._no_call(prefix)

@@ -79,6 +79,12 @@ class Reader:
             if (following := (yield from self.peek())) == "" or not following.isspace():
                 return following
 
+    def kept_space(self) -> Reading[tuple[str, str]]:
+        """Takes white space; returns it, and the character after it."""
+        self.keep()
+        following = yield from self.space()
+        return self.kept(), following
+
     def has(self, literal: str) -> Reading[bool]:
         """Whether the text goes on with `literal`, which is taken if so."""
         found = yield from self.is_at((literal,))
