@@ -375,8 +375,8 @@ def _plan_dense(
 ) -> DensePlan:
     gate_name, up_name, n_ff = prefix + "ffn_gate.weight", prefix + "ffn_up.weight", spec.n_ff
     found = find.gguf.tensors.get(up_name)
-    is_apart = gate_name in find.gguf.tensors or (found and found.shape == (n_embd, n_ff))
-    if is_apart:
+    is_apart = found is None or found.shape == (n_embd, n_ff)
+    if is_apart or gate_name in find.gguf.tensors:
         gate, up = find.matrix(gate_name, n_ff, n_embd), find.matrix(up_name, n_ff, n_embd)
     else:
         gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)

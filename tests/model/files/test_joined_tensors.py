@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[Any, tuple[str, ...], Callable[[dict[str, Any], Tensors
     ),
     "neither gate nor up": (
         PHI3,
-        ("no tensor blk.0.ffn_up.weight",),
+        ("no tensor blk.0.ffn_gate.weight",),
         lambda _, t: t.pop("blk.0.ffn_up.weight"),
     ),
     "kind of scaling": (
