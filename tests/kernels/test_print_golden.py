@@ -29,6 +29,10 @@ def test_the_program_prints_the_golden_records_of_the_module(pool: kernels.Pool)
     for lines in printed.values():
         assert lines[: len(expected)] == expected
         assert check_arm.differences(printed["scalar"], lines) == []
+    if "amx-int8" in kernels.isa_levels():  # tiles of the processor itself
+        program = str(check_arm.build_here())
+        own = check_arm.sections(check_arm.output_of([program, "amx-int8"]))["amx-int8"]
+        assert check_arm.differences(printed["scalar"], own) == []
     assert len(printed["scalar"]) > 1000
 
 

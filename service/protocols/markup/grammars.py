@@ -295,12 +295,10 @@ def _function(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         return f"{tag}{tags.quote}{name}{tags.quote}>"
 
     head = literal(named(tags.call, tool["function"]["name"]) + "\n")
-    schema, end = schema_of(tool), literal(f"\n{tags.call_end}\n")
-    listed: object = schema.get("properties")
-    keys = list(cast("dict[str, Any]", listed)) if isinstance(listed, dict) else []
-    if not all(map(is_tag_name, keys)):
+    schema = schema_of(tool)
+    if not all(map(is_tag_name, _properties(schema))):
         args = rules.add(f"args{number}", json_rule(schema, EXACT, tool["function"]["name"]))
-        return " ".join([head, args, end])
+        return " ".join([head, args, literal(f"\n{tags.call_end}\n")])
     body = _parameters(
         rules,
         number,
@@ -330,6 +328,11 @@ def _line(rules: Rules) -> str:
     return literal(rules.markup.line) if rules.markup.line else ""
 
 
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    listed: object = schema.get("properties")
+    return cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
+
+
 def _parameters(
     rules: Rules,
     number: int,
@@ -342,8 +345,7 @@ def _parameters(
     """The parameters in the order of the schema, each behind its `head`, up to `end`, and what
     stands `behind` that."""
     name, schema = tool["function"]["name"], schema_of(tool)
-    listed: object = schema.get("properties")
-    fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
+    fields = _properties(schema)
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
