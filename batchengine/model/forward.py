@@ -26,8 +26,6 @@ from batchengine.model.layers import (
     Attend,
     Attention,
     AttentionBuffers,
-    DeltaNet,
-    DeltaNetBuffers,
     DenseBuffers,
     DenseFfn,
     LayerEmbeddings,
@@ -37,13 +35,15 @@ from batchengine.model.layers import (
     MoeFfn,
     PairedBuffers,
     PairedFfn,
+    Recurrent,
+    RecurrentBuffers,
 )
 from batchengine.model.ops import I32, U64, Ops, is_float
 from batchengine.weights import (
+    AttentionRoles,
     AttentionSpec,
     AttentionWeights,
     AttentionWidths,
-    DeltaNetRoles,
     DeltaNetSpec,
     DenseRoles,
     DenseSpec,
@@ -51,10 +51,12 @@ from batchengine.weights import (
     FfnSpec,
     FfnWeights,
     LayerWeights,
+    Mamba2Spec,
     MoeRoles,
     MoeSpec,
     MoeWeights,
     PairedRoles,
+    RecurrentSpec,
     RopeSpec,
     Weights,
 )
@@ -81,12 +83,9 @@ class Model:
         ]
         self.shape = kernels.PageShape(heads)
         self.states: kernels.StateShape | None = None
-        n_recurrent = sum(isinstance(mixer, DeltaNetSpec) for mixer in mixers)
-        if (net := self.spec.delta_net) is not None and n_recurrent:
-            heads_of_net = net.n_k_head, net.n_v_head, net.head_dim
-            self.states = kernels.StateShape(
-                n_recurrent, *heads_of_net, net.conv_kernel, net.key_run
-            )
+        n_recurrent = sum(not isinstance(mixer, AttentionSpec) for mixer in mixers)
+        if (recurrent := self.spec.recurrent) is not None and n_recurrent:
+            self.states = _state_shape(recurrent, n_recurrent)
         rotations = dict.fromkeys((of.rope, of.head_dim) for of in self.spec.attentions)
         self.ropes = {rotation: self._table(*rotation) for rotation in rotations}
 
@@ -116,19 +115,33 @@ def _factors(factors: Sequence[float]) -> kernels.Vector | None:
     return kernels.Vector(np.array(factors, np.float32).data) if factors else None
 
 
+def _state_shape(spec: RecurrentSpec, n_layer: int) -> kernels.StateShape:
+    if isinstance(spec, DeltaNetSpec):
+        heads = spec.n_k_head, spec.n_v_head, spec.head_dim
+        return kernels.StateShape(n_layer, *heads, spec.conv_kernel, spec.key_run)
+    if isinstance(spec, Mamba2Spec):
+        heads = spec.n_group, spec.n_head, spec.head_dim
+        return kernels.StateShape.mamba2(n_layer, *heads, spec.state_dim, spec.conv_kernel)
+    return kernels.StateShape.short_conv(n_layer, spec.width, spec.conv_kernel)
+
+
+Mixer = Attention | Recurrent
 Ffn = DenseFfn | MoeFfn | PairedFfn
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer of a lane, ready to run. inputs: what it adds for its own embeddings; scale: what
-    the residual stream is multiplied by behind it."""
+    the residual stream is multiplied by behind it. branch: rows for what mixer and ffn add, where
+    the model scales it by branch_scale."""
 
     ops: Ops
-    mixer: Attention | DeltaNet
-    ffn: Ffn
+    mixer: Mixer
+    ffn: Ffn | None
     inputs: LayerInputs | None = None
     scale: float | None = None
+    branch: kernels.Rows | None = None
+    branch_scale: float = 1.0
 
     def finish(
         self,
@@ -138,12 +151,29 @@ class Layer:
         embeddings: kernels.Rows | None,
     ) -> None:
         """What follows the layer's mixer, for the first `n` rows of the residual stream."""
-        self.mixer.add_output(n, hidden)
-        self.ffn.add(hidden, n, normed)
+        if self.branch is not None:
+            self._add_scaled(n, hidden, normed, self.branch)
+        else:
+            self.mixer.add_output(n, hidden)
+            if self.ffn is not None:
+                self.ffn.add(hidden, n, normed)
         if self.inputs is not None and embeddings is not None:
             self.inputs.add(hidden, n, embeddings)
         if self.scale is not None:
             self.ops.scale_rows(self.scale, n, hidden)
+
+    def _add_scaled(
+        self, n: int, hidden: kernels.Rows, normed: kernels.Activations, branch: kernels.Rows
+    ) -> None:
+        """hidden += branch_scale * what the mixer adds, then the same for the ffn."""
+        ops = self.ops
+        ops.zero_rows(n, branch)
+        self.mixer.add_output(n, branch)
+        ops.scaled_add(branch, self.branch_scale, n, hidden)
+        if self.ffn is not None:
+            ops.zero_rows(n, branch)
+            self.ffn.add(hidden, n, normed, branch)
+            ops.scaled_add(branch, self.branch_scale, n, hidden)
 
 
 def make_layers(
@@ -155,12 +185,25 @@ def make_layers(
     weights = model.weights.layer
     mixers = _make_mixers(ops, model, rows, tokens_max, wanted_max)
     ffns: dict[int, Ffn] = {}
-    for spec in {layer.ffn for layer in specs.values()}:
-        equal = {i: weights[i].ffn for i, layer in specs.items() if layer.ffn == spec}
+    for spec in {layer.ffn for layer in specs.values() if layer.ffn is not None}:
+        equal = {
+            i: of for i, layer in specs.items() if layer.ffn == spec and (of := weights[i].ffn)
+        }
         ffns |= _make_ffns(ops, model, spec, equal, tokens_max)
+    branch: kernels.Rows | None = None
+    if (scale := model.spec.residual_scale) != 1.0:
+        branch = ops.make_rows(max(tokens_max, wanted_max), model.spec.n_embd)
     inputs = _make_inputs(ops, model, tokens_max)
     return {
-        index: Layer(ops, mixer, ffns[index], inputs.get(index), _scale_of(weights[index]))
+        index: Layer(
+            ops,
+            mixer,
+            ffns.get(index),
+            inputs.get(index),
+            _scale_of(weights[index]),
+            branch,
+            scale,
+        )
         for index, mixer in mixers.items()
     }
 
@@ -182,13 +225,13 @@ def _scale_of(weights: LayerWeights) -> float | None:
 
 def _make_mixers(
     ops: Ops, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
-) -> dict[int, Attention | DeltaNet]:
+) -> dict[int, Mixer]:
     """The parts that mix tokens, by layer; each kind counts its layers by itself."""
     spec, eps = model.spec, model.spec.eps
     weights = {index: model.weights.layer[index].mixer for index in model.layers}
-    attending = {i: w for i, w in weights.items() if not isinstance(w, DeltaNetRoles)}
-    recurrent = {i: w for i, w in weights.items() if isinstance(w, DeltaNetRoles)}
-    mixers: dict[int, Attention | DeltaNet] = {}
+    attending = {i: w for i, w in weights.items() if isinstance(w, AttentionRoles)}
+    recurrent = {i: w for i, w in weights.items() if not isinstance(w, AttentionRoles)}
+    mixers: dict[int, Mixer] = {}
     attentions = {
         i: mixer for i in attending if isinstance(mixer := spec.layers[i].mixer, AttentionSpec)
     }
@@ -201,12 +244,11 @@ def _make_mixers(
         at = model.shape, rows, kv_layers[index if mixer.has_kv else mixer.kv_from]
         of = attending[index]
         mixers[index] = Attention(ops, mixer, of, eps, rope, *at, buffers[mixer.widths])
-    if model.states is not None and isinstance(net := spec.delta_net, DeltaNetSpec):
-        buffers = DeltaNetBuffers(
-            ops, model.states, net, recurrent.values(), tokens_max, wanted_max
-        )
+    if model.states is not None:
+        weights_of = recurrent.values()
+        buffers = RecurrentBuffers(ops, model.states, weights_of, tokens_max, wanted_max)
         for layer, (index, of) in enumerate(recurrent.items()):
-            mixers[index] = DeltaNet(ops, of, eps, model.states, layer, buffers)
+            mixers[index] = Recurrent(ops, of, eps, model.states, layer, buffers)
     return {index: mixers[index] for index in model.layers}
 
 
@@ -304,7 +346,7 @@ class Stepper:
         keep_float = any(
             is_float(matrix)
             for w in weights.layer.values()
-            for matrix in (*w.mixer.readers, *w.ffn.readers)
+            for matrix in (*w.mixer.readers, *(w.ffn.readers if w.ffn is not None else []))
         )
         self.hidden = ops.make_rows(tokens_max, n_embd)  # residual stream, a row per token
         self._normed = ops.make_activations(tokens_max, n_embd, keep_float)
@@ -320,8 +362,8 @@ class Stepper:
         self._attend: Attend | None = None
         self._kept: dict[int, KeptInputs] = {}  # by the index of the entry
         mixers = [layer.mixer for layer in self._layers.values()]
-        nets = {id(m.buffers): m.buffers for m in mixers if isinstance(m, DeltaNet)}
-        self._recurrent_buffers = tuple(nets.values())
+        shared = {id(m.buffers): m.buffers for m in mixers if isinstance(m, Recurrent)}
+        self._recurrent_buffers = tuple(shared.values())
 
     @property
     def n_tokens(self) -> int:
@@ -386,7 +428,7 @@ class Stepper:
         spans = [range(kept.first, kept.first + n) for (kept, _), n in zip(of, counts, strict=True)]
         rows = np.array([row for span in spans for row in span], np.int32)
         for layer in self._layers.values():
-            if isinstance(layer.mixer, DeltaNet):
+            if isinstance(layer.mixer, Recurrent):
                 layer.mixer.rewind(self._rewound, rows)
 
     @functools.cached_property
@@ -483,6 +525,8 @@ class Stepper:
         self.ops.linear(
             self._last_q8, [weights.head], [weights.head_bias], n_rows, self.logits_rows
         )
+        if (scale := self.model.spec.logit_scale) != 1.0:
+            self.ops.scale_rows(scale, n_rows, self.logits_rows)
         if cap := self.model.spec.logit_cap:
             self.ops.cap_rows(cap, n_rows, self.logits_rows)
         return self.logits_rows

@@ -10,7 +10,6 @@ from batchengine.weights.attention import AttentionSpec, AttentionWidths, RopeSp
 from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.packed import (
     AttentionWeights,
-    DeltaNetWeights,
     DenseWeights,
     FfnWeights,
     LayerEmbeddingWeights,
@@ -18,21 +17,30 @@ from batchengine.weights.packed import (
     LayerWeights,
     MoeWeights,
     PairedWeights,
+    RecurrentWeights,
     Weights,
     open_weights,
     read_fingerprint,
 )
-from batchengine.weights.roles import DeltaNetRoles, DenseRoles, MoeRoles, PairedRoles
-from batchengine.weights.spec import DeltaNetSpec, ModelSpec, read_spec
+from batchengine.weights.recurrent import DeltaNetSpec, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from batchengine.weights.roles import (
+    AttentionRoles,
+    DeltaNetRoles,
+    DenseRoles,
+    Mamba2Roles,
+    MoeRoles,
+    PairedRoles,
+)
+from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import plan_tensors
 
 __all__ = [
+    "AttentionRoles",
     "AttentionSpec",
     "AttentionWeights",
     "AttentionWidths",
     "DeltaNetRoles",
     "DeltaNetSpec",
-    "DeltaNetWeights",
     "DenseRoles",
     "DenseSpec",
     "DenseWeights",
@@ -41,6 +49,8 @@ __all__ = [
     "LayerEmbeddingWeights",
     "LayerInputWeights",
     "LayerWeights",
+    "Mamba2Roles",
+    "Mamba2Spec",
     "ModelSpec",
     "MoeRoles",
     "MoeSpec",
@@ -48,7 +58,10 @@ __all__ = [
     "PairedRoles",
     "PairedSpec",
     "PairedWeights",
+    "RecurrentSpec",
+    "RecurrentWeights",
     "RopeSpec",
+    "ShortConvSpec",
     "Weights",
     "open_weights",
     "plan_tensors",

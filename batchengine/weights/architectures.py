@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "oai"]
+Activation = Literal["silu", "gelu", "oai", "relu2"]
 Gating = Literal["softmax", "sigmoid", "normed_sigmoid"]
 Sigmoid = Literal["none", "by_key", "normed"]
 
@@ -34,15 +34,16 @@ class ModelArchitecture:
     of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
     model of so many layers products of Q and K are scaled by the width of the embedding for each
     head, not by that of a head. full_every: of so many layers all but the last are recurrent,
-    unless a key says so (full_attention_interval); 0 = none is. groups_values: value heads of
-    recurrent layers that follow each other use the same keys. has_gate: what attention gives is
-    multiplied by a sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
+    unless a key says so (full_attention_interval); 0 = none is. recurrent: what these layers are;
+    "mamba2" and "conv" are those without KV heads. groups_values: value heads of recurrent layers
+    that follow each other use the same keys. has_gate: what attention gives is multiplied by a
+    sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
     shared_expert: beside the experts that are chosen there is one for every token, "weighted" by a
-    sigmoid or "plain". has_mtp: the last blocks of a file may predict further tokens
-    (nextn_predict_layers); they are not used. sigmoid: experts are chosen and weighted by sigmoids
-    of the selector's logits (expert_gating_func 2), "normed" by their sum or as a key says
-    (expert_weights_norm), and a bias may count in the choice.
-    starts_dense: the first layers may have no experts (leading_dense_block_count).
+    sigmoid or "plain"; the width of a "sized" one, which is plain, is in a key. has_mtp: the last
+    blocks of a file may predict further tokens (nextn_predict_layers); they are not used. sigmoid:
+    experts are chosen and weighted by sigmoids of the selector's logits (expert_gating_func 2),
+    "normed" by their sum or as a key says (expert_weights_norm), and a bias may count in the
+    choice. starts_dense: the first layers may have no experts (leading_dense_block_count).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
@@ -50,7 +51,12 @@ class ModelArchitecture:
     width of a head. rope_factors: whether a file has factors of RoPE for layers without a window;
     "long": it may have those of a long context, beside those of a short one, which are not used.
     caps_logits: logits may have a soft bound (final_logit_softcapping). has_layer_embeddings: each
-    layer may have embeddings of its own (embedding_length_per_layer_input).
+    layer may have embeddings of its own (embedding_length_per_layer_input). rotates: whether heads
+    are rotated, "by_key" unless one says that they are not (rope.scaling.finetuned). has_scales:
+    keys may scale embeddings, what each part of a layer adds, and logits (embedding_scale,
+    residual_scale, logit_scale). splits_layers: each block of the file is a mixer or a feed-forward
+    part, and those with a width are the latter (feed_forward_length). output_norm: the tensor that
+    norms the input of the head.
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -71,10 +77,11 @@ class ModelArchitecture:
     window_base: float = 0.0
     embd_scale_layers: int = 0
     full_every: int = 0
+    recurrent: Literal["none", "delta", "mamba2", "conv"] = "none"
     groups_values: bool = False
     has_gate: bool = False
     rotates_part: bool = False
-    shared_expert: Literal["none", "weighted", "plain"] = "none"
+    shared_expert: Literal["none", "weighted", "plain", "sized"] = "none"
     has_mtp: bool = False
     sigmoid: Sigmoid = "none"
     starts_dense: bool = False
@@ -84,6 +91,10 @@ class ModelArchitecture:
     rope_factors: Literal["none", "some", "all", "long"] = "none"
     caps_logits: bool = False
     has_layer_embeddings: bool = False
+    rotates: Literal["all", "none", "by_key"] = "all"
+    has_scales: bool = False
+    splits_layers: bool = False
+    output_norm: str = "output_norm.weight"
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -92,11 +103,24 @@ _QWEN35 = ModelArchitecture(
     has_qk_norm=True,
     ffn_norm="post_attention_norm.weight",
     full_every=4,
+    recurrent="delta",
     has_gate=True,
     rotates_part=True,
     has_mtp=True,
 )
 _QWEN35_MOE = replace(_QWEN35, experts="all", shared_expert="weighted")
+_GRANITE = ModelArchitecture(
+    pairs="norm", rotates_part=True, rope_factors="some", rotates="by_key", has_scales=True
+)
+_GRANITE_MOE = replace(_GRANITE, experts="some", shared_expert="sized")
+_NEMOTRON_H = ModelArchitecture(
+    ffn_norm="attn_norm.weight",
+    activation="relu2",
+    recurrent="mamba2",
+    rotates="none",
+    splits_layers=True,
+)
+_LFM2 = ModelArchitecture(has_qk_norm=True, recurrent="conv", output_norm="token_embd_norm.weight")
 
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
@@ -133,6 +157,15 @@ ARCHITECTURES = {
         sigmoid="normed",
     ),
     "phi3": ModelArchitecture(rotates_part=True, rope_factors="long"),
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE_MOE,
+    "granitehybrid": replace(_GRANITE_MOE, recurrent="mamba2"),
+    "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": replace(
+        _NEMOTRON_H, experts="all", shared_expert="sized", sigmoid="by_key", has_mtp=True
+    ),
+    "lfm2": _LFM2,
+    "lfm2moe": replace(_LFM2, experts="all", sigmoid="normed", starts_dense=True),
     "gpt-oss": ModelArchitecture(
         experts="all",
         ffn_norm="post_attention_norm.weight",

@@ -120,9 +120,12 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
     n_head = same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
     kv_heads = _kv_heads(gguf, arch, n_head, n_layer)
     head_dim = _head_dim(gguf, arch, "", n_embd // n_head)
-    n_rot = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, row.rotates_part)
+    rotates, n_rot = _rotates(gguf, arch), head_dim
+    if rotates:
+        n_rot = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, row.rotates_part)
     if row.full_every or row.sections_are_neox:  # of others with the key it is computed as text
         _refuse_other_sections(gguf, arch, n_rot)
+    _refuse_other_windows(gguf, arch)
     base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
     whole = AttentionSpec(
@@ -144,7 +147,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
         replace(
             windowed if is_windowed[index] else whole,
             n_kv_head=kv_heads[index],
-            has_rope=not is_last_of(row.rope_every, index),
+            has_rope=rotates and not is_last_of(row.rope_every, index),
         )
         for index in range(n_layer)
     ]
@@ -152,9 +155,13 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
 
 
 def _kv_heads(gguf: GgufFile, arch: str, n_head: int, n_layer: int) -> list[int]:
-    """KV heads of each layer."""
-    key = f"{arch}.attention.head_count_kv"
-    if ARCHITECTURES[arch].has_window_heads:
+    """KV heads of each layer; where a layer without is none with attention, those of another."""
+    key, row = f"{arch}.attention.head_count_kv", ARCHITECTURES[arch]
+    if row.recurrent in ("mamba2", "conv"):
+        counts = each_layer(gguf, key, n_head, n_layer, least=0)
+        others = max(counts) or n_head
+        counts = [count or others for count in counts]
+    elif row.has_window_heads:
         counts = each_layer(gguf, key, n_head, n_layer)
     else:
         counts = [same_for_all_layers(gguf, key, n_head, n_layer)] * n_layer
@@ -190,6 +197,25 @@ def _share_kv(gguf: GgufFile, arch: str, specs: list[AttentionSpec]) -> list[Att
             )
             raise unsupported(gguf, key, n_shared, why)
     return specs[:n_own] + shared
+
+
+def _rotates(gguf: GgufFile, arch: str) -> bool:
+    """Whether heads of Q and K are rotated."""
+    row, key = ARCHITECTURES[arch].rotates, f"{arch}.rope.scaling.finetuned"
+    if row != "by_key":
+        return row == "all"
+    value = gguf.values.get(key, True)
+    if not isinstance(value, bool):
+        why = "it must be true or false"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=value, why=why)
+    return value
+
+
+def _refuse_other_windows(gguf: GgufFile, arch: str) -> None:
+    """Raises for windows of an architecture in which all or none of the layers have one."""
+    key = f"{arch}.attention.sliding_window"
+    if ARCHITECTURES[arch].recurrent == "conv" and (window := gguf.integer(key, 0)):
+        raise unsupported(gguf, key, window, "windows are not supported in this architecture")
 
 
 def _has_qk_norm(gguf: GgufFile, arch: str) -> bool:

@@ -25,7 +25,8 @@ BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at 
 
 @dataclass(frozen=True, slots=True)
 class DenseSpec:
-    """A feed-forward part: down(activation(gate·x) * (up·x)), n_ff values wide in between.
+    """A feed-forward part: down(activation(gate·x) * (up·x)), n_ff values wide in between; of the
+    activation "relu2", which has no gate, down(relu(up·x)²).
 
     has_post_norm: the output is normed before it is added.
     """
@@ -42,9 +43,9 @@ class MoeSpec:
     A selector chooses n_used of them for each token. Their outputs are summed with weights, times
     scale: by `gating` the softmax over the chosen, or the sigmoid of each one's logit, "normed" by
     the sum over the chosen. activation: what becomes of the gate and up products, by the name that
-    kernels have for it. has_bias: the products of the selector and of each expert have biases.
-    n_ff_shared: width of one more expert, which every token uses; 0 = there is none.
-    has_shared_weight: it has a weight of its own for each token.
+    kernels have for it; "relu2" has no gate. has_bias: the products of the selector and of each
+    expert have biases. n_ff_shared: width of one more expert, which every token uses; 0 = there is
+    none. has_shared_weight: it has a weight of its own for each token.
     """
 
     n_expert: int
@@ -78,15 +79,17 @@ class PairedSpec:
 FfnSpec = DenseSpec | MoeSpec | PairedSpec
 
 
-def read_ffns(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[FfnSpec]:
-    """The feed-forward part of each layer."""
+def read_ffns(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[FfnSpec | None]:
+    """The feed-forward part of each layer; None: it has none."""
     row = ARCHITECTURES[arch]
     n_expert = gguf.integer(f"{arch}.expert_count", None if row.experts == "all" else 0)
     if n_expert == 0 and row.experts != "all":
         return [*_read_dense(gguf, arch, n_layer)]
     experts = _read_experts(gguf, arch, n_embd, n_layer)
+    if row.splits_layers:
+        return [dense and experts for dense in _read_dense(gguf, arch, n_layer)]
     if row.experts == "beside":
-        return [PairedSpec(dense, experts) for dense in _read_dense(gguf, arch, n_layer)]
+        return [dense and PairedSpec(dense, experts) for dense in _read_dense(gguf, arch, n_layer)]
     if n_dense := _count_dense(gguf, arch, n_layer):
         return [*_read_dense(gguf, arch, n_layer)[:n_dense], *[experts] * (n_layer - n_dense)]
     return [experts] * n_layer
@@ -131,17 +134,18 @@ def _read_experts(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> MoeSp
     )
 
 
-def _read_dense(gguf: GgufFile, arch: str, n_layer: int) -> list[DenseSpec]:
-    """The dense feed-forward part of each layer, if it has one."""
+def _read_dense(gguf: GgufFile, arch: str, n_layer: int) -> list[DenseSpec | None]:
+    """The dense feed-forward part of each layer, as if none had experts; None: it has no part."""
     row, key = ARCHITECTURES[arch], f"{arch}.feed_forward_length"
-    if row.has_window_heads:
-        widths = each_layer(gguf, key, None, n_layer)
+    if row.has_window_heads or row.splits_layers:
+        widths = each_layer(gguf, key, None, n_layer, least=0 if row.splits_layers else 1)
     else:
         widths = [same_for_all_layers(gguf, key, None, n_layer)] * n_layer
-    specs = list[DenseSpec]()
+    specs = list[DenseSpec | None]()
     for width in widths:
-        _check_ffn_width(gguf, key, width, 1)
-        specs.append(DenseSpec(width, row.activation, row.has_post_norms))
+        if width:
+            _check_ffn_width(gguf, key, width, 1)
+        specs.append(DenseSpec(width, row.activation, row.has_post_norms) if width else None)
     return specs
 
 
@@ -168,9 +172,9 @@ def _gating(gguf: GgufFile, arch: str) -> Gating:
 
 def _shared_width(gguf: GgufFile, arch: str, n_ff: int, n_layer: int) -> int:
     """n_ff of the expert that every token uses; several, of n_ff each, are one that is wider."""
-    kind = ARCHITECTURES[arch].shared_expert
-    if kind == "weighted":
-        return _ffn_width(gguf, f"{arch}.expert_shared_feed_forward_length", n_layer)
+    kind, key = ARCHITECTURES[arch].shared_expert, f"{arch}.expert_shared_feed_forward_length"
+    if kind == "weighted" or (kind == "sized" and gguf.integer(key, 0)):
+        return _ffn_width(gguf, key, n_layer)
     return gguf.integer(f"{arch}.expert_shared_count", 0) * n_ff if kind == "plain" else 0
 
 
@@ -183,6 +187,12 @@ _SOME_SHARED = (
     ("expert_shared_count", EXPERTS_MAX, "so many experts that every token uses are not supported"),
     ("expert_shared_feed_forward_length", 0, "these experts have the width of the others"),
 )
+_SHARED_KEYS = {
+    "none": _SHARED,
+    "weighted": _ONE_SHARED,
+    "plain": _SOME_SHARED,
+    "sized": _ONE_SHARED,
+}
 _ALL_HAVE = ("leading_dense_block_count", 0, "every layer must have experts")
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
 _OTHER_MIXTURES = (
@@ -194,7 +204,7 @@ _OTHER_MIXTURES = (
 def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
     """Raises for experts that are chosen, weighted or placed in another way than `MoeSpec` says."""
     row = ARCHITECTURES[arch]
-    shared = {"none": _SHARED, "weighted": _ONE_SHARED, "plain": _SOME_SHARED}[row.shared_expert]
+    shared = _SHARED_KEYS[row.shared_expert]
     dense = () if row.starts_dense else (_ALL_HAVE,)
     for name, most, why in (*shared, *dense, *_OTHER_MIXTURES):
         value = gguf.integer(f"{arch}.{name}", 0)

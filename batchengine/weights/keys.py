@@ -59,8 +59,11 @@ def same_for_all_layers(gguf: GgufFile, key: str, default: int | None, n_layer: 
     return distinct[0]
 
 
-def each_layer(gguf: GgufFile, key: str, default: int | None, n_layer: int) -> list[int]:
-    """A count for each layer: one for all, or an array; of further blocks it may have some, too."""
+def each_layer(
+    gguf: GgufFile, key: str, default: int | None, n_layer: int, least: int = 1
+) -> list[int]:
+    """A count for each layer, `least` or more: one for all, or an array; of further blocks it may
+    have some, too."""
     value = gguf.values.get(key)
     if not isinstance(value, np.ndarray):
         return [count_of(gguf, key, default)] * n_layer
@@ -72,7 +75,7 @@ def each_layer(gguf: GgufFile, key: str, default: int | None, n_layer: int) -> l
         why = f"it has {len(counts)} numbers for {n_layer} layers"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
     for count in counts[:n_layer]:
-        if not 1 <= count <= COUNT_MAX:
+        if not least <= count <= COUNT_MAX:
             raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=count, why="out of range")
     return counts[:n_layer]
 

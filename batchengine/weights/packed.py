@@ -33,8 +33,10 @@ from batchengine.weights.roles import (
     LayerEmbeddingRoles,
     LayerInputRoles,
     LayerRoles,
+    Mamba2Roles,
     MoeRoles,
     PairedRoles,
+    ShortConvRoles,
 )
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import (
@@ -59,7 +61,11 @@ Progress = Callable[[float], None]
 
 # The tensors of a layer, ready for the kernels.
 AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
-DeltaNetWeights = DeltaNetRoles[kernels.Matrix, kernels.Vector]
+RecurrentWeights = (
+    DeltaNetRoles[kernels.Matrix, kernels.Vector]
+    | Mamba2Roles[kernels.Matrix, kernels.Vector]
+    | ShortConvRoles[kernels.Matrix, kernels.Vector]
+)
 DenseWeights = DenseRoles[kernels.Matrix, kernels.Vector]
 MoeWeights = MoeRoles[kernels.Matrix, kernels.Vector]
 PairedWeights = PairedRoles[kernels.Matrix, kernels.Vector]

@@ -56,11 +56,48 @@ class DeltaNetRoles(Generic[M, V]):
 
 
 @dataclass(frozen=True)
-class DenseRoles(Generic[M, V]):
-    """The tensors of a DenseSpec by role."""
+class Mamba2Roles(Generic[M, V]):
+    """The tensors of a Mamba2Spec by role. inputs: the matrices of what the convolution reads, of
+    the output's gate, and of the step sizes; d: what of each value goes to the output at once."""
 
     norm: V
-    gate: M
+    inputs: list[M]
+    conv: V
+    conv_bias: V | None
+    dt_bias: V
+    a: V
+    d: V
+    value_norm: V
+    output: M
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class ShortConvRoles(Generic[M, V]):
+    """The tensors of a ShortConvSpec by role. inputs: one matrix, of the first gate, the second
+    one, and what both are applied to."""
+
+    norm: V
+    inputs: list[M]
+    conv: V
+    output: M
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return self.inputs
+
+
+@dataclass(frozen=True)
+class DenseRoles(Generic[M, V]):
+    """The tensors of a DenseSpec by role; there is no gate where the activation has none."""
+
+    norm: V
+    gate: M | None
     up: M
     down: M
     gate_bias: V | None
@@ -71,7 +108,7 @@ class DenseRoles(Generic[M, V]):
     @property
     def readers(self) -> list[M]:
         """The matrices that read the normed row."""
-        return [self.gate, self.up]
+        return [self.up] if self.gate is None else [self.gate, self.up]
 
     @property
     def banks(self) -> list[M]:
@@ -81,29 +118,32 @@ class DenseRoles(Generic[M, V]):
 
 @dataclass(frozen=True)
 class SharedRoles(Generic[M]):
-    """The expert that every token uses; selector, of one row, gives its weight if it has one."""
+    """The expert that every token uses; selector, of one row, gives its weight if it has one. There
+    is no gate where the activation has none."""
 
     selector: M | None
-    gate: M
+    gate: M | None
     up: M
     down: M
 
     @property
     def readers(self) -> list[M]:
         """The matrices that read the normed row."""
-        return [*([] if self.selector is None else [self.selector]), self.gate, self.up]
+        found = self.selector, self.gate, self.up
+        return [matrix for matrix in found if matrix is not None]
 
 
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
     """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
-    value for each row of each expert. choice_bias: what is added to what experts are chosen by;
+    value for each row of each expert. There is no gate where the activation has none.
+    choice_bias: what is added to what experts are chosen by;
     scales: of the output of each expert. selector_norm: of the row that the selector reads, unless
     it is the one that experts read; post_norm: of the sum of experts."""
 
     norm: V
     selector: M
-    gate: M
+    gate: M | None
     up: M
     down: M
     selector_bias: V | None = None
@@ -124,7 +164,8 @@ class MoeRoles(Generic[M, V]):
     @property
     def banks(self) -> list[M]:
         """The matrices of which a token uses a part."""
-        return [self.gate, self.up, self.down]
+        rest = [self.up, self.down]
+        return rest if self.gate is None else [self.gate, *rest]
 
 
 @dataclass(frozen=True)
@@ -156,13 +197,16 @@ class LayerInputRoles(Generic[M, V]):
     post_norm: V
 
 
+RecurrentRoles = DeltaNetRoles[M, V] | Mamba2Roles[M, V] | ShortConvRoles[M, V]
+
+
 @dataclass(frozen=True)
 class LayerRoles(Generic[M, V, S]):
-    """The tensors of one layer. scale: one value, by which the residual stream is multiplied behind
-    it."""
+    """The tensors of one layer; ffn is None where it has no feed-forward part. scale: one value, by
+    which the residual stream is multiplied behind it."""
 
-    mixer: AttentionRoles[M, V, S] | DeltaNetRoles[M, V]
-    ffn: DenseRoles[M, V] | MoeRoles[M, V] | PairedRoles[M, V]
+    mixer: AttentionRoles[M, V, S] | RecurrentRoles[M, V]
+    ffn: DenseRoles[M, V] | MoeRoles[M, V] | PairedRoles[M, V] | None
     inputs: LayerInputRoles[M, V] | None = None
     scale: V | None = None
 

@@ -9,7 +9,7 @@ scalings, layers of different shapes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,11 +18,9 @@ from batchengine.gguf import GgufFile, StringArray
 from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.attention import AttentionSpec, read_attentions
 from batchengine.weights.ffn import FfnSpec, MoeSpec, PairedSpec, read_ffns
-from batchengine.weights.keys import count_of, flags_of, is_last_of, number_between, unsupported
+from batchengine.weights.keys import count_of, number_between, unsupported
+from batchengine.weights.recurrent import RecurrentSpec, read_recurrent, recurrent_layers
 from kv_store.layout import KvHeads, PageLayout
-
-STATE_DIM_MAX = 256
-CONV_KERNEL_MAX = 4
 
 TABLE, LAYER_TABLE = "token_embd.weight", "per_layer_token_embd.weight"
 
@@ -37,59 +35,31 @@ _FILE_TYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaNetSpec:
-    """A mixer with recurrent state: a gated delta network, with a causal convolution before it.
-
-    Each of n_v_head heads has a state of head_dim keys by head_dim values; head h uses the keys and
-    queries of head (h / key_run) mod n_k_head. conv_kernel: inputs that the convolution sees, the
-    present one included.
-    """
-
-    n_k_head: int
-    n_v_head: int
-    head_dim: int
-    conv_kernel: int
-    key_run: int = 1
-
-    @property
-    def value_width(self) -> int:
-        """Width of all values."""
-        return self.n_v_head * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Width of the convolution: queries, keys and values."""
-        return 2 * self.n_k_head * self.head_dim + self.value_width
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of the state of one layer, in whole cache lines (kernels.StateShape)."""
-        values = self.value_width * self.head_dim + (self.conv_kernel - 1) * self.channels
-        return -(-4 * values // 64) * 64
-
-
-MixerSpec = AttentionSpec | DeltaNetSpec
+MixerSpec = AttentionSpec | RecurrentSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One layer: the part that mixes tokens, then the part that works on each token alone.
+    """One layer: the part that mixes tokens, then the part that works on each token alone, if it
+    has one.
 
     Both are added to the residual stream. Options of a kind are fields of its class; further kinds
-    are further classes for these fields.
+    are further classes for these fields. block, ffn_block: the blocks of the file that have them.
     """
 
     mixer: MixerSpec
-    ffn: FfnSpec
+    ffn: FfnSpec | None
+    block: int
+    ffn_block: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Hyper-parameters of one model, all with their final values.
 
-    layers: one per block of the file, in order. tied = the head is the embedding matrix.
-    embed_scale: what embeddings are multiplied by. logit_cap: the soft bound of logits, 0 = there
+    layers: in the order of the file. tied = the head is the embedding matrix. embed_scale: what
+    embeddings are multiplied by; residual_scale: what each part of a layer adds; logit_scale:
+    logits. logit_cap: the soft bound of logits, 0 = there
     is none. n_embd_layer: width of the embeddings of a token that each layer has of its own; 0 =
     none has. suppressed: tokens that no answer has, rising.
     """
@@ -107,10 +77,17 @@ class ModelSpec:
     logit_cap: float = 0.0
     n_embd_layer: int = 0
     suppressed: tuple[int, ...] = ()
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @property
     def n_layer(self) -> int:
         return len(self.layers)
+
+    @property
+    def n_block(self) -> int:
+        """How many blocks of the file the layers are."""
+        return 1 + max(max(layer.block, layer.ffn_block) for layer in self.layers)
 
     @property
     def n_layer_whole(self) -> int:
@@ -163,10 +140,10 @@ class ModelSpec:
         return sum(of.q_rows for of in self.attentions if of.window == 0)
 
     @property
-    def delta_net(self) -> DeltaNetSpec | None:
+    def recurrent(self) -> RecurrentSpec | None:
         """The recurrent layers of this model, all of one shape; None = it has none."""
         mixers = [layer.mixer for layer in self.layers]
-        return next((mixer for mixer in mixers if isinstance(mixer, DeltaNetSpec)), None)
+        return next((mixer for mixer in mixers if not isinstance(mixer, AttentionSpec)), None)
 
     @property
     def n_layer_recurrent(self) -> int:
@@ -176,26 +153,27 @@ class ModelSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of the recurrent state of one session; 0 = the model has none."""
-        net = self.delta_net
-        return 0 if net is None else self.n_layer_recurrent * net.state_bytes
+        spec = self.recurrent
+        return 0 if spec is None else self.n_layer_recurrent * spec.state_bytes
 
     @property
     def experts(self) -> MoeSpec | None:
-        """The experts of this model, the same in all layers that have some; None = none has. Layers
-        without are the first ones."""
-        ffn = self.layers[-1].ffn
-        if isinstance(ffn, PairedSpec):
-            return ffn.experts
-        return ffn if isinstance(ffn, MoeSpec) else None
+        """The experts of this model, the same in all layers that have some; None = none has."""
+        for layer in self.layers:
+            ffn = layer.ffn.experts if isinstance(layer.ffn, PairedSpec) else layer.ffn
+            if isinstance(ffn, MoeSpec):
+                return ffn
+        return None
 
     def __repr__(self) -> str:
         attention, experts = self.attention, self.experts
         mixture = f" experts={experts.n_used}/{experts.n_expert}" if experts else ""
         recurrent = f" recurrent={self.n_layer_recurrent}" if self.n_layer_recurrent else ""
+        widths = [layer.ffn.n_ff for layer in self.layers if layer.ffn is not None]
+        heads = f"{attention.n_head}/{attention.n_kv_head}x{attention.head_dim}"
         return (
             f"<ModelSpec {self.arch} layers={self.n_layer}{recurrent} embd={self.n_embd} "
-            f"ff={self.layers[-1].ffn.n_ff}{mixture} heads={attention.n_head}/{attention.n_kv_head}"
-            f"x{attention.head_dim} vocab={self.n_vocab} "
+            f"ff={widths[-1] if widths else 0}{mixture} heads={heads} vocab={self.n_vocab} "
             f"{self.quantisation}{' tied' if self.tied else ''}>"
         )
 
@@ -214,16 +192,9 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         )
     _refuse_unknown_features(gguf, arch)
     n_embd = count_of(gguf, f"{arch}.embedding_length")
-    n_layer = _block_count(gguf, arch, n_embd)
+    n_block = _block_count(gguf, arch, n_embd)
     if n_embd % 32:
         raise unsupported(gguf, f"{arch}.embedding_length", n_embd, "a multiple of 32 is needed")
-    row = ARCHITECTURES[arch]
-    mixers: list[MixerSpec] = [*read_attentions(gguf, arch, n_embd, n_layer)]
-    ffns = read_ffns(gguf, arch, n_embd, n_layer)
-    if row.full_every:
-        recurrent = _delta_net(gguf, arch)
-        for index, is_recurrent in enumerate(_recurrent_layers(gguf, arch, n_layer)):
-            mixers[index] = recurrent if is_recurrent else mixers[index]
     return ModelSpec(
         arch=arch,
         name=gguf.text("general.name", gguf.path.stem),
@@ -231,14 +202,64 @@ def read_spec(gguf: GgufFile) -> ModelSpec:
         n_embd=n_embd,
         n_vocab=_vocab_size(gguf, arch),
         context_trained=count_of(gguf, f"{arch}.context_length"),
-        eps=number_between(gguf, f"{arch}.attention.layer_norm_rms_epsilon", None, 1e-30, 1.0),
+        eps=_eps(gguf, arch),
         tied="output.weight" not in gguf.tensors,
-        layers=tuple(LayerSpec(*parts) for parts in zip(mixers, ffns, strict=True)),
-        embed_scale=float(np.float32(math.sqrt(n_embd))) if row.scales_embedding else 1.0,
+        layers=_read_layers(gguf, arch, n_embd, n_block),
+        embed_scale=_embed_scale(gguf, arch, n_embd),
         logit_cap=_logit_cap(gguf, arch),
         n_embd_layer=_layer_embedding(gguf, arch),
         suppressed=_suppressed(gguf, _vocab_size(gguf, arch)),
+        residual_scale=_scale(gguf, arch, "residual_scale"),
+        logit_scale=float(np.float32(1.0 / _scale(gguf, arch, "logit_scale"))),
     )
+
+
+def _read_layers(gguf: GgufFile, arch: str, n_embd: int, n_block: int) -> tuple[LayerSpec, ...]:
+    """The layers, of one block each or, where a block is a mixer or a feed-forward part, of two."""
+    mixers: list[MixerSpec] = [*read_attentions(gguf, arch, n_embd, n_block)]
+    ffns = read_ffns(gguf, arch, n_embd, n_block)
+    if ARCHITECTURES[arch].recurrent != "none":
+        recurrent = read_recurrent(gguf, arch, n_embd)
+        for index, is_recurrent in enumerate(recurrent_layers(gguf, arch, n_block)):
+            mixers[index] = recurrent if is_recurrent else mixers[index]
+    if not ARCHITECTURES[arch].splits_layers:
+        pairs = zip(mixers, ffns, strict=True)
+        return tuple([LayerSpec(*pair, i, i) for i, pair in enumerate(pairs)])
+    layers, key = list[LayerSpec](), f"{arch}.feed_forward_length"
+    for block, (mixer, ffn) in enumerate(zip(mixers, ffns, strict=True)):
+        if ffn is None:
+            layers.append(LayerSpec(mixer, None, block, -1))
+        elif layers and layers[-1].ffn is None:
+            layers[-1] = replace(layers[-1], ffn=ffn, ffn_block=block)
+        else:
+            why = f"in front of the feed-forward part of block {block} there must be a mixer"
+            raise unsupported(gguf, key, "an array", why)
+    if not any(isinstance(layer.mixer, AttentionSpec) for layer in layers):
+        raise unsupported(gguf, key, "an array", "some blocks must have attention")
+    return tuple(layers)
+
+
+def _eps(gguf: GgufFile, arch: str) -> float:
+    """What norms add to mean squares; files of nemotron_h may have the other key alone."""
+    prefix = f"{arch}.attention.layer_norm"
+    has_other = ARCHITECTURES[arch].splits_layers and f"{prefix}_rms_epsilon" not in gguf.values
+    key = f"{prefix}_epsilon" if has_other else f"{prefix}_rms_epsilon"
+    return number_between(gguf, key, None, 1e-30, 1.0)
+
+
+def _embed_scale(gguf: GgufFile, arch: str, n_embd: int) -> float:
+    """What embeddings are multiplied by."""
+    if ARCHITECTURES[arch].scales_embedding:
+        return float(np.float32(math.sqrt(n_embd)))
+    return _scale(gguf, arch, "embedding_scale")
+
+
+def _scale(gguf: GgufFile, arch: str, name: str) -> float:
+    """A factor of an architecture that has some; 0 is the format's "not given"."""
+    key = f"{arch}.{name}"
+    if not ARCHITECTURES[arch].has_scales or gguf.number(key, 0.0) == 0.0:
+        return 1.0
+    return float(np.float32(number_between(gguf, key, None, 1e-4, 1e4)))
 
 
 def _suppressed(gguf: GgufFile, n_vocab: int) -> tuple[int, ...]:
@@ -275,45 +296,6 @@ def _layer_embedding(gguf: GgufFile, arch: str) -> int:
     if (width := count_of(gguf, key)) % 32:
         raise unsupported(gguf, key, width, "a multiple of 32 is needed")
     return width
-
-
-def _delta_net(gguf: GgufFile, arch: str) -> DeltaNetSpec:
-    """The recurrent layers of an architecture that has some."""
-    head_dim = count_of(gguf, f"{arch}.ssm.state_size")
-    n_k_head = count_of(gguf, f"{arch}.ssm.group_count")
-    n_v_head = count_of(gguf, f"{arch}.ssm.time_step_rank")
-    conv_kernel = count_of(gguf, f"{arch}.ssm.conv_kernel")
-    inner = count_of(gguf, f"{arch}.ssm.inner_size")
-    for name, value, fits, why in (
-        ("state_size", head_dim, head_dim % 32 == 0 and head_dim <= STATE_DIM_MAX,
-         f"a multiple of 32 up to {STATE_DIM_MAX} is needed"),
-        ("time_step_rank", n_v_head, n_v_head % n_k_head == 0, f"no multiple of {n_k_head} heads"),
-        ("inner_size", inner, inner == n_v_head * head_dim, f"{n_v_head} heads of {head_dim}"),
-        ("conv_kernel", conv_kernel, 2 <= conv_kernel <= CONV_KERNEL_MAX,
-         f"2 to {CONV_KERNEL_MAX} are supported"),
-    ):  # fmt: skip
-        if not fits:
-            raise unsupported(gguf, f"{arch}.ssm.{name}", value, why)
-    key_run = n_v_head // n_k_head if ARCHITECTURES[arch].groups_values else 1
-    return DeltaNetSpec(n_k_head, n_v_head, head_dim, conv_kernel, key_run)
-
-
-def _recurrent_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
-    """Whether each layer is recurrent: by a flag per layer, or all but the last of a run."""
-    every = ARCHITECTURES[arch].full_every
-    if not every:
-        return [False] * n_layer
-    key = f"{arch}.attention.recurrent_layers"
-    if key in gguf.values:
-        found, value = flags_of(gguf, key, n_layer), "an array"
-    else:
-        key = f"{arch}.full_attention_interval"
-        value = every = count_of(gguf, key, every)
-        found = [not is_last_of(every, index) for index in range(n_layer)]
-    if all(found) or not any(found):
-        why = "some layers must be recurrent, and some must have attention"
-        raise unsupported(gguf, key, value, why)
-    return found
 
 
 def _refuse_other_files(gguf: GgufFile) -> None:

@@ -27,6 +27,7 @@ from batchengine.weights.attention import (
 )
 from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.keys import unsupported
+from batchengine.weights.recurrent import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 from batchengine.weights.roles import (
     AttentionRoles,
     DeltaNetRoles,
@@ -34,11 +35,13 @@ from batchengine.weights.roles import (
     LayerEmbeddingRoles,
     LayerInputRoles,
     LayerRoles,
+    Mamba2Roles,
     MoeRoles,
     PairedRoles,
     SharedRoles,
+    ShortConvRoles,
 )
-from batchengine.weights.spec import LAYER_TABLE, TABLE, DeltaNetSpec, MixerSpec, ModelSpec
+from batchengine.weights.spec import LAYER_TABLE, TABLE, LayerSpec, MixerSpec, ModelSpec
 
 # Storage type in the file -> kind of kernels.Matrix
 MATRIX_KINDS = {kind.upper(): kind for kind in kernels.KINDS}
@@ -112,6 +115,8 @@ class SinksPlan(VectorPlan):
 
 AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan, SinksPlan]
 DeltaNetPlan = DeltaNetRoles[MatrixPlan, VectorPlan]
+Mamba2Plan = Mamba2Roles[MatrixPlan, VectorPlan]
+ShortConvPlan = ShortConvRoles[MatrixPlan, VectorPlan]
 DensePlan = DenseRoles[MatrixPlan, VectorPlan]
 MoePlan = MoeRoles[MatrixPlan, VectorPlan]
 PairedPlan = PairedRoles[MatrixPlan, VectorPlan]
@@ -139,7 +144,6 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     find = _Finder(gguf)
     if spec.experts:
         _refuse_other_experts(gguf, spec.experts)
-    norm = ARCHITECTURES[spec.arch].ffn_norm
     rotated = [of.rope.n_rot for of in spec.attentions if of.rope.has_factors]
     embedding = find.matrix(TABLE, spec.n_vocab, spec.n_embd)
     head = embedding
@@ -147,28 +151,38 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         head = find.matrix("output.weight", spec.n_vocab, spec.n_embd)
     plan = TensorPlan(
         embedding=embedding,
-        output_norm=find.vector("output_norm.weight", spec.n_embd),
+        output_norm=find.vector(_output_norm(gguf, spec.arch), spec.n_embd),
         head=head,
         head_bias=find.optional("output.bias", spec.n_vocab),
         rope_factors=find.vector(rope_factors_of(spec.arch), rotated[0] // 2) if rotated else None,
         layer_embeddings=_plan_layer_embeddings(find, spec) if spec.n_embd_layer else None,
-        layers=tuple(
-            LayerPlan(
-                _plan_mixer(find, layer.mixer, spec.n_embd, f"blk.{i}."),
-                _plan_ffn(find, layer.ffn, spec.n_embd, f"blk.{i}.", norm),
-                _plan_layer_inputs(find, spec, f"blk.{i}.") if spec.n_embd_layer else None,
-                find.optional(f"blk.{i}.layer_output_scale.weight", 1),
-            )
-            for i, layer in enumerate(spec.layers)
-        ),
+        layers=tuple([_plan_layer(find, spec, layer) for layer in spec.layers]),
         matrices=tuple(find.matrices),
         vectors=tuple(find.vectors),
     )
     if spec.attention.rope.has_factors:
         find.leave_out(ROPE_FACTORS_SHORT, spec.attention.rope.n_rot // 2)
     n_mtp = gguf.integer(f"{spec.arch}.nextn_predict_layers", 0)
-    find.refuse_unused(range(spec.n_layer, spec.n_layer + n_mtp))
+    find.refuse_unused(range(spec.n_block, spec.n_block + n_mtp))
     return plan
+
+
+def _output_norm(gguf: GgufFile, arch: str) -> str:
+    """The tensor that norms the input of the head; older files of some have the usual name."""
+    name, usual = ARCHITECTURES[arch].output_norm, "output_norm.weight"
+    return usual if name not in gguf.tensors and usual in gguf.tensors else name
+
+
+def _plan_layer(find: _Finder, spec: ModelSpec, layer: LayerSpec) -> LayerPlan:
+    n_embd, prefix = spec.n_embd, f"blk.{layer.block}."
+    norm = ARCHITECTURES[spec.arch].ffn_norm
+    ffn = layer.ffn and _plan_ffn(find, layer.ffn, n_embd, f"blk.{layer.ffn_block}.", norm)
+    return LayerPlan(
+        _plan_mixer(find, layer.mixer, n_embd, prefix),
+        ffn,
+        _plan_layer_inputs(find, spec, prefix) if spec.n_embd_layer else None,
+        find.optional(prefix + "layer_output_scale.weight", 1),
+    )
 
 
 def _plan_layer_embeddings(find: _Finder, spec: ModelSpec) -> LayerEmbeddingPlan:
@@ -192,30 +206,56 @@ def _plan_layer_inputs(
 
 def _plan_mixer(
     find: _Finder, spec: MixerSpec, n_embd: int, prefix: str
-) -> AttentionPlan | DeltaNetPlan:
+) -> AttentionPlan | DeltaNetPlan | Mamba2Plan | ShortConvPlan:
     if isinstance(spec, DeltaNetSpec):
         return _plan_delta_net(find, spec, n_embd, prefix)
+    if isinstance(spec, Mamba2Spec):
+        return _plan_mamba2(find, spec, n_embd, prefix)
+    if isinstance(spec, ShortConvSpec):
+        return _plan_short_conv(find, spec, n_embd, prefix)
     return _plan_attention(find, spec, n_embd, prefix)
 
 
 def _plan_delta_net(find: _Finder, spec: DeltaNetSpec, n_embd: int, prefix: str) -> DeltaNetPlan:
     width, heads = spec.value_width, spec.n_v_head
     dt = prefix + ("ssm_dt.bias" if prefix + "ssm_dt.bias" in find.gguf.tensors else "ssm_dt")
-    conv = prefix + "ssm_conv1d.weight"
-    n_conv = spec.channels * spec.conv_kernel
     return DeltaNetPlan(
         norm=find.vector(prefix + "attn_norm.weight", n_embd),
         inputs=[
             *_plan_state_inputs(find, spec, n_embd, prefix),
             *_plan_state_factors(find, spec, n_embd, prefix),
         ],
-        conv=find.add(
-            VectorPlan(conv, ((find.use_vector(conv, spec.conv_kernel, spec.channels), n_conv),))
-        ),
+        conv=find.table(prefix + "ssm_conv1d.weight", spec.conv_kernel, spec.channels),
         dt_bias=find.vector(dt, heads),
         a=find.vector(prefix + "ssm_a", heads),
         value_norm=find.vector(prefix + "ssm_norm.weight", spec.head_dim),
         output=find.matrix(prefix + "ssm_out.weight", n_embd, width),
+    )
+
+
+def _plan_mamba2(find: _Finder, spec: Mamba2Spec, n_embd: int, prefix: str) -> Mamba2Plan:
+    width, channels, heads = spec.value_width, spec.channels, spec.n_head
+    rows = width, channels, heads
+    gate, channel_inputs, steps = find.parts(prefix + "ssm_in.weight", 1, rows, n_embd, sum(rows))
+    return Mamba2Plan(
+        norm=find.vector(prefix + "attn_norm.weight", n_embd),
+        inputs=[channel_inputs, gate, steps],
+        conv=find.table(prefix + "ssm_conv1d.weight", spec.conv_kernel, channels),
+        conv_bias=find.optional(prefix + "ssm_conv1d.bias", channels),
+        dt_bias=find.vector(prefix + "ssm_dt.bias", heads),
+        a=find.table(prefix + "ssm_a", 1, heads),
+        d=find.table(prefix + "ssm_d", 1, heads),
+        value_norm=find.table(prefix + "ssm_norm.weight", width // spec.n_group, spec.n_group),
+        output=find.matrix(prefix + "ssm_out.weight", n_embd, width),
+    )
+
+
+def _plan_short_conv(find: _Finder, spec: ShortConvSpec, n_embd: int, prefix: str) -> ShortConvPlan:
+    return ShortConvPlan(
+        norm=find.vector(prefix + "attn_norm.weight", n_embd),
+        inputs=[find.matrix(prefix + "shortconv.in_proj.weight", 3 * spec.width, n_embd)],
+        conv=find.table(prefix + "shortconv.conv.weight", spec.conv_kernel, spec.width),
+        output=find.matrix(prefix + "shortconv.out_proj.weight", n_embd, spec.width),
     )
 
 
@@ -322,7 +362,11 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
         return find.bank_vector(f"{prefix}ffn_{role}_exps.bias", n, size) if spec.has_bias else None
 
     selector = find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd)
-    gate, up = _plan_gate_up(find, spec, n_embd, prefix)
+    gate: MatrixPlan | None = None
+    if spec.activation == "relu2":
+        up = find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, n_embd)
+    else:
+        gate, up = _plan_gate_up(find, spec, n_embd, prefix)
     return MoePlan(
         norm=find.vector(prefix + norm, n_embd),
         selector=selector,
@@ -357,9 +401,11 @@ def _plan_gate_up(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> lis
 
 def _plan_shared(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> SharedRoles[MatrixPlan]:
     name, n_ff = prefix + "ffn_gate_inp_shexp.weight", spec.n_ff_shared
+    has_gate = spec.activation != "relu2"
+    gate = find.matrix(prefix + "ffn_gate_shexp.weight", n_ff, n_embd) if has_gate else None
     return SharedRoles(
         selector=find.float_row(name, n_embd) if spec.has_shared_weight else None,
-        gate=find.matrix(prefix + "ffn_gate_shexp.weight", n_ff, n_embd),
+        gate=gate,
         up=find.matrix(prefix + "ffn_up_shexp.weight", n_ff, n_embd),
         down=find.matrix(prefix + "ffn_down_shexp.weight", n_embd, n_ff),
     )
@@ -374,9 +420,11 @@ def _plan_dense(
     post_norm: str = "post_ffw_norm.weight",
 ) -> DensePlan:
     gate_name, up_name, n_ff = prefix + "ffn_gate.weight", prefix + "ffn_up.weight", spec.n_ff
-    found = find.gguf.tensors.get(up_name)
+    found, gate = find.gguf.tensors.get(up_name), None
     is_apart = found is None or found.shape == (n_embd, n_ff)
-    if is_apart or gate_name in find.gguf.tensors:
+    if spec.activation == "relu2":
+        up = find.matrix(up_name, n_ff, n_embd)
+    elif is_apart or gate_name in find.gguf.tensors:
         gate, up = find.matrix(gate_name, n_ff, n_embd), find.matrix(up_name, n_ff, n_embd)
     else:
         gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
@@ -385,7 +433,7 @@ def _plan_dense(
         gate=gate,
         up=up,
         down=find.matrix(prefix + "ffn_down.weight", n_embd, spec.n_ff),
-        gate_bias=find.optional(prefix + "ffn_gate.bias", spec.n_ff),
+        gate_bias=gate and find.optional(prefix + "ffn_gate.bias", spec.n_ff),
         up_bias=find.optional(prefix + "ffn_up.bias", spec.n_ff),
         down_bias=find.optional(prefix + "ffn_down.bias", n_embd),
         post_norm=_post_norm(find, spec, prefix + post_norm, n_embd),
@@ -496,6 +544,10 @@ class _Finder:
 
     def vector(self, name: str, size: int) -> VectorPlan:
         return self.add(VectorPlan(name, ((self.use_vector(name, size), size),)))
+
+    def table(self, name: str, *shape: int) -> VectorPlan:
+        """A vector that the file has as a tensor of two dimensions."""
+        return self.add(VectorPlan(name, ((self.use_vector(name, *shape), math.prod(shape)),)))
 
     def leave_out(self, name: str, *shape: int) -> None:
         """A tensor of this shape that the file may have, and that nothing reads."""

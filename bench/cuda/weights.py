@@ -17,8 +17,8 @@ from batchengine.model import Model
 from batchengine.weights import (
     AttentionSpec,
     AttentionWeights,
+    DeltaNetRoles,
     DeltaNetSpec,
-    DeltaNetWeights,
     DenseSpec,
     DenseWeights,
     FfnWeights,
@@ -104,7 +104,7 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
         context_trained=shape.context,
         eps=EPS,
         tied=shape.tied,
-        layers=tuple([LayerSpec(mixer, ffn) for mixer in mixers]),
+        layers=tuple([LayerSpec(mixer, ffn, i, i) for i, mixer in enumerate(mixers)]),
     )
 
     def matrix(rows: int, cols: int) -> kernels.Matrix:
@@ -129,9 +129,9 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
             gate=matrix(q, n) if attention.has_gate else None,
         )
 
-    def recurrent_part() -> DeltaNetWeights:
+    def recurrent_part() -> DeltaNetRoles[kernels.Matrix, kernels.Vector]:
         n, width, heads = shape.n_embd, net.value_width, net.n_v_head
-        return DeltaNetWeights(
+        return DeltaNetRoles(
             norm=ones(n),
             inputs=[matrix(net.channels, n), matrix(width, n), matrix(heads, n), matrix(heads, n)],
             conv=drawn(-0.5, 0.5, net.channels * net.conv_kernel),

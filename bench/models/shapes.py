@@ -46,6 +46,10 @@ class Shape:
     n_embd_layer: width of each layer's own embeddings; layer_scale: layers have a scale; logit_cap:
     the soft bound of logits; n_ff_expert: width of experts, n_ff is that of the part beside them.
     Of glm4: sections: pairs that turn with each axis of an image.
+    Of granite, nemotron_h, lfm2 and their kin: pattern: a letter for each block: "*" has attention,
+    "-" and "E" are feed-forward parts of nemotron_h, others are recurrent. scales: of embeddings,
+    of what parts of layers add, of logits and of attention; empty = none. n_k_head groups of
+    n_v_head heads of value_dim values have states of state_dim values each.
     """
 
     arch: str = "qwen3"
@@ -102,6 +106,9 @@ class Shape:
     logit_cap: float = 0.0
     n_ff_expert: int = 0
     sections: tuple[int, ...] = ()
+    pattern: str = ""
+    scales: tuple[float, ...] = ()
+    value_dim: int = 64
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}
@@ -224,6 +231,54 @@ PRESETS = {
         arch="glm4moe", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=64,
         n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=16, tied=False,
         bias=0.3, k_bias=0.3, choice_bias=0.2, weights_scale=2.5, qk_norm=True, n_mtp=1,
+    ),
+    "granite-tiny": Shape(
+        arch="granite", n_layer=3, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
+        scales=(12.0, 0.22, 8.0, 0.0625),
+    ),
+    "granite4-7b-a1b": Shape(
+        arch="granitehybrid", n_layer=40, n_embd=1536, n_ff=512, n_expert=64, n_used=6,
+        n_ff_shared=1024, n_head=12, n_kv_head=4, head_dim=128, n_k_head=1, n_v_head=48,
+        n_vocab=100352, context=131072, pattern=4 * "MMMMM*MMMM",
+        scales=(12.0, 0.22, 6.0, 0.0078125),
+    ),
+    "granitehybrid-tiny": Shape(
+        arch="granitehybrid", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
+        n_head=4, n_kv_head=2, head_dim=32, n_k_head=2, n_v_head=4, value_dim=48, state_dim=64,
+        pattern="MM*M", scales=(12.0, 0.22, 6.0, 0.0625),
+    ),
+    "granitemoe-tiny": Shape(
+        arch="granitemoe", n_layer=3, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_head=4,
+        n_kv_head=2, head_dim=32, tied=False, scales=(12.0, 0.22, 6.0, 0.0625),
+    ),
+    "nemotron3-30b-a3b": Shape(
+        arch="nemotron_h_moe", n_layer=52, n_embd=2688, n_ff=1856, n_expert=128, n_used=6,
+        n_ff_shared=3712, n_head=32, n_kv_head=2, head_dim=128, n_k_head=8, n_v_head=64,
+        n_vocab=131072, context=262144, tied=False, choice_bias=0.1, weights_scale=2.5,
+        pattern="MEMEM*" + 4 * "EMEMEM*" + "EMEMEMEM*EMEMEMEME",
+    ),
+    "nemotron_h-tiny": Shape(
+        arch="nemotron_h", n_layer=7, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
+        n_k_head=1, n_v_head=5, value_dim=32, state_dim=32, tied=False, pattern="M-M*-M-",
+    ),
+    "nemotron_h_moe-tiny": Shape(
+        arch="nemotron_h_moe", n_layer=7, n_embd=96, n_ff=64, n_expert=10, n_used=3,
+        n_ff_shared=96, n_head=4, n_kv_head=2, head_dim=32, n_k_head=2, n_v_head=6, value_dim=80,
+        state_dim=96, tied=False, choice_bias=0.2, weights_scale=2.5, pattern="MEM*EME",
+    ),
+    "lfm2-8b-a1b": Shape(
+        arch="lfm2moe", n_layer=24, n_embd=2048, n_ff=1792, n_expert=32, n_used=4, n_dense=2,
+        n_ff_dense=7168, n_head=32, n_kv_head=8, head_dim=64, conv_kernel=3, n_vocab=65536,
+        rope_base=1e6, context=128000, choice_bias=0.1, pattern="CC*CCC*CCC*CCC*CCC*CC*CC",
+    ),
+    "lfm2-tiny": Shape(
+        arch="lfm2", n_layer=5, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
+        conv_kernel=3, pattern="CC*C*",
+    ),
+    "lfm2moe-tiny": Shape(
+        arch="lfm2moe", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_dense=1,
+        n_ff_dense=128, n_head=3, n_kv_head=1, head_dim=32, conv_kernel=3, choice_bias=0.2,
+        pattern="C*CC",
     ),
     "small": Shape(),
     "tiny": Shape(n_layer=1, n_ff=256),

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchengine.weights.architectures import ARCHITECTURES
-from bench.models import synthetic_gemma4
+from bench.models import synthetic_gemma4, synthetic_hybrid
 from bench.models.shapes import PRESETS, TYPES, RandomTensor, Shape
 from bench.models.tensors import block_width
 
@@ -141,7 +141,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     yield matrix(
         "token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0
     )
-    yield vector("output_norm.weight", n)
+    yield vector(ARCHITECTURES[shape.arch].output_norm, n)
     if not shape.tied:
         yield matrix("output", "output", shape.n_vocab, n, shape.head_gain)
     is_gemma4 = shape.arch == "gemma4"
@@ -154,8 +154,14 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         p = f"blk.{i}."
         yield vector(p + "attn_norm.weight", n)
         is_recurrent = _is_recurrent(shape, i)
-        if is_recurrent:
+        has_ffn = synthetic_hybrid.has_ffn(shape, i)
+        has_attention = synthetic_hybrid.has_mixer(shape, i) and not is_recurrent
+        if is_recurrent and synthetic_hybrid.is_hybrid(shape):
+            yield from synthetic_hybrid.mixer(shape, p, matrix, vector)
+        elif is_recurrent:
             yield from _delta_net(shape, p, matrix, vector)
+        elif not has_attention:
+            pass
         elif is_gemma4:
             yield from synthetic_gemma4.attention(shape, i, matrix, vector)
         elif shape.fused:
@@ -163,9 +169,9 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         else:
             for letter, rows in (("q", q * (1 + has_gate)), ("k", kv), ("v", kv)):
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
-        if not is_recurrent:
+        if has_attention:
             yield from _biases(shape, p)
-        is_other = is_recurrent or is_gemma4
+        is_other = not has_attention or is_gemma4
         if (ARCHITECTURES[shape.arch].has_qk_norm or shape.qk_norm) and not is_other:
             is_whole = ARCHITECTURES[shape.arch].norms_whole_qk
             yield vector(p + "attn_q_norm.weight", q if is_whole else shape.head_dim)
@@ -177,7 +183,10 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield bias(p + "attn_sinks", shape.n_head, mean=1.0, ending="weight")
         if has_post_norms and not is_gemma4:
             yield vector(p + "post_attention_norm.weight", n)
-        yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
+        if not has_ffn:
+            continue
+        if has_attention or is_recurrent:
+            yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
         if is_gemma4 and shape.n_expert:
             yield from synthetic_gemma4.experts(shape, i, matrix, vector)
         n_expert = shape.n_expert if i >= shape.n_dense and not is_gemma4 else 0
@@ -189,7 +198,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield _choice_bias(shape, p)
         if has_expert_bias:
             yield bias(p + "ffn_gate_inp", shape.n_expert)
-        gate_up = [("ffn_gate", n_ff, n), ("ffn_up", n_ff, n)]
+        has_gate_matrix = ARCHITECTURES[shape.arch].activation != "relu2"
+        gate_up = [("ffn_gate", n_ff, n), ("ffn_up", n_ff, n)][not has_gate_matrix :]
         if shape.fused_up:
             gate_up = [("ffn_up", 2 * n_ff, n)]
         for role, rows, cols in (*gate_up, ("ffn_down", n, n_ff)):
@@ -205,7 +215,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
                 lambda rng: (rng.standard_normal(n) / np.sqrt(n)).astype(np.float32),
             )
         if shape.n_ff_shared and n_expert:
-            yield matrix(p + "ffn_gate_shexp", "ffn_gate", shape.n_ff_shared, n)
+            if has_gate_matrix:
+                yield matrix(p + "ffn_gate_shexp", "ffn_gate", shape.n_ff_shared, n)
             yield matrix(p + "ffn_up_shexp", "ffn_up", shape.n_ff_shared, n)
             yield matrix(p + "ffn_down_shexp", "ffn_down", n, shape.n_ff_shared)
         if has_post_norms:
@@ -230,6 +241,8 @@ def _choice_bias(shape: Shape, prefix: str) -> RandomTensor:
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
     """Whether a layer is; those behind the model's own have attention."""
+    if synthetic_hybrid.is_hybrid(shape):
+        return synthetic_hybrid.is_recurrent(shape, layer)
     every = (shape.full_every if shape.n_v_head else 0) or ARCHITECTURES[shape.arch].full_every
     return every > 0 and layer < shape.n_layer and (layer + 1) % every != 0
 
@@ -394,16 +407,19 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_block_count(shape.n_layer + shape.n_mtp)
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
-    if ARCHITECTURES[shape.arch].experts == "all":
-        writer.add_feed_forward_length(shape.n_ff_dense or shape.n_ff * shape.n_used)
+    row = ARCHITECTURES[shape.arch]
+    if row.experts == "all":
+        if not row.splits_layers:
+            writer.add_feed_forward_length(shape.n_ff_dense or shape.n_ff * shape.n_used)
         writer.add_expert_feed_forward_length(shape.n_ff)
-    else:
+    elif not row.splits_layers:
         writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
     if shape.arch == "gemma4":
         synthetic_gemma4.write_keys(writer, shape)
-    else:
+    elif not synthetic_hybrid.is_hybrid(shape):
         writer.add_head_count_kv(shape.n_kv_head)
+    synthetic_hybrid.write_keys(writer, shape)
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -418,13 +434,14 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_weights_norm(shape.weights_norm)
         writer.add_expert_weights_scale(shape.weights_scale)
         writer.add_leading_dense_block_count(shape.n_dense)
-        writer.add_expert_shared_count(shape.n_ff_shared // shape.n_ff)
+        is_plain = row.shared_expert == "plain"
+        writer.add_expert_shared_count(shape.n_ff_shared // shape.n_ff if is_plain else 0)
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
     if shape.sections:
         writer.add_rope_dimension_sections(list(shape.sections))
-    if shape.n_v_head:
+    if shape.n_v_head and not synthetic_hybrid.is_hybrid(shape):
         pairs = shape.n_rot // 2  # pair i turns with the axis i mod 3
         sections = [(pairs + 2 - axis) // 3 for axis in range(3)]
         if not ARCHITECTURES[shape.arch].groups_values:
@@ -438,7 +455,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_ssm_inner_size(shape.n_v_head * shape.state_dim)
     if shape.n_mtp:
         writer.add_uint32(f"{shape.arch}.nextn_predict_layers", shape.n_mtp)
-    if shape.n_ff_shared and ARCHITECTURES[shape.arch].shared_expert == "weighted":
+    if shape.n_ff_shared and row.shared_expert in ("weighted", "sized"):
         writer.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     if shape.window:
         writer.add_sliding_window(shape.window)

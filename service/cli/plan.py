@@ -100,7 +100,8 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
     experts, unused, bank_bytes = None, 0, 0  # unused: parameters of experts that a token leaves
     if spec.experts is not None:
         n_expert, n_used = spec.experts.n_expert, spec.experts.n_used
-        banks = [m for layer in tensors.layers for m in layer.ffn.banks]
+        ffns = [layer.ffn for layer in tensors.layers if layer.ffn is not None]
+        banks = [m for ffn in ffns for m in ffn.banks]
         bank_bytes = sum(sizes[m.name] for m in banks)
         experts = Experts(n_expert, n_used, bank_bytes)
         unused = sum(m.rows * m.cols for m in banks) * (n_expert - n_used) // n_expert

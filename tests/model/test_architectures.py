@@ -12,7 +12,7 @@ from gguf import GGUFValueType as T
 import kernels
 from batchengine.core import BatchEngineError
 from batchengine.gguf import GgufFile
-from batchengine.weights import open_weights
+from batchengine.weights import DeltaNetSpec, Mamba2Spec, ShortConvSpec, open_weights
 from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.spec import ModelSpec, read_spec
 from batchengine.weights.tensors import plan_tensors
@@ -36,6 +36,12 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     mixture = {"n_expert": 4, "n_used": 2} if row.experts == "all" else {}
     if row.full_every:
         mixture |= {"n_k_head": 1, "n_v_head": 2, "n_rot": 16, "n_ff_shared": 32 * len(mixture)}
+    if row.recurrent in ("mamba2", "conv"):
+        mixture |= {
+            "n_k_head": 1,
+            "n_v_head": 2,
+            "pattern": "M*EM*" if row.splits_layers else "MM*MM",
+        }
     window = 40 if row.window_every else 0
     every = 5 if arch == "gemma4" else 0
     shape = replace(TINY, arch=arch, window=window, full_every=every, **mixture)
@@ -45,9 +51,14 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert spec.attention.has_qk_norm == bool(row.has_qk_norm)
     assert spec.attention.rope.style == row.pairs
     without = [i for i, mixer in enumerate(spec.attentions) if not mixer.has_rope]
-    assert without == ([3] if arch == "smollm3" else [])
-    assert spec.n_layer_kv == (1 if row.full_every else 5)
-    assert (spec.delta_net is not None) == (row.full_every > 0)
+    n_kv = {"none": 5, "delta": 1, "mamba2": 2 if row.splits_layers else 1, "conv": 1}[
+        row.recurrent
+    ]
+    rotates_none = row.splits_layers or arch == "granitehybrid"
+    assert without == ([3] if arch == "smollm3" else [*range(n_kv)] if rotates_none else [])
+    assert spec.n_layer_kv == n_kv
+    kinds = {"delta": DeltaNetSpec, "mamba2": Mamba2Spec, "conv": ShortConvSpec}
+    assert type(spec.recurrent) is kinds.get(row.recurrent, type(None))
     windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)

@@ -41,7 +41,10 @@ QWEN3 = replace(LLAMA, arch="qwen3", rope_base=1e6)
 QWEN3MOE = replace(
     QWEN3, arch="qwen3moe", n_ff=128, n_expert=16, n_used=4, tied=False, kinds={"token_embd": "f32"}
 )
-WRITERS = "attn_output", "ssm_out", "ffn_down", "ffn_down_exps", "ffn_down_shexp", "proj"
+WRITERS = (
+    "attn_output", "ssm_out", "shortconv.out_proj", "ffn_down", "ffn_down_exps", "ffn_down_shexp",
+    "proj",
+)  # fmt: skip
 BANKS = ("ffn_gate", "ffn_up", "ffn_down")
 GPT_OSS = replace(
     QWEN3MOE, arch="gpt-oss", n_layer=3, n_embd=288, n_ff=160, bias=0.3, k_bias=0.3, window=40,
@@ -82,6 +85,27 @@ GLM4 = replace(
     head_gain=1.0,
 )  # fmt: skip
 PHI3 = replace(LLAMA, arch="phi3", fused=True, fused_up=True, rope_base=250000.0, tied=False)
+GRANITE = replace(LLAMA, arch="granite", scales=(12.0, 0.22, 8.0, 0.03125))
+GRANITE_EXPERTS = replace(
+    GRANITE, arch="granitemoe", n_ff=128, n_expert=16, n_used=4, n_ff_shared=96, tied=False,
+    kinds={"token_embd": "f32"},
+)  # fmt: skip
+GRANITE_HYBRID = replace(
+    GRANITE_EXPERTS, arch="granitehybrid", n_layer=4, n_k_head=1, n_v_head=8, pattern="MM*M"
+)
+NEMOTRON_H = replace(
+    LLAMA, arch="nemotron_h", n_layer=8, n_k_head=2, n_v_head=6, value_dim=80, pattern="M-M*-M*-",
+    tied=False,
+)  # fmt: skip
+NEMOTRON_H_MOE = replace(
+    NEMOTRON_H, arch="nemotron_h_moe", n_ff=128, n_expert=16, n_used=4, n_ff_shared=96,
+    choice_bias=0.3, weights_scale=2.5, pattern="MEM*EMEM", kinds={"token_embd": "f32"},
+)  # fmt: skip
+LFM2 = replace(LLAMA, arch="lfm2", n_layer=5, conv_kernel=3, pattern="CC*C*", rope_base=1e6)
+LFM2_EXPERTS = replace(
+    LFM2, arch="lfm2moe", n_ff=128, n_expert=16, n_used=4, n_dense=1, n_ff_dense=320,
+    choice_bias=0.3, kinds={"token_embd": "f32"}, tied=False,
+)  # fmt: skip
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
@@ -253,6 +277,20 @@ SHAPES: dict[str, Shape] = {
     "phi3": PHI3,
     # Of 96 dimensions 72 are rotated; the 300 positions are more than the first training has seen.
     "phi3_long": replace(PHI3, head_dim=96, n_head=4, n_embd=384, n_rot=72, rope_factors=True),
+    "granite": GRANITE,
+    "granitemoe": GRANITE_EXPERTS,
+    "granitehybrid": GRANITE_HYBRID,
+    "granitehybrid_f32": replace(GRANITE_HYBRID, base="f32"),
+    "granitehybrid_dense": replace(GRANITE_HYBRID, n_expert=0, n_used=0, n_ff_shared=0, n_k_head=2),
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h_f32": replace(NEMOTRON_H, base="f32"),
+    "nemotron_h_moe": NEMOTRON_H_MOE,
+    "nemotron_h_moe_f32": replace(NEMOTRON_H_MOE, base="f32"),
+    "nemotron_h_q4_k_m": replace(NEMOTRON_H, n_ff=608, base="q4_k", more_bits={"ffn_down": "q6_k"}),
+    "lfm2": LFM2,
+    "lfm2_f32": replace(LFM2, base="f32"),
+    "lfm2moe": LFM2_EXPERTS,
+    "lfm2moe_f32": replace(LFM2_EXPERTS, base="f32"),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.
@@ -303,6 +341,8 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
                 scale[0][:n] = np.sqrt(shape.n_embd)
             norm[:n] = 1.0
             if i < shape.n_dense:
+                continue
+            if prefix + "ffn_gate_inp.weight" not in tensors:
                 continue
             selector = tensors[prefix + "ffn_gate_inp.weight"][0]
             selector[:] = rng.normal(0.0, spread, selector.shape)

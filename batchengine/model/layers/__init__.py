@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
-from batchengine.model.layers.delta_net import DeltaNet, DeltaNetBuffers
 from batchengine.model.layers.embeddings import LayerEmbeddings, LayerInputBuffers, LayerInputs
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.model.layers.paired import PairedBuffers, PairedFfn
+from batchengine.model.layers.recurrent import Recurrent, RecurrentBuffers
 
 __all__ = [
     "Attend",
     "Attention",
     "AttentionBuffers",
-    "DeltaNet",
-    "DeltaNetBuffers",
     "DenseBuffers",
     "DenseFfn",
     "LayerEmbeddings",
@@ -24,4 +22,6 @@ __all__ = [
     "MoeFfn",
     "PairedBuffers",
     "PairedFfn",
+    "Recurrent",
+    "RecurrentBuffers",
 ]

@@ -33,7 +33,7 @@ class MoeBuffers:
         self.logits = ops.make_rows(tokens_max, spec.n_expert)
         self.pairs = ops.make_expert_pairs(tokens_max, spec.n_expert, spec.n_used)
         rows = self.pairs.rows_max
-        keep_float = any(is_float(m) for w in banks for m in (w.gate, w.up))
+        keep_float = any(is_float(m) for w in banks for m in (w.gate, w.up) if m is not None)
         self.gathered = ops.make_activations(rows, n_embd, keep_float)
         self.gated = ops.make_rows(rows, spec.n_ff)
         self.gated_q8 = ops.make_activations(rows, spec.n_ff, any(is_float(w.down) for w in banks))

@@ -78,7 +78,7 @@ def test_value_heads_of_qwen3next_share_keys_with_their_neighbours(tmp_path: Pat
     path = tmp_path / "m.gguf"
     write_synthetic(path, NEXT)
     with GgufFile(path) as file:
-        net = read_spec(file).delta_net
+        net = read_spec(file).recurrent
     assert net is not None
     assert (net.n_k_head, net.n_v_head, net.key_run) == (2, 4, 2)
 

@@ -140,7 +140,7 @@ def test_what_a_file_says_of_its_layers(path: Path) -> None:
     assert spec.n_layer in (5, 8)  # without the block that predicts further tokens
     assert f"layers={spec.n_layer} recurrent={spec.n_layer_recurrent} " in repr(spec)
     sizes = (2, 4, 64, 4, 2) if spec.arch == "qwen3next" else (1, 2, 128, 4, 1)
-    assert spec.delta_net == DeltaNetSpec(*sizes)
+    assert spec.recurrent == DeltaNetSpec(*sizes)
     shape = kernels.StateShape(spec.n_layer_recurrent, *sizes)
     assert spec.state_bytes == shape.image_bytes
     assert spec.attention.has_gate

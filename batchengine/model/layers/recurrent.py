@@ -1,4 +1,4 @@
-"""A gated delta network (`DeltaNetSpec`): norm, inputs, convolution and recurrence, output.
+"""A recurrent layer (`RecurrentSpec`): norm, inputs, convolution and recurrence, output.
 
 As attention it has two halves: `mix` runs for every row of a step, because each changes the state;
 `add_output` runs for the rows that are wanted, once they are quantised. A state is read and written
@@ -18,32 +18,31 @@ import numpy as np
 import kernels
 from batchengine.model.layers.attention import Attend
 from batchengine.model.ops import I32, Ops, is_float
-from batchengine.weights import DeltaNetSpec, DeltaNetWeights
+from batchengine.weights import DeltaNetRoles, Mamba2Roles, RecurrentWeights
 
 KEPT_MIN = 16  # rows of drafts for which there is memory at first
 
 
-class DeltaNetBuffers:
+class RecurrentBuffers:
     """Rows of one step, shared by the recurrent layers of a model."""
 
     def __init__(
         self,
         ops: Ops,
         shape: kernels.StateShape,
-        spec: DeltaNetSpec,
-        weights: Iterable[DeltaNetWeights],
+        weights: Iterable[RecurrentWeights],
         tokens_max: int,
         wanted_max: int,
     ) -> None:
         keep_float = any(is_float(w.output) for w in weights)
         self.inputs = ops.make_rows(tokens_max, shape.in_width)
-        self.mixed = ops.make_rows(tokens_max, spec.value_width)
-        self.wanted = ops.make_rows(wanted_max, spec.value_width)
-        self.mixed_q8 = ops.make_activations(tokens_max, spec.value_width, keep_float)
+        self.mixed = ops.make_rows(tokens_max, shape.value_width)
+        self.wanted = ops.make_rows(wanted_max, shape.value_width)
+        self.mixed_q8 = ops.make_activations(tokens_max, shape.value_width, keep_float)
         self.to_keep: I32 = np.zeros(0, np.int32)  # rows of the step that is set
         self.kept: list[kernels.Rows] = []  # their inputs by layer of the state; more for `rewind`
         self._make_rows, self._n_layer = ops.make_rows, shape.n_layer
-        self._widths = shape.in_width, spec.value_width
+        self._widths = shape.in_width, shape.value_width
         self._kept_max = 0
 
     def keep(self, rows: I32) -> None:
@@ -66,15 +65,15 @@ class DeltaNetBuffers:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNet:
+class Recurrent:
     """One recurrent layer of a lane; state_layer is its index among those that a state has."""
 
     ops: Ops
-    weights: DeltaNetWeights
+    weights: RecurrentWeights
     eps: float
     shape: kernels.StateShape
     state_layer: int
-    buffers: DeltaNetBuffers
+    buffers: RecurrentBuffers
 
     def mix(
         self,
@@ -104,10 +103,14 @@ class DeltaNet:
         self._recur(inputs, batch, mixed)
 
     def _recur(self, inputs: kernels.Rows, batch: kernels.Batch, out: kernels.Rows) -> None:
-        w = self.weights
-        vectors = w.conv, w.dt_bias, w.a, w.value_norm
-        at = batch, self.shape, self.state_layer
-        self.ops.delta_net(inputs, *at, *vectors, self.eps, out)
+        w, ops, at = self.weights, self.ops, (batch, self.shape, self.state_layer)
+        if isinstance(w, DeltaNetRoles):
+            ops.delta_net(inputs, *at, w.conv, w.dt_bias, w.a, w.value_norm, self.eps, out)
+        elif isinstance(w, Mamba2Roles):
+            vectors = w.conv, w.conv_bias, w.dt_bias, w.a, w.d, w.value_norm
+            ops.mamba2(inputs, *at, *vectors, self.eps, out)
+        else:
+            ops.short_conv(inputs, *at, w.conv, out)
 
     def add_output(self, n: int, hidden: kernels.Rows) -> None:
         """hidden += output(mixed_q8), for the first `n` rows."""
