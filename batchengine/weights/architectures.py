@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "oai"]
+Activation = Literal["silu", "gelu", "oai", "relu2"]
 Gating = Literal["softmax", "sigmoid", "normed_sigmoid"]
 Sigmoid = Literal["none", "by_key", "normed"]
 
