@@ -72,6 +72,7 @@ from kernels._native import (
     row_digests,
     sample,
     scale_rows,
+    scaled_add,
     select_experts,
     set_isa,
     step_digests,
@@ -152,6 +153,7 @@ __all__ = [
     "row_digests",
     "sample",
     "scale_rows",
+    "scaled_add",
     "select_experts",
     "set_isa",
     "step_digests",
@@ -163,8 +165,8 @@ __all__ = [
 
 
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
-# choices of experts by sigmoids, steps of so many tokens that a level has other code for them, and
-# heads of more than 256 dims. As part of arith_id they would make the KV of models without these
+# choices of experts by sigmoids, steps of so many tokens that a level has other code for them,
+# heads of more than 256 dims, rule 13, and relu2 with residual scales. As part of arith_id they would make the KV of models without these
 # parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
@@ -173,6 +175,7 @@ LATER_PARTS = {
     "many_tokens": "e8ff16b78e2a57ac45426dca4311af048a16a2c756311ab5094f7bd9545bf72d",
     "wide_heads": "3a5bf06947678cb1e76735cadc8b2288756b7eac4c60e9e4040608af5822e8ac",
     "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",
+    "branches": "4c2fea7438d67709d7611c246d23beecd8d10b5b9020e067bcb10e0c467a857e",
 }
 NARROW_HEAD_DIM_MAX, HEAD_DIM_MAX = 256, 512  # "wide_heads" has heads of more dims than the former
 

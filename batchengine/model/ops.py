@@ -65,7 +65,7 @@ class Ops(Protocol):
     def linear_gated(
         self,
         x: kernels.Activations,
-        gate: Weight,
+        gate: Weight | None,
         up: Weight,
         gate_bias: Bias,
         up_bias: Bias,
@@ -89,7 +89,7 @@ class Ops(Protocol):
     def pairs_gated(
         self,
         x: kernels.Activations,
-        gate: Weight,
+        gate: Weight | None,
         up: Weight,
         pairs: kernels.ExpertPairs,
         out: kernels.Rows,
@@ -157,6 +157,9 @@ class Ops(Protocol):
     ) -> None: ...
     def zero_rows(self, tokens: int, out: kernels.Rows) -> None: ...
     def scale_rows(self, factor: float, tokens: int, out: kernels.Rows) -> None: ...
+    def scaled_add(
+        self, x: kernels.Rows, factor: float, tokens: int, out: kernels.Rows
+    ) -> None: ...
     def cap_rows(self, cap: float, tokens: int, out: kernels.Rows) -> None: ...
     def gelu_rows(
         self, factors: kernels.Rows, column: int, tokens: int, out: kernels.Rows
@@ -210,6 +213,7 @@ class CpuOps:
         self.gate_add = partial(kernels.gate_add, pool)
         self.zero_rows = partial(kernels.zero_rows, pool)
         self.scale_rows = partial(kernels.scale_rows, pool)
+        self.scaled_add = partial(kernels.scaled_add, pool)
         self.cap_rows = partial(kernels.cap_rows, pool)
         self.gelu_rows = partial(kernels.gelu_rows, pool)
         self.mix_inputs = partial(kernels.mix_inputs, pool)

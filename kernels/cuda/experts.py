@@ -30,7 +30,7 @@ from kernels.cuda.products import (
     OutputAt,
     PairsAt,
     Products,
-    gate_of,
+    then_of,
 )
 
 EXPERTS_MAX = CHUNK_PAIRS_MAX = 1024  # THREADS_MAX and PAIRS_MAX of experts.cu
@@ -142,7 +142,7 @@ class ExpertOps:
     def pairs_gated(
         self,
         x: Activations,
-        gate: kernels.Matrix,
+        gate: kernels.Matrix | None,
         up: kernels.Matrix,
         pairs: ExpertPairs,
         out: Rows,
@@ -152,13 +152,14 @@ class ExpertOps:
     ) -> None:
         """As `kernels.pairs_gated`: for few pairs of an expert one launch, if the banks are of one
         kind."""
-        then = gate_of("pairs_gated", activation)
+        then = then_of("pairs_gated", activation, gate, gate_bias)
         at = pairs.at(1 if x.gathered is None else pairs.n_used)
         source, n = x.gathered or x, pairs.tokens * pairs.n_used
-        is_one = gate.kind == up.kind and gate.kind not in FLOATS and at.columns <= FEW_TOKENS_MAX
         biases = self._address_of(gate_bias), self._address_of(up_bias)
         gated = OutputAt(biases[1], then, out.address, out.width)
-        if is_one:
+        if gate is None:
+            self._products.launch(source, self._bank(up, pairs), n, gated, pairs=at)
+        elif gate.kind == up.kind and gate.kind not in FLOATS and at.columns <= FEW_TOKENS_MAX:
             first = GateAt(self._address_of(gate), biases[0])
             self._products.launch(source, self._bank(up, pairs), n, gated, first, at)
         else:

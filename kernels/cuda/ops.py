@@ -46,7 +46,7 @@ from kernels.cuda.products import (
     MatrixAt,
     OutputAt,
     Products,
-    gate_of,
+    then_of,
 )
 from kernels.cuda.rows import RowOps
 
@@ -135,6 +135,7 @@ class CudaOps:
         rows = RowOps(gpu, self._address)
         self.gate_rows, self.gate_add = rows.gate_rows, rows.gate_add
         self.zero_rows, self.scale_rows = rows.zero_rows, rows.scale_rows
+        self.scaled_add = rows.scaled_add
         self.cap_rows, self.gelu_rows = rows.cap_rows, rows.gelu_rows
         self.mix_inputs, self.norm_columns = rows.mix_inputs, rows.norm_columns
         self.make_rows = partial(Rows, gpu)
@@ -295,7 +296,7 @@ class CudaOps:
     def linear_gated(
         self,
         x: Activations,
-        gate: kernels.Matrix,
+        gate: kernels.Matrix | None,
         up: kernels.Matrix,
         gate_bias: kernels.Vector | None,
         up_bias: kernels.Vector | None,
@@ -304,9 +305,10 @@ class CudaOps:
         activation: str = "silu",
     ) -> None:
         """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
-        then = gate_of("linear_gated", activation)
-        is_one = gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX
-        if is_one:
+        then = then_of("linear_gated", activation, gate, gate_bias)
+        if gate is None:
+            self._product(x, up, up_bias, tokens, then, out)
+        elif gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX:
             first = GateAt(self._address(gate), self._address(gate_bias))
             self._product(x, up, up_bias, tokens, then, out, first)
         else:

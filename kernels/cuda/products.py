@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import kernels
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import Activations, Scratch
 
 FLOATS = ("f16", "bf16", "f32")
-STORE, ADD, GATE = range(3)  # what follows a product: `Then` of products.h
+STORE, ADD, RELU2, GATE = range(4)  # what follows a product: `Then` of products.h
 GATE_OF = {"silu": GATE, "oai": GATE + 1, "gelu": GATE + 2}  # by activation
 TILE_ROWS = 16  # rows of a tile of packed weights
 # Up to FEW_TOKENS_MAX a block reads a tile of weights for FEW_TOKENS or for all of them, up to
@@ -72,10 +73,22 @@ def few_threads(cols: int, matrices: int = 1) -> int:
     return WARP * max(FEW_WARPS_MIN, -(-segments // rounds))
 
 
-def gate_of(operation: str, activation: str) -> int:
-    """What follows a product whose gate has an activation. ValueError for an unknown one."""
+def then_of(
+    operation: str,
+    activation: str,
+    gate: kernels.Matrix | None,
+    gate_bias: kernels.Vector | None,
+) -> int:
+    """What follows a product that has an activation. ValueError for an unknown one, for relu2 with
+    a gate, and for another one without."""
+    if activation == "relu2":
+        if gate is not None or gate_bias is not None:
+            raise ValueError(f"{operation}: relu2 has no gate")
+        return RELU2
     if activation not in GATE_OF:
         raise ValueError(f"{operation}: no activation is named {activation}")
+    if gate is None:
+        raise ValueError(f"{operation}: {activation} needs a gate")
     return GATE_OF[activation]
 
 

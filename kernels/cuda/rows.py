@@ -37,6 +37,11 @@ class RowOps:
         """As `kernels.scale_rows`."""
         self._launch("scale_rows", tokens, out, [factor, out.address, out.width, out.width])
 
+    def scaled_add(self, x: Rows, factor: float, tokens: int, out: Rows) -> None:
+        """As `kernels.scaled_add`."""
+        given = [x.address, x.width, out.width, out.address, out.width, factor]
+        self._launch("scaled_add", tokens, out, given)
+
     def cap_rows(self, cap: float, tokens: int, out: Rows) -> None:
         """As `kernels.cap_rows`."""
         self._launch("cap_rows", tokens, out, [cap, out.address, out.width, out.width])

@@ -498,8 +498,17 @@ def test_a_gated_product_has_the_bits_of_the_cpu(
         assert len(found) == 3
         ops.linear_gated(activations, gate, up, *vectors, tokens, out)
         assert ops.read_rows(out, tokens).tobytes() in found
-        with pytest.raises(ValueError, match="linear_gated: no activation is named relu"):
-            ops.linear_gated(activations, gate, up, *vectors, tokens, out, "relu")
+        plain = None, vectors[1], tokens
+        ops.linear_gated(activations, None, up, *plain, out, "relu2")
+        kernels.linear_gated(pool, wanted, None, up, *plain, want, "relu2")
+        assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+        for name, first, said in (
+            ("relu", gate, "no activation is named relu"),
+            ("relu2", gate, "relu2 has no gate"),
+            ("silu", None, "silu needs a gate"),
+        ):
+            with pytest.raises(ValueError, match=f"linear_gated: {said}"):
+                ops.linear_gated(activations, first, up, *vectors, tokens, out, name)
 
 
 @pytest.mark.parametrize("width", [640, 5376])

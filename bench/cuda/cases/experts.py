@@ -181,7 +181,9 @@ def experts_case(
         for one, (rows, cols) in zip(kinds, shapes, strict=True)
     ]
     biases = [some_bias(rng, n_expert * rows) for rows, _ in shapes]
-    activation = str(rng.choice(list(GATE_OF)))
+    activation = str(rng.choice([*GATE_OF, "relu2"]))
+    gate = None if activation == "relu2" else banks[0]
+    biases[0] = None if gate is None else biases[0]
     logits = some_selector_logits(rng, tokens, n_expert)
     values, before = some_values(rng, tokens, n_embd), rng.standard_normal((tokens, n_embd))
     biased = "".join(["-" if bias is None else "b" for bias in biases])
@@ -203,7 +205,7 @@ def experts_case(
         out = ops.make_rows(tokens, n_embd)
         own.copy_in(out.address, before.astype(np.float32))
         ops.gather_pairs(of_tokens, pairs, gathered)
-        ops.pairs_gated(gathered, banks[0], banks[1], pairs, gated, *biases[:2], activation)
+        ops.pairs_gated(gathered, gate, banks[1], pairs, gated, *biases[:2], activation)
         given = values, before.astype(np.float32)
         wanted = cpu_part(pool, *given, banks, on_cpu, biases, activation)
         want = np.empty((len(order), n_ff), np.float32)
@@ -252,7 +254,8 @@ def cpu_part(
     out = rows_of(before)
     kernels.quantise(pool, rows_of(values), tokens, of_tokens)
     kernels.gather_pairs(pool, of_tokens, pairs, gathered)
-    kernels.pairs_gated(pool, gathered, gate, up, pairs, gated, *biases[:2], activation)
+    of_gate = None if activation == "relu2" else gate
+    kernels.pairs_gated(pool, gathered, of_gate, up, pairs, gated, *biases[:2], activation)
     kernels.quantise_pairs(pool, gated, pairs, gated_q8)
     kernels.pairs_add(pool, gated_q8, down, pairs, out, biases[2])
     return gated, out

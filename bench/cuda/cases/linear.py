@@ -18,7 +18,7 @@ from bench.cuda.cases.values import (
 from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import KIND_INDEX
-from kernels.cuda.products import ADD, FLOATS, GATE_OF, STORE
+from kernels.cuda.products import ADD, FLOATS, GATE_OF, RELU2, STORE
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -93,7 +93,7 @@ def linear_case(
     shape: tuple[int, int, int] | None = None,
     byte: int | None = None,
 ) -> None:
-    """A product of a random matrix of `kind`: stored, added and gated by one of the activations, by
+    """A product of a random matrix of `kind`: stored, added and through one of the activations, by
     every kernel for it.
 
     shape: rows, columns, tokens, else random ones; a block has all segments of a row then. byte: of
@@ -123,8 +123,9 @@ def linear_case(
     stored, added, gated = kernels.Rows(tokens, rows), rows_of(before), kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [matrix], [vector], tokens, stored)
     kernels.linear_add(pool, activations, matrix, vector, tokens, added)
-    activation = str(rng.choice(list(GATE_OF)))
-    products = gate, matrix, gate_vector, vector
+    activation = str(rng.choice([*GATE_OF, "relu2"]))
+    is_plain = activation == "relu2"
+    products = None if is_plain else gate, matrix, None if is_plain else gate_vector, vector
     kernels.linear_gated(pool, activations, *products, tokens, gated, activation)
     gate_product = kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [gate], [gate_vector], tokens, gate_product)
@@ -161,6 +162,9 @@ def linear_case(
         for kernel in shapes:
             rest = [0, 0] if "_few" in kernel else [partials, each] if kind not in FLOATS else []
             plans += [(kernel, STORE, before, stored, rest), (kernel, ADD, before, added, rest)]
+            if is_plain:
+                plans.append((kernel, RELU2, before, gated, rest))
+                continue
             plans.append((kernel, GATE_OF[activation], held, gated, rest))
             if "_few" in kernel:  # with both products of a gate
                 plans.append((kernel, GATE_OF[activation], before, gated, once))

@@ -66,7 +66,7 @@ def gates_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
 
 def values_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
     """Rows of which columns are normed; times a factor, with a soft bound, through gelu, mixed with
-    others, and of zeros."""
+    others, with others times a factor added, and of zeros."""
     tokens, group, groups = (int(n) for n in rng.integers(1, [9, 300, 5]))
     width, column = group * groups, int(rng.integers(0, 40))
     size = rng.choice([0.01, 1.0, 30.0])
@@ -104,6 +104,11 @@ def values_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
             "scale_rows",
             lambda ops: ops.scale_rows(factor, tokens, both.rows),
             lambda: kernels.scale_rows(pool, factor, tokens, both.want),
+        )
+        both.check(
+            "scaled_add",
+            lambda ops: ops.scaled_add(given, factor, tokens, both.rows),
+            lambda: kernels.scaled_add(pool, rows_of(x), factor, tokens, both.want),
         )
         n = int(rng.integers(1, tokens + 1))
         both.check(

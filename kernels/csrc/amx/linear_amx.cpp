@@ -152,7 +152,7 @@ void multiply_with_tiles(const Matrix& matrix, const Activations& x, size_t tile
 
 }  // namespace
 
-const LinearKernels LINEAR_AMX = {RUN_GROUPS_MAX, multiply_with_tiles, store_tile, add_tile, GATES, add_pairs,
-                                  multiply_then_add};
+const LinearKernels LINEAR_AMX = {RUN_GROUPS_MAX, multiply_with_tiles, store_tile, add_tile, relu2_tile, GATES,
+                                  add_pairs, multiply_then_add};
 
 }  // namespace batchengine

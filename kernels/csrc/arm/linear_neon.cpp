@@ -2,5 +2,6 @@
 #include "arm/linear_neon.h"
 
 namespace batchengine {
-const LinearKernels LINEAR_NEON = {1, multiply, store_tile, add_tile, GATES, add_pairs, multiply_then_add};
+const LinearKernels LINEAR_NEON = {1, multiply, store_tile, add_tile, relu2_tile,
+                                   GATES, add_pairs, multiply_then_add};
 }

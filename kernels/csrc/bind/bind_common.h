@@ -59,6 +59,15 @@ inline ca::Activation activation_of(const char* op, const std::string& name) {
     throw std::invalid_argument(std::string(op) + ": no activation is named " + name);
 }
 
+// Whether the activation is the one without a gate. Refuses it with one, and the others without.
+inline bool is_ungated(const char* op, const std::string& activation, bool has_gate, bool has_gate_bias) {
+    const bool is_relu2 = activation == "relu2";
+    if (!is_relu2) activation_of(op, activation);
+    require(is_relu2 ? !has_gate && !has_gate_bias : has_gate,
+            std::string(op) + ": " + activation + (is_relu2 ? " has no gate" : " needs a gate"));
+    return is_relu2;
+}
+
 inline ca::Gating gating_of(const char* op, const std::string& name) {
     const char* const names[ca::GATINGS] = {"softmax", "sigmoid", "normed_sigmoid"};
     for (int i = 0; i < ca::GATINGS; ++i)

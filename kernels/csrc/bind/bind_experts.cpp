@@ -107,24 +107,31 @@ void bind_operations(nb::module_& module) {
         "out row of a pair = the activations of its token.");
     module.def(
         "pairs_gated",
-        [](Pool& pool, const Activations& x, const HeldMatrix& gate, const HeldMatrix& up,
+        [](Pool& pool, const Activations& x, const HeldMatrix* gate, const HeldMatrix& up,
            const ExpertPairs& pairs, Rows& out, const Vector* gate_bias, const Vector* up_bias,
            const std::string& activation) {
-            const ca::Activation made = activation_of("pairs_gated", activation);
+            const bool is_plain = is_ungated("pairs_gated", activation, gate, gate_bias);
             require_rows("pairs_gated", x.tokens_max, pairs);
             require_rows("pairs_gated", out.tokens_max, pairs);
-            const LinearPart gates =
-                checked_bank("pairs_gated", x, gate, gate_bias, pairs, out.width);
             const LinearPart ups = checked_bank("pairs_gated", x, up, up_bias, pairs, out.width);
+            if (is_plain) {
+                const nb::gil_scoped_release released;
+                pairs_relu2(pool, x, ups, pairs, out);
+                return;
+            }
+            const ca::Activation made = activation_of("pairs_gated", activation);
+            const LinearPart gates =
+                checked_bank("pairs_gated", x, *gate, gate_bias, pairs, out.width);
             const nb::gil_scoped_release released;
             pairs_gated(pool, x, gates, ups, made, pairs, out);
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("gate"), nb::arg("up"), nb::arg("pairs"),
+        nb::arg("pool"), nb::arg("x"), nb::arg("gate").none(), nb::arg("up"), nb::arg("pairs"),
         nb::arg("out"), nb::arg("gate_bias") = nb::none(), nb::arg("up_bias") = nb::none(),
         nb::arg("activation") = "silu",
         "out row of a pair = the activation of gate * x + gate_bias and up * x + up_bias of its "
         "expert.\n\nA bias has n_expert * out.width values, those of expert 0 first. The activation "
-        "is \"silu\", \"oai\" or \"gelu\": rule 5 of docs/numerics.md. ValueError for another one.");
+        "is \"silu\", \"oai\" or \"gelu\", or without a gate \"relu2\": rule 5 of docs/numerics.md. "
+        "ValueError for another one.");
     module.def(
         "quantise_pairs",
         [](Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out) {

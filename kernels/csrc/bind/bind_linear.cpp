@@ -176,21 +176,29 @@ void bind_products(nb::module_& module) {
         nb::arg("tokens"), nb::arg("out"), "out += matrix * x + bias: the residual stream.");
     module.def(
         "linear_gated",
-        [](Pool& pool, const Activations& x, const HeldMatrix& gate, const HeldMatrix& up,
+        [](Pool& pool, const Activations& x, const HeldMatrix* gate, const HeldMatrix& up,
            const Vector* gate_bias, const Vector* up_bias, size_t tokens, Rows& out,
            const std::string& activation) {
-            const ca::Activation made = activation_of("linear_gated", activation);
-            const LinearPart gates = checked_part("linear_gated", x, gate, gate_bias);
+            const bool is_plain = is_ungated("linear_gated", activation, gate, gate_bias);
             const LinearPart ups = checked_part("linear_gated", x, up, up_bias);
-            require(gate.view.rows == up.view.rows, "linear_gated: gate and up differ in rows");
             require_call("linear_gated", x, tokens, out, up.view.rows);
+            if (is_plain) {
+                const nb::gil_scoped_release released;
+                linear_relu2(pool, x, ups, tokens, out);
+                return;
+            }
+            const ca::Activation made = activation_of("linear_gated", activation);
+            const LinearPart gates = checked_part("linear_gated", x, *gate, gate_bias);
+            require(gate->view.rows == up.view.rows, "linear_gated: gate and up differ in rows");
             const nb::gil_scoped_release released;
             linear_gated(pool, x, gates, ups, made, tokens, out);
         },
-        nb::arg("pool"), nb::arg("x"), nb::arg("gate"), nb::arg("up"), nb::arg("gate_bias").none(),
-        nb::arg("up_bias").none(), nb::arg("tokens"), nb::arg("out"), nb::arg("activation") = "silu",
+        nb::arg("pool"), nb::arg("x"), nb::arg("gate").none(), nb::arg("up"),
+        nb::arg("gate_bias").none(), nb::arg("up_bias").none(), nb::arg("tokens"), nb::arg("out"),
+        nb::arg("activation") = "silu",
         "out = the activation of gate * x + gate_bias and up * x + up_bias, element by element.\n\n"
-        "It is \"silu\", \"oai\" or \"gelu\": rule 5 of docs/numerics.md. ValueError for another one.");
+        "It is \"silu\", \"oai\" or \"gelu\", or without a gate \"relu2\": rule 5 of docs/numerics.md. "
+        "ValueError for another one.");
 }
 
 void bind_embed(nb::module_& module) {

@@ -41,6 +41,19 @@ void bind_elementwise(nb::module_& module) {
         nb::arg("pool"), nb::arg("factor"), nb::arg("tokens"), nb::arg("out"),
         "out *= factor, for each of the first rows.");
     module.def(
+        "scaled_add",
+        [](Pool& pool, const Rows& x, float factor, size_t tokens, Rows& out) {
+            require_open(pool);
+            require_tokens(tokens, x.tokens_max, "scaled_add");
+            require_tokens(tokens, out.tokens_max, "scaled_add");
+            require_width(x.width, out.width, "scaled_add");
+            require(std::isfinite(factor), "scaled_add: the factor is not finite");
+            const nb::gil_scoped_release release;
+            scaled_add(pool, x, factor, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("factor"), nb::arg("tokens"), nb::arg("out"),
+        "out = fma(x, factor, out), for each of the first rows: the residual stream.");
+    module.def(
         "cap_rows",
         [](Pool& pool, float cap, size_t tokens, Rows& out) {
             require_open(pool);

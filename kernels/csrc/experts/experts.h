@@ -72,6 +72,9 @@ void gather_pairs(Pool& pool, const Activations& x, const ExpertPairs& pairs, Ac
 void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
                  ca::Activation activation, const ExpertPairs& pairs, Rows& out);
 
+// The same without a gate: out = ca::relu2(up * x).
+void pairs_relu2(Pool& pool, const Activations& x, const LinearPart& up, const ExpertPairs& pairs, Rows& out);
+
 void quantise_pairs(Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out);
 
 // Per token: out += the sum of its pairs' weight * (down * x + bias), experts ascending.

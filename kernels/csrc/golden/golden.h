@@ -63,5 +63,6 @@ void golden_gating(Pool& pool, Golden& golden);     // choices of experts by oth
 void golden_many_tokens(Golden& golden);  // linear kernels that some levels use for many token groups
 void golden_wide_heads(Pool& pool, Golden& golden);  // attention with heads of more than 256 dims
 void golden_values(Pool& pool, Golden& golden);  // rule 13
+void golden_branches(Pool& pool, Golden& golden);  // feed-forward parts without a gate, branches times a factor
 
 }  // namespace batchengine

@@ -97,7 +97,7 @@ int ranges(const Pool& pool, size_t tokens) {
     return tokens <= FEW_GROUPS * GROUP_TOKENS ? pool.threads() : 1;
 }
 
-enum class Finish { store, add };
+enum class Finish { store, add, relu2 };
 
 void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts,
                size_t tokens, Rows& out, Finish finish) {
@@ -120,7 +120,9 @@ void run_parts(Pool& pool, const Activations& x, const std::vector<LinearPart>& 
         parts_cut.push_back({&part, made, column, pieces});
         column += part.matrix->rows;
     }
-    const auto finish_tile = finish == Finish::add ? kernels.add : kernels.store;
+    const auto finish_tile = finish == Finish::add     ? kernels.add
+                             : finish == Finish::relu2 ? kernels.relu2
+                                                       : kernels.store;
     Shares shares(pieces, ranges(pool, tokens));
     pool.run([&](int ith, int) {
         RunResults results;
@@ -182,6 +184,10 @@ void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& par
 
 void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out) {
     run_parts(pool, x, {part}, tokens, out, Finish::add);
+}
+
+void linear_relu2(Pool& pool, const Activations& x, const LinearPart& up, size_t tokens, Rows& out) {
+    run_parts(pool, x, {up}, tokens, out, Finish::relu2);
 }
 
 // Both products of a row tile are made by one thread, so the gate is applied before anything leaves

@@ -1,4 +1,4 @@
-// Matrix times activations (CA-3 rule 2) and what follows it in the same pass: bias, residual, gate.
+// Matrix times activations (CA-3 rule 2) and what follows it in the same pass: bias, residual, activation.
 //
 // A level supplies LinearKernels; the driver in linear.cpp cuts the output into pieces and hands
 // them to the pool. A piece is whole row tiles for whole token groups, so neither the number of
@@ -57,6 +57,7 @@ struct LinearKernels {
                      size_t group, size_t tokens, bool cold, TileResult* results);
     void (*store)(const TileResult& result, const TileTarget& target);   // out = RN(y + bias)
     void (*add)(const TileResult& result, const TileTarget& target);     // out = RN(out + RN(y + bias))
+    void (*relu2)(const TileResult& result, const TileTarget& target);   // out = ca::relu2(RN(y + bias))
     GateTiles gates;
     // sums of token = fma(weight of the pair, RN(y + bias), sums of token), for each pair of a group
     // and 16 rows
@@ -127,6 +128,8 @@ void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& par
 void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out);
 void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
                   ca::Activation activation, size_t tokens, Rows& out);
+// The same without a gate: out = ca::relu2(up * x + bias).
+void linear_relu2(Pool& pool, const Activations& x, const LinearPart& up, size_t tokens, Rows& out);
 
 // out row i = RN(value * scale) of row tokens[i] of the matrix.
 void embed(Pool& pool, const Matrix& matrix, const int32_t* tokens, size_t count, float scale,

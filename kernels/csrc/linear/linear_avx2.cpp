@@ -49,6 +49,7 @@ void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Pane
 
 }  // namespace
 
-const LinearKernels LINEAR_AVX2 = {1, multiply, store_tile, add_tile, GATES, add_pairs, multiply_then_add};
+const LinearKernels LINEAR_AVX2 = {1, multiply, store_tile, add_tile, relu2_tile,
+                                   GATES, add_pairs, multiply_then_add};
 
 }  // namespace batchengine

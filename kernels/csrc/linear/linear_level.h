@@ -266,6 +266,14 @@ void add_tile(const TileResult& result, const TileTarget& to) {
         put(to, token, get(to, token) + biased(result, to.bias, token));
 }
 
+void relu2_tile(const TileResult& result, const TileTarget& to) {
+    for (size_t token = 0; token < to.tokens; ++token) {
+        const V16 y = biased(result, to.bias, token);
+        const V16 r = vselect_ge(y, 0.0f, y, y * vzero());
+        put(to, token, r * r);
+    }
+}
+
 // Lane by lane ca::gated.
 template <ca::Activation ACTIVATION>
 SIMD_FN V16 gated(V16 gate, V16 up) {

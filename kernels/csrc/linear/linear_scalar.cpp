@@ -249,6 +249,12 @@ void add(const TileResult& result, const TileTarget& to) {
         }
 }
 
+void relu2(const TileResult& result, const TileTarget& to) {
+    for (size_t token = 0; token < to.tokens; ++token)
+        for (size_t row = 0; row < to.rows; ++row)
+            to.out[token * to.stride + row] = ca::relu2(biased(result, to.bias, token, row));
+}
+
 template <ca::Activation ACTIVATION>
 void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
           const TileTarget& to) {
@@ -275,6 +281,7 @@ const LinearKernels LINEAR_SCALAR = {1,
                                      multiply,
                                      store,
                                      add,
+                                     relu2,
                                      {{gate<ca::Activation::silu>, gate<ca::Activation::oai>,
                                        gate<ca::Activation::gelu>}},
                                      add_pairs,

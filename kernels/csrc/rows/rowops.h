@@ -44,6 +44,8 @@ struct RowOps {
     void (*add_share)(const float* x, size_t n, float share, float* y);
     // y = RN(x * factor). y may be x.
     void (*scale)(const float* x, size_t n, float factor, float* y);
+    // y = fma(x, factor, y).
+    void (*scaled_add)(const float* x, size_t n, float factor, float* y);
     // Rule 13: ca::capped of each value, in place.
     void (*cap)(float* x, size_t n, float cap);
     // y = ca::gated(gelu, y, factors).

@@ -249,6 +249,12 @@ void scale(const float* x, size_t n, float factor, float* y) {
     for (; i < n; i++) y[i] = ca::mul_rn(x[i], factor);
 }
 
+void scaled_add(const float* x, size_t n, float factor, float* y) {
+    size_t i = 0;
+    for (; i + 16 <= n; i += 16) vstore(y + i, vfma(vload(x + i), vset(factor), vload(y + i)));
+    for (; i < n; i++) y[i] = ca::fma_rn(x[i], factor, y[i]);
+}
+
 SIMD_FN V16 vtanhc(V16 x) {
     const V16 a = vabs(x), z = x * x;
     V16 p = vset(-5.70498872745e-3f);
@@ -283,6 +289,6 @@ void gelu(const float* factors, size_t n, float* y) {
 
 #define ROWOPS_TABLE                                                                               \
     { norm<false>, norm<true>, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, \
-      weigh, keep, gate, add_share, scale, cap, gelu }
+      weigh, keep, gate, add_share, scale, scaled_add, cap, gelu }
 
 }  // namespace

@@ -35,6 +35,13 @@ void scale_rows(Pool& pool, float factor, size_t tokens, Rows& out) {
     for_each_row(pool, tokens, out, [&](float* row, size_t) { ops.scale(row, out.width, factor, row); });
 }
 
+void scaled_add(Pool& pool, const Rows& x, float factor, size_t tokens, Rows& out) {
+    const RowOps& ops = rowops();
+    for_each_row(pool, tokens, out, [&](float* row, size_t token) {
+        ops.scaled_add(x.row(token), out.width, factor, row);
+    });
+}
+
 void cap_rows(Pool& pool, float cap, size_t tokens, Rows& out) {
     const RowOps& ops = rowops();
     for_each_row(pool, tokens, out, [&](float* row, size_t) { ops.cap(row, out.width, cap); });

@@ -17,6 +17,9 @@ void zero_rows(Pool& pool, size_t tokens, Rows& out);
 // out = out * factor, value by value.
 void scale_rows(Pool& pool, float factor, size_t tokens, Rows& out);
 
+// out = fma(x, factor, out), value by value: the residual stream of a model that scales its branches.
+void scaled_add(Pool& pool, const Rows& x, float factor, size_t tokens, Rows& out);
+
 // out = ca::capped(out), value by value: a soft bound.
 void cap_rows(Pool& pool, float cap, size_t tokens, Rows& out);
 

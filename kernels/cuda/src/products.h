@@ -10,6 +10,7 @@ namespace gpu {
 enum class Then : int {
     store,  // out = y + bias
     add,    // out = out + (y + bias): the residual stream
+    relu2,  // out = ca::relu2(y + bias)
     // out = ca::gated(gate, y + bias) of the activation of that name, in the order of ca::Activation
     gate_silu,
     gate_oai,
@@ -40,6 +41,7 @@ GPU_FN void put(const Target& to, int expert, int token, int row, float y, const
     if (to.bias) y = ca::add_rn(y, to.bias[of_bank]);
     const int64_t at = token * to.stride + row;
     if (to.then == Then::add) y = ca::add_rn(to.out[at], y);
+    if (to.then == Then::relu2) y = ca::relu2(y);
     if (to.then >= Then::gate_silu) {
         if (!gate.matrix) gate_y = to.out[at];
         if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[of_bank]);

@@ -162,6 +162,17 @@ KERNEL(scale_rows, 256, float factor, gpu::Out<float> out, int stride, int width
     out[at] = ca::mul_rn(out[at], factor);
 }
 
+// out = fma(x, factor, out), value by value. Grid: tokens, blocks that share a row.
+KERNEL(scaled_add, 256, gpu::In<float> x, int stride, int width, gpu::Out<float> out, int out_stride,
+       float factor) {
+    gpu::begin();
+    const int64_t token = gpu::block();
+    const int k = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (k >= width) return;
+    const int64_t at = token * out_stride + k;
+    out[at] = ca::fma_rn(x[token * stride + k], factor, out[at]);
+}
+
 // out = capped(out), value by value. Grid: tokens, blocks that share a row.
 KERNEL(cap_rows, 256, float cap, gpu::Out<float> out, int stride, int width) {
     gpu::begin();

@@ -331,7 +331,7 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
     | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs, norm_columns)}
-    | {"cap_rows": scale_rows}
+    | {"cap_rows": scale_rows, "scaled_add": gelu_rows}
     | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
 )
 QUICK = (

@@ -128,6 +128,7 @@ void transcendental() {
             const float up = source.below(4) ? source.between(-20, 20) : source.any();
             return ca::gated(static_cast<ca::Activation>(i), gate, up);
         });
+    print("relu2", [] { return ca::relu2(source.below(4) ? source.between(-9, 9) : source.any()); });
 }
 
 void rows() {

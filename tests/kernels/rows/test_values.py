@@ -55,6 +55,10 @@ def test_each_value_is_the_rule(pool: K.Pool, level: str, width: int) -> None:
     out = rows_of(x)
     K.scale_rows(pool, 0.3, 5, out)
     assert np.array_equal(bits(out.view(6)), bits(np.vstack([x[:5] * np.float32(0.3), x[5:]])))
+    out = rows_of(x)
+    K.scaled_add(pool, rows_of(factors[:, 9:]), 0.22, 5, out)
+    want = binary32.fma(factors[:5, 9:], np.float32(0.22), x[:5])
+    assert np.array_equal(bits(out.view(6)), bits(np.vstack([want, x[5:]])))
     for cap in (0.5, 30.0):
         out, bound = rows_of(x), np.float32(cap)
         K.cap_rows(pool, cap, 5, out)
@@ -115,11 +119,13 @@ def test_what_is_not_finite_is_not_hidden(pool: K.Pool, level: str, value: float
     K.set_isa(level)
     x = np.ones((3, 40), np.float32)
     x[1, 39] = x[2, 3] = value
-    capped, scaled, mixed = (rows_of(x) for _ in range(3))
+    capped, scaled, mixed, added, to = (rows_of(x) for _ in range(5))
     K.cap_rows(pool, 30.0, 3, capped)
     K.scale_rows(pool, 2.0, 3, scaled)
     K.mix_inputs(pool, rows_of(x), 1.0, K.Vector(np.ones(20, np.float32)), 1e-6, 3, mixed)
-    for rows in (capped, scaled, mixed):
+    K.scaled_add(pool, rows_of(x), 0.22, 3, added)
+    K.scaled_add(pool, rows_of(np.ones_like(x)), 0.22, 3, to)
+    for rows in (capped, scaled, mixed, added, to):
         assert K.nonfinite_rows(pool, rows, 3) == [1, 2]
 
 
@@ -140,6 +146,10 @@ def test_sizes_that_are_refused(pool: K.Pool) -> None:
     for call, said in [
         (lambda: K.zero_rows(pool, 3, wide), "zero_rows: 3 tokens do not fit 2"),
         (lambda: K.scale_rows(pool, 1.0, 3, wide), "scale_rows: 3 tokens do not fit 2"),
+        (lambda: K.scaled_add(pool, wide, 1.0, 3, wide), "scaled_add: 3 tokens do not fit 2"),
+        (lambda: K.scaled_add(pool, K.Rows(1, 40), 1.0, 2, wide), "2 tokens do not fit 1"),
+        (lambda: K.scaled_add(pool, narrow, 1.0, 2, wide), "scaled_add: width is 39, expected 40"),
+        (lambda: K.scaled_add(pool, wide, float("nan"), 2, wide), "the factor is not finite"),
         (lambda: K.cap_rows(pool, 0.0, 2, wide), "cap must be positive"),
         (lambda: K.cap_rows(pool, float("nan"), 2, wide), "cap must be positive"),
         (lambda: K.gelu_rows(pool, narrow, 0, 2, wide), "no columns 0 to 40"),
