@@ -51,6 +51,7 @@ from kernels._native import (
     linear,
     linear_add,
     linear_gated,
+    mamba2,
     mix_inputs,
     multiply_then_add,
     nonfinite_rows,
@@ -74,6 +75,7 @@ from kernels._native import (
     scale_rows,
     select_experts,
     set_isa,
+    short_conv,
     step_digests,
     store_rows,
     take_rows,
@@ -131,6 +133,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "mamba2",
     "mix_inputs",
     "multiply_then_add",
     "nonfinite_rows",
@@ -154,6 +157,7 @@ __all__ = [
     "scale_rows",
     "select_experts",
     "set_isa",
+    "short_conv",
     "step_digests",
     "store_rows",
     "take_rows",
@@ -163,8 +167,8 @@ __all__ = [
 
 
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
-# choices of experts by sigmoids, steps of so many tokens that a level has other code for them, and
-# heads of more than 256 dims. As part of arith_id they would make the KV of models without these
+# choices of experts by sigmoids, steps of so many tokens that a level has other code for them, heads
+# of more than 256 dims, rule 13, and recurrent mixers other than delta networks. As part of arith_id they would make the KV of models without these
 # parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
@@ -173,6 +177,8 @@ LATER_PARTS = {
     "many_tokens": "e8ff16b78e2a57ac45426dca4311af048a16a2c756311ab5094f7bd9545bf72d",
     "wide_heads": "3a5bf06947678cb1e76735cadc8b2288756b7eac4c60e9e4040608af5822e8ac",
     "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",
+    "mamba2": "3837676f9fd22adee25e09437665be9fdac0c728d783f4d8f8c0c9e2f89efa63",
+    "short_conv": "7b14729a2420c11916b120b87bc7a0367454f4dd948f36ea463ca85261d4b97c",
 }
 NARROW_HEAD_DIM_MAX, HEAD_DIM_MAX = 256, 512  # "wide_heads" has heads of more dims than the former
 
