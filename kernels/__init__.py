@@ -51,6 +51,7 @@ from kernels._native import (
     linear,
     linear_add,
     linear_gated,
+    mamba2,
     mix_inputs,
     multiply_then_add,
     nonfinite_rows,
@@ -75,6 +76,7 @@ from kernels._native import (
     scaled_add,
     select_experts,
     set_isa,
+    short_conv,
     step_digests,
     store_rows,
     take_rows,
@@ -132,6 +134,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "mamba2",
     "mix_inputs",
     "multiply_then_add",
     "nonfinite_rows",
@@ -156,6 +159,7 @@ __all__ = [
     "scaled_add",
     "select_experts",
     "set_isa",
+    "short_conv",
     "step_digests",
     "store_rows",
     "take_rows",
@@ -166,8 +170,8 @@ __all__ = [
 
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
 # choices of experts by sigmoids, steps of so many tokens that a level has other code for them,
-# heads of more than 256 dims, rule 13, and relu2 with residual scales. As part of arith_id they would make the KV of models without these
-# parts useless.
+# heads of more than 256 dims, rule 13, relu2 with residual scales, and recurrent mixers other than
+# delta networks. As part of arith_id they would make the KV of models without these parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
@@ -176,6 +180,8 @@ LATER_PARTS = {
     "wide_heads": "3a5bf06947678cb1e76735cadc8b2288756b7eac4c60e9e4040608af5822e8ac",
     "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",
     "branches": "4c2fea7438d67709d7611c246d23beecd8d10b5b9020e067bcb10e0c467a857e",
+    "mamba2": "3837676f9fd22adee25e09437665be9fdac0c728d783f4d8f8c0c9e2f89efa63",
+    "short_conv": "7b14729a2420c11916b120b87bc7a0367454f4dd948f36ea463ca85261d4b97c",
 }
 NARROW_HEAD_DIM_MAX, HEAD_DIM_MAX = 256, 512  # "wide_heads" has heads of more dims than the former
 

@@ -20,7 +20,7 @@ Bias = kernels.Vector | None
 # The operations that may be long.
 LONG = (
     "linear", "linear_add", "linear_gated", "pairs_gated", "pairs_add", "place_kv", "attend",
-    "delta_net",
+    "delta_net", "mamba2", "short_conv",
 )  # fmt: skip
 
 
@@ -151,6 +151,30 @@ class Ops(Protocol):
         eps: float,
         out: kernels.Rows,
     ) -> None: ...
+    def mamba2(
+        self,
+        projected: kernels.Rows,
+        batch: kernels.Batch,
+        shape: kernels.StateShape,
+        layer: int,
+        conv: kernels.Vector,
+        conv_bias: kernels.Vector | None,
+        dt_bias: kernels.Vector,
+        a: kernels.Vector,
+        d: kernels.Vector,
+        norm: kernels.Vector | None,
+        eps: float,
+        out: kernels.Rows,
+    ) -> None: ...
+    def short_conv(
+        self,
+        projected: kernels.Rows,
+        batch: kernels.Batch,
+        shape: kernels.StateShape,
+        layer: int,
+        conv: kernels.Vector,
+        out: kernels.Rows,
+    ) -> None: ...
     def gate_rows(self, gate: kernels.Rows, tokens: int, out: kernels.Rows) -> None: ...
     def gate_add(
         self, x: kernels.Rows, gate: kernels.Rows, tokens: int, out: kernels.Rows
@@ -209,6 +233,8 @@ class CpuOps:
         self.pairs_add = partial(kernels.pairs_add, pool)
         self.place_kv = partial(kernels.place_kv, pool)
         self.delta_net = partial(kernels.delta_net, pool)
+        self.mamba2 = partial(kernels.mamba2, pool)
+        self.short_conv = partial(kernels.short_conv, pool)
         self.gate_rows = partial(kernels.gate_rows, pool)
         self.gate_add = partial(kernels.gate_add, pool)
         self.zero_rows = partial(kernels.zero_rows, pool)

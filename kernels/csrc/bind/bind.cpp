@@ -62,6 +62,10 @@ void bind_isa(nb::module_& module) {
                 golden_values(pool, golden);
             else if (part == "branches")
                 golden_branches(pool, golden);
+            else if (part == "mamba2")
+                golden_mamba2(pool, golden);
+            else if (part == "short_conv")
+                golden_short_conv(pool, golden);
             else
                 golden_later_kind(pool, kind_of(part), golden);
             return list_of(golden);
@@ -69,7 +73,7 @@ void bind_isa(nb::module_& module) {
         nb::arg("pool"), nb::arg("part"),
         nb::sig("def golden_records_of(pool: Pool, part: str) -> list[tuple[str, bytes]]"),
         "The same of a part that arith_id does not cover: a kind of weights, \"gating\", "
-        "\"many_tokens\", \"wide_heads\", \"values\" or \"branches\".");
+        "\"many_tokens\", \"wide_heads\", \"values\", \"branches\", \"mamba2\" or \"short_conv\".");
     module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
                "RN(a*b + c) in binary32, by the fmaf of the C library.");
     module.def("fused_binary64", &fused_binary64, nb::arg("a"), nb::arg("b"), nb::arg("c"),

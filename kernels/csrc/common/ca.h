@@ -735,4 +735,16 @@ CA_FN float gate_value(float y, float gate) { return mul_rn(y, sigmoid(gate)); }
 // A residual stream and a branch, of which the token takes the share sigmoid(gate).
 CA_FN float add_share(float h, float share, float x) { return add_rn(h, mul_rn(share, x)); }
 
+// ------------------------------------------------------------------------------ rule 14: Mamba-2
+
+// The step size of a token, softplus(dt + dt_bias). state_decay of the same values is NaN where this would
+// hide an infinity.
+CA_FN float step_size(float dt, float dt_bias) { return softplus(add_rn(dt, dt_bias)); }
+
+// One output before the norm: the product of a column of the state with the query, and the input x past the
+// state, then the gate.
+CA_FN float gated_state(float o, float skip, float x, float z) {
+    return mul_rn(fma_rn(skip, x, o), sigmoid_times(z, z));
+}
+
 }  // namespace ca

@@ -2,8 +2,7 @@
 //
 // arith_id hashes the records in their order, so a record is never moved or renamed. A part that comes later
 // changes no bit of a model without it, so its records are in no arith_id: golden_later_kind makes those of a
-// kind of weights, golden_gating, golden_many_tokens and golden_wide_heads others, and each part has a hash of
-// its own.
+// kind of weights, the functions behind it others, and each part has a hash of its own.
 #pragma once
 
 #include <cstdint>
@@ -64,5 +63,7 @@ void golden_many_tokens(Golden& golden);  // linear kernels that some levels use
 void golden_wide_heads(Pool& pool, Golden& golden);  // attention with heads of more than 256 dims
 void golden_values(Pool& pool, Golden& golden);  // rule 13
 void golden_branches(Pool& pool, Golden& golden);  // feed-forward parts without a gate, branches times a factor
+void golden_mamba2(Pool& pool, Golden& golden);  // rule 14
+void golden_short_conv(Pool& pool, Golden& golden);  // rule 15
 
 }  // namespace batchengine

@@ -3,7 +3,7 @@
 // gates whose exp is infinite.
 #include "common/ca.h"
 #include "golden/golden.h"
-#include "recurrent/delta_net.h"
+#include "recurrent/mixers.h"
 
 namespace batchengine {
 namespace {

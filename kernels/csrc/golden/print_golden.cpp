@@ -150,6 +150,8 @@ void print_level(Pool& pool) {
     golden_wide_heads(pool, golden);
     golden_values(pool, golden);
     golden_branches(pool, golden);
+    golden_mamba2(pool, golden);
+    golden_short_conv(pool, golden);
     Shapes shapes(pool, golden);
     for (int kind = 0; kind < KIND_COUNT; ++kind) shapes.linear_of(static_cast<Kind>(kind));
     for (size_t head_dim = 32; head_dim <= 256; head_dim += 32) shapes.attention_of(head_dim, ROUNDS);

@@ -1,6 +1,6 @@
-// Gates of the output of attention and of a shared expert; see delta_net.h.
+// Gates of the output of attention and of a shared expert; see mixers.h.
 #include "quant/token_runs.h"
-#include "recurrent/delta_net.h"
+#include "recurrent/mixers.h"
 #include "rows/rowops.h"
 
 namespace batchengine {

@@ -1,12 +1,15 @@
-"""Entries with state images of their own, and the formula of rule 12 in numpy, value by value.
+"""Entries with state images of their own, and the formulas of rules 12, 14 and 15 in numpy, value by
+value.
 
-The formula is that of docs/numerics.md, in binary32: `tests.kernels.binary32` has fma, exp and ln.
+The formulas are those of docs/numerics.md, in binary32: `tests.kernels.binary32` has fma, exp and ln.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +34,23 @@ def aligned(size: int) -> NDArray[np.uint8]:
     return raw[skip : skip + size]
 
 
+class Mixer(Protocol):
+    """The weights of one layer."""
+
+    def mix(
+        self,
+        pool: K.Pool,
+        projected: K.Rows,
+        batch: K.Batch,
+        shape: K.StateShape,
+        layer: int,
+        out: K.Rows,
+    ) -> None: ...
+
+
 @dataclass
 class Weights:
-    """The vectors of one layer."""
+    """Those of a delta network."""
 
     conv: F32
     dt_bias: F32
@@ -49,6 +66,62 @@ class Weights:
             K.Vector(self.norm),
         )
 
+    def mix(
+        self,
+        pool: K.Pool,
+        projected: K.Rows,
+        batch: K.Batch,
+        shape: K.StateShape,
+        layer: int,
+        out: K.Rows,
+    ) -> None:
+        K.delta_net(pool, projected, batch, shape, layer, *self.vectors, float(EPS), out)
+
+
+@dataclass
+class Mamba2Weights:
+    """Those of a layer of Mamba-2."""
+
+    conv: F32
+    conv_bias: F32 | None
+    dt_bias: F32
+    a: F32
+    d: F32
+    norm: F32 | None
+
+    def mix(
+        self,
+        pool: K.Pool,
+        projected: K.Rows,
+        batch: K.Batch,
+        shape: K.StateShape,
+        layer: int,
+        out: K.Rows,
+    ) -> None:
+        bias = None if self.conv_bias is None else K.Vector(self.conv_bias)
+        norm = None if self.norm is None else K.Vector(self.norm)
+        heads = (K.Vector(values) for values in (self.dt_bias, self.a, self.d))
+        at = pool, projected, batch, shape, layer
+        K.mamba2(*at, K.Vector(self.conv), bias, *heads, norm, float(EPS), out)
+
+
+@dataclass
+class ConvWeights:
+    """Those of a short convolution."""
+
+    conv: F32
+
+    def mix(
+        self,
+        pool: K.Pool,
+        projected: K.Rows,
+        batch: K.Batch,
+        shape: K.StateShape,
+        layer: int,
+        out: K.Rows,
+    ) -> None:
+        K.short_conv(pool, projected, batch, shape, layer, K.Vector(self.conv), out)
+
 
 def random_weights(shape: K.StateShape, seed: int) -> Weights:
     rng = np.random.default_rng(seed)
@@ -61,6 +134,30 @@ def random_weights(shape: K.StateShape, seed: int) -> Weights:
     )
 
 
+def random_mamba2(
+    shape: K.StateShape, seed: int, *, has_bias: bool = True, is_normed: bool = True
+) -> Mamba2Weights:
+    rng = np.random.default_rng(seed)
+
+    def values(*size: int) -> F32:
+        return rng.standard_normal(size).astype(np.float32)
+
+    return Mamba2Weights(
+        values(shape.channels, shape.conv_kernel),
+        values(shape.channels) if has_bias else None,
+        values(shape.n_v_head),
+        -np.exp(values(shape.n_v_head)),
+        values(shape.n_v_head),
+        1 + np.float32(0.1) * values(shape.value_width) if is_normed else None,
+    )
+
+
+def random_conv(shape: K.StateShape, seed: int) -> ConvWeights:
+    rng = np.random.default_rng(seed)
+    conv = rng.standard_normal((shape.channels, shape.conv_kernel))
+    return ConvWeights(conv.astype(np.float32))
+
+
 def random_rows(shape: K.StateShape, tokens: int, seed: int) -> F32:
     rng = np.random.default_rng(seed)
     return (2 * rng.standard_normal((tokens, shape.in_width))).astype(np.float32)
@@ -69,7 +166,7 @@ def random_rows(shape: K.StateShape, tokens: int, seed: int) -> F32:
 class Entry:
     """A session: its image, from zeros on, and the outputs of all its tokens."""
 
-    def __init__(self, shape: K.StateShape, weights: Weights, layer: int = 0) -> None:
+    def __init__(self, shape: K.StateShape, weights: Mixer, layer: int = 0) -> None:
         self.shape, self.weights, self.layer = shape, weights, layer
         self.read: NDArray[np.uint8] | None = None
         self.outputs: list[F32] = []
@@ -80,10 +177,10 @@ class Entry:
         shape, layer_bytes = self.shape, self.shape.layer_bytes
         layer = self.read[self.layer * layer_bytes : (self.layer + 1) * layer_bytes]
         values = layer.view(np.float32)
-        heads, d = shape.n_v_head, shape.head_dim
-        n, taps = heads * d * d, shape.conv_kernel - 1
+        sizes = shape.n_v_head, shape.state_dim, shape.head_dim
+        n, taps = math.prod(sizes), shape.conv_kernel - 1
         conv = values[n : n + taps * shape.channels].reshape(taps, shape.channels)
-        return values[:n].reshape(heads, d, d), conv
+        return values[:n].reshape(sizes), conv
 
 
 def step(pool: K.Pool, entries: Sequence[Entry], rows: Sequence[F32]) -> None:
@@ -107,8 +204,7 @@ def step(pool: K.Pool, entries: Sequence[Entry], rows: Sequence[F32]) -> None:
     )
     projected, out = K.Rows(total, shape.in_width), K.Rows(total, shape.value_width)
     projected.view(total)[:] = np.concatenate(rows)
-    conv, dt_bias, a, norm = one.weights.vectors
-    K.delta_net(pool, projected, batch, shape, one.layer, conv, dt_bias, a, norm, float(EPS), out)
+    one.weights.mix(pool, projected, batch, shape, one.layer, out)
     made = np.split(out.view(total).copy(), np.cumsum([len(r) for r in rows])[:-1])
     for entry, image, result in zip(entries, writes, made, strict=True):
         entry.read = image
@@ -116,7 +212,7 @@ def step(pool: K.Pool, entries: Sequence[Entry], rows: Sequence[F32]) -> None:
 
 
 def run(
-    pool: K.Pool, shape: K.StateShape, weights: Weights, rows: F32, cuts: Sequence[int] = ()
+    pool: K.Pool, shape: K.StateShape, weights: Mixer, rows: F32, cuts: Sequence[int] = ()
 ) -> tuple[F32, NDArray[np.uint8]]:
     """Outputs and image of a prompt that is cut into steps at `cuts`."""
     entry = Entry(shape, weights)
@@ -171,19 +267,25 @@ def columns(s: F32, x: F32) -> F32:
     return chains[0]
 
 
+def convolve(weights: F32, x: F32) -> tuple[F32, F32]:
+    """The convolution of each token's inputs, from zeros, and the inputs that are left."""
+    taps = weights.shape[1]
+    inputs = np.concatenate([np.zeros((taps - 1, x.shape[1]), np.float32), x])
+    c = inputs[: len(x)] * weights[:, 0]
+    for j in range(1, taps):
+        c = fma(inputs[j : j + len(x)], weights[:, j], c)
+    return c, inputs[len(x) :]
+
+
 def formula(shape: K.StateShape, w: Weights, rows: F32) -> tuple[F32, F32, F32]:
     """Outputs, S and the convolution's inputs after `rows`, from zeros."""
-    d, n_k, n_v, taps = shape.head_dim, shape.n_k_head, shape.n_v_head, shape.conv_kernel
+    d, n_k, n_v = shape.head_dim, shape.n_k_head, shape.n_v_head
     s = np.zeros((n_v, d, d), np.float32)
-    before = np.zeros((taps - 1, shape.channels), np.float32)
-    inputs = np.concatenate([before, rows[:, : shape.channels]])
+    convolved, left = convolve(w.conv, rows[:, : shape.channels])
     out = np.zeros((len(rows), n_v, d), np.float32)
     root = ONE / np.sqrt(np.float32(d))
     for t, row in enumerate(rows):
-        c = inputs[t] * w.conv[:, 0]
-        for j in range(1, taps):
-            c = fma(inputs[t + j], w.conv[:, j], c)
-        q, k, v = np.split(silu(c).reshape(-1, d), [n_k, 2 * n_k])
+        q, k, v = np.split(silu(convolved[t]).reshape(-1, d), [n_k, 2 * n_k])
         z, beta, alpha = np.split(row[shape.channels :], [n_v * d, n_v * d + n_v])
         decay = exp(w.a * softplus(alpha + w.dt_bias))
         share, gate = sigmoid(beta), silu(z).reshape(n_v, d)
@@ -196,4 +298,41 @@ def formula(shape: K.StateShape, w: Weights, rows: F32) -> tuple[F32, F32, F32]:
             o = columns(s[h], query) * root
             factor = ONE / np.sqrt(squares(o) / np.float32(d) + EPS)
             out[t, h] = ((o * factor) * w.norm) * gate[h]
-    return out.reshape(len(rows), -1), s, inputs[len(rows) :]
+    return out.reshape(len(rows), -1), s, left
+
+
+def mamba2_formula(shape: K.StateShape, w: Mamba2Weights, rows: F32) -> tuple[F32, F32, F32]:
+    """Outputs, S and the convolution's inputs after `rows`, from zeros."""
+    d, keys, groups, heads = shape.head_dim, shape.state_dim, shape.n_k_head, shape.n_v_head
+    width = heads * d
+    s = np.zeros((heads, keys, d), np.float32)
+    convolved, left = convolve(w.conv, rows[:, : shape.channels])
+    out = np.zeros((len(rows), width), np.float32)
+    for t, row in enumerate(rows):
+        c = silu(convolved[t] if w.conv_bias is None else convolved[t] + w.conv_bias)
+        x, b, q = np.split(c, [width, width + groups * keys])
+        z, dt = np.split(row[shape.channels :], [width])
+        size = softplus(dt + w.dt_bias)
+        decay = exp(w.a * size)
+        gate = silu(z)
+        for h in range(heads):
+            own, group = slice(h * d, (h + 1) * d), h * groups // heads
+            of = slice(group * keys, (group + 1) * keys)
+            e = x[own] * size[h]
+            for i in range(keys):
+                s[h, i] = fma(b[of][i], e, decay[h] * s[h, i])
+            out[t, own] = fma(w.d[h], x[own], columns(s[h], q[of])) * gate[own]
+        if w.norm is not None:
+            for g in range(groups):
+                own = slice(g * width // groups, (g + 1) * width // groups)
+                o = out[t, own]
+                factor = ONE / np.sqrt(squares(o) / np.float32(len(o)) + EPS)
+                out[t, own] = (o * factor) * w.norm[own]
+    return out, s, left
+
+
+def conv_formula(w: ConvWeights, rows: F32) -> tuple[F32, F32]:
+    """Outputs of a short convolution and the products that it keeps after `rows`, from zeros."""
+    b, c, x = np.split(rows, 3, axis=1)
+    convolved, left = convolve(w.conv, b * x)
+    return c * convolved, left

@@ -1,4 +1,5 @@
-// Gated delta networks (CA-3 rule 12) over the rows of a step, and the gates of attention and experts.
+// Recurrent mixers over the rows of a step: gated delta networks (CA-3 rule 12), Mamba-2 (rule 14) and gated
+// short convolutions (rule 15); and the gates of attention and experts.
 //
 // The state of a head is a matrix, which each token of an entry changes in order. An entry's image is
 // read at one address and written at another one. No result depends on how a prompt is cut into steps.
@@ -19,10 +20,25 @@ struct DeltaNetParams {
     float eps;
 };
 
+struct Mamba2Params {
+    const Vector* conv;       // [channels][conv_kernel], the weight of the oldest input first
+    const Vector* conv_bias;  // [channels], or null
+    const Vector* dt_bias;    // [n_v_head]
+    const Vector* a;          // [n_v_head]
+    const Vector* d;          // [n_v_head]
+    const Vector* norm;       // [value_width], or null: outputs are not normed
+    float eps;
+};
+
 // `projected` rows are the products of a layer's matrices, in the order of StateShape::in_width; `out`
 // rows are the gated heads. `layer` counts the layers of the images.
 void delta_net(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
                size_t layer, const DeltaNetParams& params, Rows& out);
+void mamba2(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
+            size_t layer, const Mamba2Params& params, Rows& out);
+// conv: [channels][conv_kernel], the weight of the oldest input first.
+void short_conv(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
+                size_t layer, const Vector& conv, Rows& out);
 
 // out = out * sigmoid(gate), value by value.
 void gate_rows(Pool& pool, const Rows& gate, size_t tokens, Rows& out);

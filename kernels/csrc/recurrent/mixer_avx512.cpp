@@ -1,0 +1,6 @@
+// Recurrent mixers, avx512 unit: see mixer_body.h.
+#include "recurrent/mixer_body.h"
+
+namespace batchengine {
+extern const MixerKernels mixer_avx512 = {convolve, recur_delta, recur_mamba2, convolve_gated};
+}
