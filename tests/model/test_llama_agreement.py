@@ -32,7 +32,7 @@ COSINE_MIN = 0.999
 EXACT_MEDIAN, EXACT_WORST = 0.9995, 0.9985
 # Of models with recurrent layers the state keeps the rounding of all tokens, of both equally: as
 # parts of the difference of llama.cpp on the file from llama.cpp on exact weights.
-RECURRENT_MEDIAN, RECURRENT_WORST = 1.2, 2.0
+RECURRENT_MEDIAN, RECURRENT_WORST = 1.2, 3.0
 F32 = npt.NDArray[np.float32]
 
 LLAMA = Shape(arch="llama", n_embd=256, n_ff=512, n_head=4, n_kv_head=2, head_dim=64)
@@ -403,7 +403,7 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     middle, worst = 1 - EXACT_MEDIAN, 1 - EXACT_WORST
     # Of the file llama.cpp rounds activations its own way, which differs between processors.
     same_middle, same_worst = 1 - COSINE_MIN, 1 - COSINE_MIN + 0.0015
-    if shape.n_v_head:
+    if shape.n_v_head or shape.pattern:
         middle = max(middle, RECURRENT_MEDIAN * float(np.median(own)))
         worst = max(worst, RECURRENT_WORST * float(own.max()))
         same_middle, same_worst = max(same_middle, 2 * middle), max(same_worst, 2 * worst)
@@ -411,7 +411,7 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
     assert float((1 - exact).max()) < worst
     assert float(np.median(1 - same)) < same_middle
     assert float((1 - same).max()) < same_worst
-    if shape.base == "f32" and shape.n_v_head:
+    if shape.base == "f32" and (shape.n_v_head or shape.pattern):
         assert float(exact.min()) > 0.9999
     # Rows differ from each other, so constant or shifted logits cannot pass.
     assert float(cosines(ours[1:], theirs[:-1]).mean()) < 0.8
