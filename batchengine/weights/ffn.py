@@ -45,7 +45,8 @@ class MoeSpec:
     the sum over the chosen. activation: what becomes of the gate and up products, by the name that
     kernels have for it; "relu2" has no gate. has_bias: the products of the selector and of each
     expert have biases. n_ff_shared: width of one more expert, which every token uses; 0 = there is
-    none. has_shared_weight: it has a weight of its own for each token.
+    none. has_shared_weight: it has a weight of its own for each token. n_latent: width of the
+    projection that experts read, and of their sum, which is projected back; 0 = there is none.
     """
 
     n_expert: int
@@ -57,6 +58,7 @@ class MoeSpec:
     n_ff_shared: int = 0
     gating: Gating = "softmax"
     has_shared_weight: bool = False
+    n_latent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ def _read_experts(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> MoeSp
         _shared_width(gguf, arch, n_ff, n_layer),
         _gating(gguf, arch),
         row.shared_expert == "weighted",
+        _latent_width(gguf, arch),
     )
 
 
@@ -159,6 +162,16 @@ def _count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
         why = f"some of the {n_layer} layers must have experts"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=count, why=why)
     return count
+
+
+def _latent_width(gguf: GgufFile, arch: str) -> int:
+    """Width of the projection that experts read; 0 = they read the row itself."""
+    key = f"{arch}.moe_latent_size"
+    width = gguf.integer(key, 0)
+    if width and not ARCHITECTURES[arch].splits_layers:
+        why = "experts that read a projection of the row are not supported here"
+        raise unsupported(gguf, key, width, why)
+    return _check_ffn_width(gguf, key, width, 1) if width else 0
 
 
 def _gating(gguf: GgufFile, arch: str) -> Gating:

@@ -139,7 +139,8 @@ class MoeRoles(Generic[M, V]):
     value for each row of each expert. There is no gate where the activation has none.
     choice_bias: what is added to what experts are chosen by;
     scales: of the output of each expert. selector_norm: of the row that the selector reads, unless
-    it is the one that experts read; post_norm: of the sum of experts."""
+    it is the one that experts read; post_norm: of the sum of experts. latent_down, latent_up: what
+    projects the row that experts read, and what projects their sum back, if they have these."""
 
     norm: V
     selector: M
@@ -155,11 +156,14 @@ class MoeRoles(Generic[M, V]):
     scales: V | None = None
     selector_norm: V | None = None
     post_norm: V | None = None
+    latent_down: M | None = None
+    latent_up: M | None = None
 
     @property
     def readers(self) -> list[M]:
         """The matrices that read the normed row: experts read a copy of those that chose them."""
-        return [self.selector, *(self.shared.readers if self.shared else [])]
+        found = [self.selector, *(self.shared.readers if self.shared else [])]
+        return found if self.latent_down is None else [*found, self.latent_down]
 
     @property
     def banks(self) -> list[M]:

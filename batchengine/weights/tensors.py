@@ -356,7 +356,10 @@ def _plan_paired(
 
 
 def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str) -> MoePlan:
-    n = spec.n_expert
+    n, width = spec.n_expert, spec.n_latent or n_embd  # width: of what experts read
+
+    def latent(name: str, rows: int, cols: int) -> MatrixPlan | None:
+        return find.matrix(prefix + name, rows, cols) if spec.n_latent else None
 
     def bias(role: str, size: int) -> VectorPlan | None:
         return find.bank_vector(f"{prefix}ffn_{role}_exps.bias", n, size) if spec.has_bias else None
@@ -364,7 +367,7 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
     selector = find.float_matrix(prefix + "ffn_gate_inp.weight", n, n_embd)
     gate: MatrixPlan | None = None
     if spec.activation == "relu2":
-        up = find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, n_embd)
+        up = find.bank(prefix + "ffn_up_exps.weight", n, spec.n_ff, width)
     else:
         gate, up = _plan_gate_up(find, spec, n_embd, prefix)
     return MoePlan(
@@ -372,13 +375,15 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
         selector=selector,
         gate=gate,
         up=up,
-        down=find.bank(prefix + "ffn_down_exps.weight", n, n_embd, spec.n_ff),
+        down=find.bank(prefix + "ffn_down_exps.weight", n, width, spec.n_ff),
         selector_bias=find.vector(prefix + "ffn_gate_inp.bias", n) if spec.has_bias else None,
         gate_bias=bias("gate", spec.n_ff),
         up_bias=bias("up", spec.n_ff),
-        down_bias=bias("down", n_embd),
+        down_bias=bias("down", width),
         shared=_plan_shared(find, spec, n_embd, prefix) if spec.n_ff_shared else None,
         choice_bias=_plan_choice_bias(find, spec, prefix),
+        latent_down=latent("ffn_latent_down.weight", width, n_embd),
+        latent_up=latent("ffn_latent_up.weight", n_embd, width),
     )
 
 

@@ -49,7 +49,8 @@ class Shape:
     Of granite, nemotron_h, lfm2 and their kin: pattern: a letter for each block: "*" has attention,
     "-" and "E" are feed-forward parts of nemotron_h, others are recurrent. scales: of embeddings,
     of what parts of layers add, of logits and of attention; empty = none. n_k_head groups of
-    n_v_head heads of value_dim values have states of state_dim values each.
+    n_v_head heads of value_dim values have states of state_dim values each. n_latent: width of the
+    projection that experts of nemotron_h_moe read.
     """
 
     arch: str = "qwen3"
@@ -109,6 +110,7 @@ class Shape:
     pattern: str = ""
     scales: tuple[float, ...] = ()
     value_dim: int = 64
+    n_latent: int = 0
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}

@@ -194,6 +194,9 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         if n_expert:
             gain = shape.selector_gain
             yield matrix(p + "ffn_gate_inp", "ffn_gate_inp", n_expert, n, gain)
+        if n_expert and shape.n_latent:
+            yield matrix(p + "ffn_latent_down", "ffn_latent_down", shape.n_latent, n)
+            yield matrix(p + "ffn_latent_up", "ffn_latent_up", n, shape.n_latent)
         if n_expert and shape.choice_bias:
             yield _choice_bias(shape, p)
         if has_expert_bias:
@@ -204,6 +207,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             gate_up = [("ffn_up", 2 * n_ff, n)]
         for role, rows, cols in (*gate_up, ("ffn_down", n, n_ff)):
             name = p + role + ("_exps" if n_expert else "")
+            if shape.n_latent and n_expert:  # of what experts read and give
+                rows, cols = (width if width != n else shape.n_latent for width in (rows, cols))
             yield matrix(name, role, rows, cols, n_expert=n_expert)
             if has_expert_bias:
                 yield bias(name, shape.n_expert, rows)

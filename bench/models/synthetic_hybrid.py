@@ -92,6 +92,8 @@ def write_keys(writer: gguf.GGUFWriter, shape: Shape) -> None:
         n_ff = shape.n_ff
         writer.add_feed_forward_length([n_ff if kind in FFN else 0 for kind in shape.pattern])
         writer.add_layer_norm_eps(1e-6)
+    if shape.n_latent:
+        writer.add_uint32(f"{shape.arch}.moe_latent_size", shape.n_latent)
     if row.recurrent == "conv":
         writer.add_shortconv_l_cache(shape.conv_kernel)
         return

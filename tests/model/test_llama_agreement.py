@@ -43,7 +43,7 @@ QWEN3MOE = replace(
 )
 WRITERS = (
     "attn_output", "ssm_out", "shortconv.out_proj", "ffn_down", "ffn_down_exps", "ffn_down_shexp",
-    "proj",
+    "ffn_latent_up", "proj",
 )  # fmt: skip
 BANKS = ("ffn_gate", "ffn_up", "ffn_down")
 GPT_OSS = replace(
@@ -286,6 +286,8 @@ SHAPES: dict[str, Shape] = {
     "nemotron_h_f32": replace(NEMOTRON_H, base="f32"),
     "nemotron_h_moe": NEMOTRON_H_MOE,
     "nemotron_h_moe_f32": replace(NEMOTRON_H_MOE, base="f32"),
+    "nemotron_h_latent": replace(NEMOTRON_H_MOE, n_latent=160),
+    "nemotron_h_latent_f32": replace(NEMOTRON_H_MOE, n_latent=96, base="f32"),
     "nemotron_h_q4_k_m": replace(NEMOTRON_H, n_ff=608, base="q4_k", more_bits={"ffn_down": "q6_k"}),
     "lfm2": LFM2,
     "lfm2_f32": replace(LFM2, base="f32"),

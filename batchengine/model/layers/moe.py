@@ -34,9 +34,16 @@ class MoeBuffers:
         self.pairs = ops.make_expert_pairs(tokens_max, spec.n_expert, spec.n_used)
         rows = self.pairs.rows_max
         keep_float = any(is_float(m) for w in banks for m in (w.gate, w.up) if m is not None)
-        self.gathered = ops.make_activations(rows, n_embd, keep_float)
+        self.gathered = ops.make_activations(rows, spec.n_latent or n_embd, keep_float)
         self.gated = ops.make_rows(rows, spec.n_ff)
         self.gated_q8 = ops.make_activations(rows, spec.n_ff, any(is_float(w.down) for w in banks))
+        self.latent: LatentBuffers | None = None
+        if spec.n_latent:
+            keep_float |= any(is_float(w.latent_up) for w in banks if w.latent_up is not None)
+            self.latent = LatentBuffers(
+                ops.make_rows(tokens_max, spec.n_latent),
+                ops.make_activations(tokens_max, spec.n_latent, keep_float),
+            )
         shared = [w.shared for w in banks if w.shared is not None]
         self.shared: SharedBuffers | None = None
         if shared:
@@ -48,6 +55,13 @@ class MoeBuffers:
                 ops.make_activations(tokens_max, spec.n_ff_shared, keep_float),
                 ops.make_rows(weighted_max, n_embd),
             )
+
+
+class LatentBuffers(NamedTuple):
+    """What experts read in place of the row, then their sum: values, and quantised."""
+
+    rows: kernels.Rows
+    rows_q8: kernels.Activations
 
 
 class SharedBuffers(NamedTuple):
@@ -90,13 +104,34 @@ class MoeFfn:
         ops.select_experts(buffers.logits, n, spec.scale, pairs, *gating)
         if w.selector_norm is not None:
             ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
-        ops.gather_pairs(normed, pairs, buffers.gathered)
+        ops.gather_pairs(self._projected(n, normed), pairs, buffers.gathered)
         biases = w.gate_bias, w.up_bias
         ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, spec.activation)
         ops.quantise_pairs(gated, pairs, buffers.gated_q8)
-        ops.pairs_add(buffers.gated_q8, w.down, pairs, to, w.down_bias)
+        self._add_pairs(n, to)
         if w.shared is not None and buffers.shared is not None:
             self._add_shared(w.shared, buffers.shared, to, n, normed)
+
+    def _projected(self, n: int, normed: kernels.Activations) -> kernels.Activations:
+        """What experts read: the normed rows, or a projection of them."""
+        down, latent = self.weights.latent_down, self.buffers.latent
+        if down is None or latent is None:
+            return normed
+        self.ops.linear(normed, [down], [None], n, latent.rows)
+        self.ops.quantise(latent.rows, n, latent.rows_q8)
+        return latent.rows_q8
+
+    def _add_pairs(self, n: int, to: kernels.Rows) -> None:
+        """to += the weighted sum of the outputs of experts, or what projects it back."""
+        ops, w, buffers, latent = self.ops, self.weights, self.buffers, self.buffers.latent
+        of_pairs = buffers.gated_q8, w.down, buffers.pairs
+        if w.latent_up is None or latent is None:
+            ops.pairs_add(*of_pairs, to, w.down_bias)
+            return
+        ops.zero_rows(n, latent.rows)
+        ops.pairs_add(*of_pairs, latent.rows, w.down_bias)
+        ops.quantise(latent.rows, n, latent.rows_q8)
+        ops.linear_add(latent.rows_q8, w.latent_up, None, n, to)
 
     def _add_shared(
         self,

@@ -31,7 +31,8 @@ from tests.hostile.rewrite import edited
 
 F32 = Kind.F32
 
-PRESET_NAMES = ["qwen35-tiny", "qwen35moe-tiny", "qwen3next-tiny"]
+DELTA_NETS = ["qwen35-tiny", "qwen35moe-tiny", "qwen3next-tiny"]
+PRESET_NAMES = [*DELTA_NETS, "granitehybrid-tiny", "nemotron_h_moe-tiny", "lfm2moe-tiny"]
 TOKENS = np.random.default_rng(3).integers(0, 320, 300).tolist()
 
 
@@ -131,6 +132,7 @@ def test_a_fork_changes_no_state(path: Path, cache_dir: Path) -> None:
             runner.fork(first, 10)
 
 
+@pytest.mark.parametrize("path", DELTA_NETS, indirect=True)
 def test_what_a_file_says_of_its_layers(path: Path) -> None:
     with GgufFile(path) as file:
         spec = read_spec(file)
