@@ -140,12 +140,8 @@ def attention_case(
     return Case(run, out.view(count), read_bytes, 2.0 * 2.0 * seen * dim * n_head * sequences)
 
 
-def delta_case(pool: Any, rng: np.random.Generator, tokens: int, layers: int) -> Case:
-    """`tokens` rows of one session through recurrent layers of Qwen3.5-9B: 16 and 32 heads of 128.
-
-    Each layer reads and writes its own state.
-    """
-    shape = kernels.StateShape(layers, 16, 32, 128, 4)
+def state_batch(shape: Any, tokens: int) -> tuple[Any, list[np.ndarray]]:
+    """Tokens of one session, and the images that they read and write."""
     images = [aligned(shape.image_bytes) for _ in range(2)]
     images[0].view(np.float32)[:] = 0.01
     addresses = [np.array([kernels.address_of(image)], np.uint64) for image in images]
@@ -153,6 +149,16 @@ def delta_case(pool: Any, rng: np.random.Generator, tokens: int, layers: int) ->
     batch = kernels.Batch(tokens, 1, 1)
     batch.set(np.zeros(tokens, np.int32), np.array([[tokens, 0, 1]], np.int32), page)
     batch.set_states(addresses[0], addresses[1])
+    return batch, images
+
+
+def delta_case(pool: Any, rng: np.random.Generator, tokens: int, layers: int) -> Case:
+    """`tokens` rows of one session through recurrent layers of Qwen3.5-9B: 16 and 32 heads of 128.
+
+    Each layer reads and writes its own state.
+    """
+    shape = kernels.StateShape(layers, 16, 32, 128, 4)
+    batch, images = state_batch(shape, tokens)
     projected = kernels.Rows(tokens, shape.in_width)
     projected.view(tokens)[:] = rng.standard_normal((tokens, shape.in_width), np.float32)
     out = kernels.Rows(tokens, shape.value_width)
@@ -169,6 +175,31 @@ def delta_case(pool: Any, rng: np.random.Generator, tokens: int, layers: int) ->
 
     values = layers * shape.n_v_head * shape.head_dim**2
     return Case(run, out.view(tokens), 2 * 4.0 * values, 7.0 * values * tokens)
+
+
+def mamba2_case(pool: Any, rng: np.random.Generator, tokens: int, layers: int) -> Case:
+    """`tokens` rows of one session through layers of Mamba-2: 64 heads of 64, states of 128 keys.
+
+    Each layer reads and writes its own state, which is as large as one of `delta_case`.
+    """
+    shape = kernels.StateShape.mamba2(layers, 8, 64, 64, 128, 4)
+    batch, images = state_batch(shape, tokens)
+    projected = kernels.Rows(tokens, shape.in_width)
+    projected.view(tokens)[:] = rng.standard_normal((tokens, shape.in_width), np.float32)
+    out = kernels.Rows(tokens, shape.value_width)
+    heads, channels = shape.n_v_head, shape.channels
+    conv, bias, dt_bias, a, d, norm = (
+        kernels.Vector(rng.standard_normal(size, np.float32))
+        for size in (4 * channels, channels, heads, heads, heads, shape.value_width)
+    )
+
+    def run(_keep: list[np.ndarray] = images) -> None:
+        for layer in range(layers):
+            at = pool, projected, batch, shape, layer
+            kernels.mamba2(*at, conv, bias, dt_bias, a, d, norm, 1e-6, out)
+
+    values = layers * heads * shape.state_dim * shape.head_dim
+    return Case(run, out.view(tokens), 2 * 4.0 * values, 5.0 * values * tokens)
 
 
 def norm_case(pool: Any, rng: np.random.Generator, tokens: int, width: int) -> Case:
@@ -252,13 +283,13 @@ class Bench:
         self.result[f"levels_{name}"] = row | {"identical": len(hashes) == 1}
         print(f"  {name:<32}{us:9.0f} us, {before} {before_us:.0f}: {before_us / us:.2f} times")
 
-    def delta(self, tokens: int) -> None:
+    def mixer(self, name: str, make: Callable[..., Case], tokens: int) -> None:
         """Nanoseconds per token and layer; in decode GB/s of states, read and written."""
         layers = 4 if tokens > 1 else 24  # decode: more bytes than a cache holds
-        case = delta_case(self.pool, self.rng, tokens, layers)
+        case = make(self.pool, self.rng, tokens, layers)
         best, _ = best_seconds(case.run, self.budget_s)
         ns, gbps = 1e9 * best / tokens / layers, case.read_bytes / best / 1e9
-        name, row = f"delta_net_{tokens}", {"ns": round(ns)}
+        name, row = f"{name}_{tokens}", {"ns": round(ns)}
         self.result[name] = row | ({"gbps": round(gbps, 2)} if tokens == 1 else {})
         rate = f", {gbps:.1f} GB/s of states" if tokens == 1 else ""
         print(f"  {name:<28}{ns:9.0f} ns per token and layer{rate}   {fingerprint(case.out)}")
@@ -333,7 +364,8 @@ def main(argv: list[str]) -> int:
         for queries in (1, 256):
             bench.window(context, queries)
     for tokens in (1, 64):
-        bench.delta(tokens)
+        bench.mixer("delta_net", delta_case, tokens)
+        bench.mixer("mamba2", mamba2_case, tokens)
     bench.small_ops()
     if kernels.isa() == "amx-int8" and not args.quick:
         for kind in kernels.KINDS[:-3]:

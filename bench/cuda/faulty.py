@@ -1,4 +1,4 @@
-"""Kernels of experts and of gated delta networks with one fault each, and whether the emulator or
+"""Kernels of experts and of recurrent mixers with one fault each, and whether the emulator or
 the comparison finds it."""
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy as np
 
 import kernels
 from bench.cuda.cases import Case, Differs, experts_case
-from bench.cuda.cases.delta_net import delta_net_case
+from bench.cuda.cases.recurrent import delta_net_case, mamba2_case, short_conv_case
 from bench.simt.emulator import KERNELS, Emulator, EmulatorFault, compile_kernels
 from kernels.cuda.gpu import Gpu
 
 KIND = "q4_0"
 ONE_A_KIND, KEPT = "QUANTISED(", f"QUANTISED({KIND})"  # lines of linear.cu
-RECURRENT = "delta_net.cu"
+RECURRENT = "recurrent.cu"
 SOURCES = "experts.cu", "linear.cu", "rows.cu", RECURRENT  # that the cases need
 # Tokens, experts, experts of a token: of one chunk, and of several.
 COUNTS = (3, 5, 2), (40, 6, 3), (70, 4, 2)
@@ -73,7 +73,7 @@ FAULTS = {
         RECURRENT, "ca::add_rn(sum[2 * c], sum[2 * c + 1])", "ca::add_rn(sum[c], sum[c + n])"
     ),
     "the key of a neighbour": Fault(
-        RECURRENT, "head / key_run % n_k_head;", "(head / key_run + 1) % n_k_head;"
+        RECURRENT, "head / layer.key_run %", "(head / layer.key_run + 1) %"
     ),
     "inputs of the entry before": Fault(
         RECURRENT, "if (t + j >= before)", "if (token + j >= before)"
@@ -91,6 +91,17 @@ FAULTS = {
     ),
     "the state before the last token": Fault(
         RECURRENT, "answered[other * CHAINS_MAX", "answered[half * CHAINS_MAX"
+    ),
+    "half a block of columns taken for a whole one": Fault(
+        RECURRENT, "IS_DELTA || column < head_dim;", "IS_DELTA || column >= 0;"
+    ),
+    "B taken for C": Fault(
+        RECURRENT, "IS_DELTA ? 0 : first_key + keys", "IS_DELTA ? 0 : first_key"
+    ),
+    "the norm of another group": Fault(RECURRENT, "factor, norm[first + k]", "factor, norm[k]"),
+    "the skip of another head": Fault(RECURRENT, "d[(first + k) / head_dim]", "d[k / head_dim]"),
+    "a product without its gate": Fault(
+        RECURRENT, "ca::mul_rn(b[i * stride], x[i * stride])", "float(x[i * stride])"
     ),
 }
 
@@ -144,6 +155,8 @@ def _cases(source: str | None) -> Iterator[tuple[int, Case]]:
     if source in (RECURRENT, None):
         for seed in range(RECURRENT_SEEDS):
             yield seed, delta_net_case
+            yield seed, mamba2_case
+            yield seed, short_conv_case
 
 
 def _prefix(name: str) -> str:

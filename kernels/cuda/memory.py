@@ -23,7 +23,7 @@ FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page o
 
 LINE_BYTES = 64  # of the layout of pages, as in kv8.h
 STATE_ALIGNMENT = 64  # of state images
-STATE_ENTRY = np.dtype(  # StateEntry of delta_net.cu
+STATE_ENTRY = np.dtype(  # StateEntry of recurrent.cu
     {
         "names": ["read", "written", "first_token", "n_tokens"],
         "formats": [np.uint64, np.uint64, np.int32, np.int32],

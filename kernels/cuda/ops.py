@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
-from kernels.cuda.delta_net import RecurrentOps
 from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import (
@@ -48,6 +47,7 @@ from kernels.cuda.products import (
     Products,
     then_of,
 )
+from kernels.cuda.recurrent import RecurrentOps
 from kernels.cuda.rows import RowOps
 
 KIND_INDEX = {kind: index for index, kind in enumerate(kernels.KINDS)}
@@ -131,7 +131,8 @@ class CudaOps:
         self.select_experts, self.gather_pairs = experts.select_experts, experts.gather_pairs
         self.pairs_gated, self.pairs_add = experts.pairs_gated, experts.pairs_add
         recurrent = RecurrentOps(gpu, self._address)
-        self.delta_net = recurrent.delta_net
+        self.delta_net, self.mamba2 = recurrent.delta_net, recurrent.mamba2
+        self.short_conv = recurrent.short_conv
         rows = RowOps(gpu, self._address)
         self.gate_rows, self.gate_add = rows.gate_rows, rows.gate_add
         self.zero_rows, self.scale_rows = rows.zero_rows, rows.scale_rows

@@ -23,9 +23,9 @@ from bench.cuda.cases.attention import (
     attention_window_spans_case,
     random_page,
 )
-from bench.cuda.cases.delta_net import delta_net_case
 from bench.cuda.cases.experts import experts_case, select_case
 from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
+from bench.cuda.cases.recurrent import delta_net_case, mamba2_case, short_conv_case
 from bench.cuda.cases.rows import gates_case, values_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
@@ -60,6 +60,8 @@ def cases() -> dict[str, Case]:
         "attention, window": attention_window_case,
         "attention, window, spans": attention_window_spans_case,
         "delta net": delta_net_case,
+        "mamba 2": mamba2_case,
+        "short conv": short_conv_case,
         "gates": gates_case,
         "values": values_case,
         "sample": sample_case,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 import kernels
-from bench.cuda.cases.delta_net import some_rows
 from bench.cuda.cases.experts import Owned
+from bench.cuda.cases.recurrent import some_rows
 from bench.cuda.cases.values import F32, compare, one_nan, rows_of
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import Rows

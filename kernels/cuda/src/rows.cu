@@ -3,11 +3,11 @@
 // fp32 rows are row-major with a stride in floats.
 #include "formats/activations.h"
 #include "formats/blocks.h"
+#include "norm.h"
 
 namespace {
 
 constexpr int NORM_THREADS = 512;
-constexpr int NORM_VALUES = 4096;  // of a row that are held at once
 
 // Quantises a span of the row of a token, whose value k is `value(k)`: a warp.
 template <class Value>
@@ -26,39 +26,6 @@ GPU_FN bool all_of_block(bool x, gpu::Shared<int32_t, 1>& shared) {
     const int32_t found = shared[0];
     gpu::barrier();
     return found == 0;
-}
-
-// The factor by rule 3 of `width` values, value k of them `value(k)`. At least 64 threads: lane i mod 64 of
-// the rule is thread i mod 64.
-template <class Value>
-GPU_FN float norm_factor(Value value, int width, float eps, gpu::Shared<float, NORM_VALUES>& part,
-                         gpu::Shared<float, 64>& lanes) {
-    float lane = 0.0f;
-    for (int first = 0; first < width; first += NORM_VALUES) {  // the chains wait for no memory
-        const int n = width - first < NORM_VALUES ? width - first : NORM_VALUES;
-        GPU_UNROLL_4
-        for (int i = gpu::thread(); i < n; i += gpu::threads()) part[i] = value(first + i);
-        gpu::barrier();
-        if (gpu::thread() < 64) {
-            GPU_UNROLL_4
-            for (int i = gpu::thread(); i < n; i += 64) {
-                const float of = part[i];
-                lane = ca::fma_rn(of, of, lane);
-            }
-        }
-        gpu::barrier();
-    }
-    if (gpu::thread() < 64) lanes[gpu::thread()] = lane;
-    gpu::barrier();
-    if (gpu::warp() == 0) {  // the tree: a sum of two has the same bits in either order
-        float sum = ca::add_rn(lanes[gpu::lane()], lanes[gpu::lane() + 32]);
-        for (int mask = 16; mask >= 1; mask /= 2)
-            sum = ca::add_rn(sum, gpu::shuffle_xor(sum, mask));
-        gpu::warp_barrier();
-        if (gpu::lane() == 0) lanes[0] = sum;
-    }
-    gpu::barrier();
-    return ca::norm_factor(lanes[0], width, eps);
 }
 
 }  // namespace
@@ -81,14 +48,15 @@ KERNEL(embed, 256, gpu::In<uint8_t> matrix, int kind, int cols, gpu::In<int32_t>
 KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, float eps, int width,
        gpu::Out<uint32_t> q, gpu::Out<float> scale, gpu::Out<int32_t> sums, gpu::Out<float> values,
        int values_stride) {
-    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, gpu::NORM_VALUES> part;
     __shared__ gpu::Shared<float, 64> lanes;
     gpu::launch_dependents();
     gpu::prefetch(w, width / 4 * 16);
     gpu::dependency_wait();
     const int64_t token = gpu::block();
     const gpu::In<float> row = x + token * stride;
-    const float factor = norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
+    const float factor =
+        gpu::norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
     const auto normed = [&](int k) { return ca::norm_value(row[k], factor, w[k]); };
     if (values_stride)
         for (int k = gpu::thread(); k < width; k += gpu::threads())
@@ -100,14 +68,15 @@ KERNEL(norm_quantise, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float>
 // out row += the RMS norm of the row of x, for each row. Grid: tokens, at least 64 threads.
 KERNEL(norm_add, NORM_THREADS, gpu::In<float> x, int stride, gpu::In<float> w, float eps, int width,
        gpu::Out<float> out, int out_stride) {
-    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, gpu::NORM_VALUES> part;
     __shared__ gpu::Shared<float, 64> lanes;
     gpu::launch_dependents();
     gpu::prefetch(w, width / 4 * 16);
     gpu::dependency_wait();
     const int64_t token = gpu::block();
     const gpu::In<float> row = x + token * stride;
-    const float factor = norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
+    const float factor =
+        gpu::norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
     for (int k = gpu::thread(); k < width; k += gpu::threads()) {
         const int64_t at = token * out_stride + k;
         out[at] = ca::add_rn(out[at], ca::norm_value(row[k], factor, w[k]));
@@ -196,13 +165,13 @@ KERNEL(gelu_rows, 256, gpu::In<float> factors, int stride, int width, gpu::Out<f
 // row; at least 64 threads.
 KERNEL(mix_inputs, NORM_THREADS, gpu::In<float> x, int stride, float scale, gpu::In<float> w, float eps,
        int width, gpu::Out<float> out, int out_stride) {
-    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, gpu::NORM_VALUES> part;
     __shared__ gpu::Shared<float, 64> lanes;
     gpu::begin();
     const int64_t token = gpu::block(), first = static_cast<int64_t>(gpu::block_y()) * width;
     const gpu::In<float> row = x + token * stride + first;
     const auto scaled = [&](int k) { return ca::mul_rn(row[k], scale); };
-    const float factor = norm_factor(scaled, width, eps, part, lanes);
+    const float factor = gpu::norm_factor(scaled, width, eps, part, lanes);
     for (int k = gpu::thread(); k < width; k += gpu::threads()) {
         const int64_t at = token * out_stride + first + k;
         const float sum = ca::add_rn(out[at], ca::norm_value(scaled(k), factor, w[k]));
@@ -213,11 +182,12 @@ KERNEL(mix_inputs, NORM_THREADS, gpu::In<float> x, int stride, float scale, gpu:
 // `width` columns of out from `first` on: their RMS norm, in place. Grid: tokens, at least 64 threads.
 KERNEL(norm_columns, NORM_THREADS, int first, gpu::In<float> w, float eps, int width, gpu::Out<float> out,
        int out_stride) {
-    __shared__ gpu::Shared<float, NORM_VALUES> part;
+    __shared__ gpu::Shared<float, gpu::NORM_VALUES> part;
     __shared__ gpu::Shared<float, 64> lanes;
     gpu::begin();
     const gpu::Out<float> row = out + (static_cast<int64_t>(gpu::block()) * out_stride + first);
-    const float factor = norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
+    const float factor =
+        gpu::norm_factor([&](int k) { return float(row[k]); }, width, eps, part, lanes);
     for (int k = gpu::thread(); k < width; k += gpu::threads())
         row[k] = ca::norm_value(row[k], factor, w[k]);
 }

@@ -10,7 +10,7 @@ import pytest
 import kernels
 from bench.cuda.cases import Differs, cases, compare, experts_case, linear_case
 from bench.simt.emulator import KERNELS, Emulator
-from kernels.cuda import delta_net, experts, memory, products
+from kernels.cuda import experts, memory, products, recurrent
 
 CASES = cases()
 
@@ -52,10 +52,12 @@ def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
     assert found["THREADS_MAX"] == experts.EXPERTS_MAX
     assert found["PAIRS_MAX"] == experts.CHUNK_PAIRS_MAX
     assert constants("attention.cu")["NARROW_DIMS"] == memory.NARROW_DIMS
-    found = constants("delta_net.cu")
-    assert found["THREADS"] == delta_net.HEAD_THREADS
-    assert found["FACTORS"] == delta_net.HEAD_FACTORS
-    assert delta_net.COLUMNS == products.WARP
+    found = constants("recurrent.cu")
+    assert found["THREADS"] == recurrent.HEAD_THREADS
+    assert found["CHANNEL_THREADS"] == recurrent.CHANNEL_THREADS
+    assert found["GROUP_THREADS"] == recurrent.GROUP_THREADS_MAX
+    assert found["FACTORS"] == recurrent.HEAD_FACTORS
+    assert recurrent.COLUMNS == products.WARP
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x7F])

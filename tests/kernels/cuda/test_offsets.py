@@ -288,6 +288,29 @@ def gate_heads(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def convolve_channels(move: Move, a: Arguments) -> tuple[int, int, int]:
+    move.states(a, 3, move.largest(a[2]) + 1, 0)
+    back(a, {0: 4 * FAR * a[1], 2: 4 * FAR, 14: 4 * FAR * a[15]})
+    a[4] += VALUES_FAR
+    return FAR, 0, 0
+
+
+def recur_mamba2(move: Move, a: Arguments) -> tuple[int, int, int]:
+    return recur_heads(move, a)
+
+
+def gate_groups(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1], 3: 4 * FAR * a[4], 10: 4 * FAR * a[11]})
+    return FAR, 0, 0
+
+
+def convolve_gated(move: Move, a: Arguments) -> tuple[int, int, int]:
+    move.states(a, 3, move.largest(a[2]) + 1, 0)
+    back(a, {0: 4 * FAR * a[1], 2: 4 * FAR, 8: 4 * FAR * a[9]})
+    a[4] += VALUES_FAR
+    return FAR, 0, 0
+
+
 def gate_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
     back(a, {0: 4 * FAR * a[1], 3: 4 * FAR * a[4]})
     return FAR, 0, 0
@@ -333,10 +356,12 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs, norm_columns)}
     | {"cap_rows": scale_rows, "scaled_add": gelu_rows}
     | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
+    | {one.__name__: one for one in (convolve_channels, recur_mamba2, gate_groups, convolve_gated)}
 )
 QUICK = (
     *("quantise", "norm add", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
-    *("experts q4_0", "experts q6_k", "experts f16", "delta net", "gates", "values"),
+    *("experts q4_0", "experts q6_k", "experts f16", "delta net", "mamba 2", "short conv"),
+    *("gates", "values"),
 )
 NEAR = {"take samples", "select experts"}  # their numbers are those of the tokens of a step
 SEEDS = 3, 4, 5, 6

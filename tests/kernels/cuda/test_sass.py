@@ -33,7 +33,7 @@ PLANTED = {
 }
 # Of `linear`, one kind in the default suite: all of them take a minute for a target.
 QUICK = {
-    **dict.fromkeys(("kv", "rows", "experts", "floats", "delta_net"), ""),
+    **dict.fromkeys(("kv", "rows", "experts", "floats", "recurrent"), ""),
     "linear": r"QUANTISED\(q4_0\)",
 }
 
@@ -115,9 +115,10 @@ def test_accumulators_of_a_fold_are_loaded_at_once() -> None:
 
 
 def test_a_state_is_loaded_at_once() -> None:
-    (unit,) = (unit for unit in units() if unit.stem == "delta_net")
+    (unit,) = (unit for unit in units() if unit.stem == "recurrent")
     made = listings(compile_unit(unit, "sm_90").cubin)
-    assert loads_at_once(made["recur_heads"]) >= 32  # the rows of a chain
+    for kernel in ("recur_heads", "recur_mamba2"):
+        assert loads_at_once(made[kernel]) >= 32  # the rows of a chain
 
 
 def test_a_branch_ends_what_is_loaded_at_once() -> None:

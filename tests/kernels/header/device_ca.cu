@@ -25,6 +25,7 @@ __device__ const void* const FUNCTIONS[] = {
     ADDRESS(add_expert),
     ADDRESS(sigmoid), ADDRESS(tanhc), ADDRESS(capped), ADDRESS(softplus), ADDRESS(convolved), ADDRESS(unit_factor), ADDRESS(state_decay),
     ADDRESS(fold_chains), ADDRESS(column_product), ADDRESS(state_delta), ADDRESS(state_value),
-    ADDRESS(state_scale), ADDRESS(gated_norm), ADDRESS(gate_value), ADDRESS(add_share)};
+    ADDRESS(state_scale), ADDRESS(gated_norm), ADDRESS(gate_value), ADDRESS(add_share), ADDRESS(step_size),
+    ADDRESS(gated_state)};
 
 __global__ void take(int i, const void** out) { *out = FUNCTIONS[i]; }

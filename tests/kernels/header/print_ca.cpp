@@ -276,7 +276,7 @@ void experts() {
     });
 }
 
-void delta_networks() {
+void recurrent_mixers() {
     Line dots("column_product");
     for (int round = 0; round < MANY / 256; round++) {
         float s[256], x[256];
@@ -312,6 +312,14 @@ void delta_networks() {
     print("add_share", [] {
         return ca::add_share(source.any(), source.between(0, 1), source.between(-9, 9));
     });
+    print("step_size", [] {
+        const float dt = source.below(4) ? source.between(-30, 30) : source.any();
+        return ca::step_size(dt, source.between(-9, 9));
+    });
+    print("gated_state", [] {
+        return ca::gated_state(source.any(), source.between(-9, 9), source.between(-9, 9),
+                               source.any());
+    });
 }
 
 }  // namespace
@@ -324,6 +332,6 @@ int main() {
     attention();
     sampling();
     experts();
-    delta_networks();
+    recurrent_mixers();
     return 0;
 }

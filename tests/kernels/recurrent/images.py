@@ -1,7 +1,7 @@
-"""Entries with state images of their own, and the formulas of rules 12, 14 and 15 in numpy, value by
-value.
+"""Entries with state images of their own, and the formulas of recurrent mixers in numpy.
 
-The formulas are those of docs/numerics.md, in binary32: `tests.kernels.binary32` has fma, exp and ln.
+They are those of rules 12, 14 and 15 of docs/numerics.md, value by value, in binary32:
+`tests.kernels.binary32` has fma, exp and ln.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def test_every_level_computes_the_formula(pool: K.Pool, index: int) -> None:
 
 
 def test_the_formula_is_mamba_2(pool: K.Pool) -> None:
-    """In binary64, by the textbook form: the state decays, and the input is added by its step size."""
+    """In binary64, by the textbook form: the state decays, and gets the input times step size."""
     groups, heads, d, keys, tokens = 2, 4, 64, 32, 30
     shape = shape_of((groups, heads, d, keys, 4))
     w, rows = random_mamba2(shape, 3), random_rows(shape, tokens, 4)

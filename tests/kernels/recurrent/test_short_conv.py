@@ -1,4 +1,4 @@
-"""Gated short convolutions are the formula of the document, bit for bit, on every instruction set."""
+"""Gated short convolutions are the formula of the document, bit for bit, on every level."""
 
 from __future__ import annotations
 
@@ -108,6 +108,5 @@ def test_what_is_not_finite_stays_so(pool: K.Pool, part: str, value: float, leve
         out, _ = run(pool, shape, weights, rows, cuts)
         finite = np.isfinite(out).all(1)
         assert finite[:4].all()
-        assert finite[4:].tolist() == (
-            [False] + 3 * [True] if part == "c" else 3 * [False] + [True]
-        )
+        reached = 1 if part == "c" else 3
+        assert finite[4:].tolist() == [False] * reached + [True] * (4 - reached)

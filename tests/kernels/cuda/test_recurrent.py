@@ -1,4 +1,4 @@
-"""Gated delta networks on an emulated GPU: the bits of the CPU, however a prompt is cut."""
+"""Recurrent mixers on an emulated GPU: the bits of the CPU, however a prompt is cut."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import kernels
-from bench.cuda.cases.delta_net import DeltaNet, Image
 from bench.cuda.cases.experts import Owned
+from bench.cuda.cases.recurrent import Image, Mixer
 from bench.cuda.cases.values import compare
 from bench.simt.emulator import Emulator
 from kernels.cuda.memory import Batch
@@ -25,12 +25,34 @@ def test_a_prompt_from_zeros_cut_in_steps(
     n_v_head: int,
     conv_kernel: int,
 ) -> None:
+    shape = kernels.StateShape(2, n_k_head, n_v_head, head_dim, conv_kernel)
+    check_steps(gpu, pool, shape, [head_dim, n_k_head, n_v_head, conv_kernel])
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 2, 64, 128, 4), (2, 4, 80, 32, 3), (1, 1, 16, 256, 2), (3, 3, 48, 96, 4)]
+)
+def test_a_prompt_of_mamba_2_cut_in_steps(
+    gpu: Emulator, pool: kernels.Pool, sizes: tuple[int, int, int, int, int]
+) -> None:
+    check_steps(gpu, pool, kernels.StateShape.mamba2(2, *sizes), list(sizes))
+
+
+@pytest.mark.parametrize("conv_kernel", [2, 3, 4])
+def test_a_prompt_of_a_short_convolution_cut_in_steps(
+    gpu: Emulator, pool: kernels.Pool, conv_kernel: int
+) -> None:
+    check_steps(gpu, pool, kernels.StateShape.short_conv(2, 288, conv_kernel), [conv_kernel])
+
+
+def check_steps(
+    gpu: Emulator, pool: kernels.Pool, shape: kernels.StateShape, seed: list[int]
+) -> None:
     """Two sessions, one of which begins later: outputs and images after every step, and at the end
     the image of one step on the CPU."""
-    gpu.seed = head_dim + conv_kernel
-    rng = np.random.default_rng([head_dim, n_k_head, n_v_head, conv_kernel])
-    shape = kernels.StateShape(2, n_k_head, n_v_head, head_dim, conv_kernel)
-    net = DeltaNet(pool, rng, shape)
+    gpu.seed = sum(seed)
+    rng = np.random.default_rng(seed)
+    net = Mixer(pool, rng, shape)
     rows = rng.standard_normal((13, shape.in_width)).astype(np.float32)
     with Owned(gpu) as own:
         ops = CudaOps(own, pool)
@@ -53,7 +75,7 @@ def test_a_prompt_from_zeros_cut_in_steps(
 def test_a_step_changes_no_image_that_it_reads(gpu: Emulator, pool: kernels.Pool) -> None:
     """So a step may be computed again."""
     rng = np.random.default_rng(5)
-    net = DeltaNet(pool, rng, kernels.StateShape(1, 1, 2, 64, 4))
+    net = Mixer(pool, rng, kernels.StateShape(1, 1, 2, 64, 4))
     rows = rng.standard_normal((4, net.shape.in_width)).astype(np.float32)
     with Owned(gpu) as own:
         ops = CudaOps(own, pool)
@@ -64,6 +86,23 @@ def test_a_step_changes_no_image_that_it_reads(gpu: Emulator, pool: kernels.Pool
         compare(net.read(own, first), before, "the image that was read")
         compare(again, once, "outputs")
         compare(net.read(own, third), net.read(own, second), "the images that were written")
+
+
+def test_shapes_of_another_kind_are_refused(gpu: Emulator, pool: kernels.Pool) -> None:
+    rng = np.random.default_rng(6)
+    shapes = [
+        kernels.StateShape(1, 1, 1, 32, 2),
+        kernels.StateShape.mamba2(1, 1, 1, 32, 32, 2),
+        kernels.StateShape.short_conv(1, 32, 2),
+    ]
+    with Owned(gpu) as own:
+        ops = CudaOps(own, pool)
+        for shape, other in zip(shapes, [*shapes[1:], shapes[0]], strict=True):
+            operation = {"delta": ops.delta_net, "mamba2": ops.mamba2, "conv": ops.short_conv}
+            rows = ops.make_rows(2, other.in_width), ops.make_rows(2, other.value_width)
+            batch, given = ops.make_batch(2, 1, 1), Mixer(pool, rng, shape).arguments
+            with pytest.raises(ValueError, match=f"a shape of {other.kind} where"):
+                operation[shape.kind](rows[0], batch, other, 0, *given, rows[1])
 
 
 def test_states_of_a_batch_are_checked(gpu: Emulator, pool: kernels.Pool) -> None:
