@@ -58,6 +58,10 @@ SHAPES = {
     "minimax-m2": PRESETS["minimax-m2-tiny"],
     "glm4": PRESETS["glm4-tiny"],
     "phi3": PRESETS["phi3-tiny"],
+    "granite": PRESETS["granitehybrid-tiny"],
+    "nemotron": replace(PRESETS["nemotron_h_moe-tiny"], n_latent=64),
+    "nemotron dense": PRESETS["nemotron_h-tiny"],
+    "lfm2": PRESETS["lfm2moe-tiny"],
 }
 
 
@@ -132,6 +136,11 @@ def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGp
         ("glm4", True),
         ("phi3", False),
         ("glm4moe", True),
+        ("granite", True),
+        ("nemotron", False),
+        ("nemotron", True),
+        ("nemotron dense", True),
+        ("lfm2", True),
     ],
 )
 def test_a_step_gives_the_bits_of_the_cpu(

@@ -32,9 +32,16 @@ class PairedFfn:
     experts: MoeFfn
     buffers: PairedBuffers
 
-    def add(self, hidden: kernels.Rows, n: int, normed: kernels.Activations) -> None:
-        """hidden += norm(norm of what the dense part makes of it + norm of what the experts do),
-        for the first `n` rows. `normed` keeps floats, which selectors read."""
+    def add(
+        self,
+        hidden: kernels.Rows,
+        n: int,
+        normed: kernels.Activations,
+        out: kernels.Rows | None = None,
+    ) -> None:
+        """hidden, or `out` if it is given, += norm(norm of what the dense part makes of hidden +
+        norm of what the experts do), for the first `n` rows. `normed` keeps floats, which selectors
+        read."""
         ops, w, buffers = self.ops, self.weights, self.buffers
         ops.zero_rows(n, buffers.both)
         self.dense.add(hidden, n, normed, buffers.both)
@@ -42,4 +49,4 @@ class PairedFfn:
         self.experts.add(hidden, n, normed, buffers.experts)
         if w.experts.post_norm is not None:
             ops.norm_add(buffers.experts, w.experts.post_norm, self.eps, n, buffers.both)
-        ops.norm_add(buffers.both, w.post_norm, self.eps, n, hidden)
+        ops.norm_add(buffers.both, w.post_norm, self.eps, n, hidden if out is None else out)
