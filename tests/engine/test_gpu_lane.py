@@ -231,6 +231,7 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         ("qwen35-tiny", QUEUED),
         ("qwen35moe-tiny", GOOD),
         ("glm4moe-tiny", GOOD),
+        ("nemotron_h_moe-tiny", QUEUED),
     ],
 )
 async def test_sessions_of_other_models_go_to_the_gpu_and_back(

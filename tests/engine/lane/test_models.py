@@ -45,6 +45,9 @@ MODELS = [
     "glm4moe-tiny",
     "qwen3next-tiny",
     "minimax-m2-tiny",
+    "granitehybrid-tiny",
+    "nemotron_h_moe-tiny",
+    "lfm2moe-tiny",
 ]
 SAMPLING = Sampling(temperature=0.7, seed=5)
 
