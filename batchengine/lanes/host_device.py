@@ -159,8 +159,9 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
     }
     states = model.states
     if states is not None:
+        kind = "" if states.kind == "delta" else f"{states.kind} {states.state_dim} "
         identity["state_shape"] = (
-            f"{states.n_layer}x{states.n_k_head}/{states.n_v_head}x{states.head_dim}"
+            f"{kind}{states.n_layer}x{states.n_k_head}/{states.n_v_head}x{states.head_dim}"
             f" conv {states.conv_kernel}"
         )
     return wire.ModelFacts(
