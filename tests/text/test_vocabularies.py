@@ -141,7 +141,7 @@ def test_the_marks_of_the_next_message_end_an_answer_of_glm(tmp_path: Path) -> N
 def test_texts_begin_with_bos_where_the_pre_tokenizer_says_so(
     pre: str, begins: bool, tmp_path: Path
 ) -> None:
-    """Unless the file does, as those of Granite 4 and Nemotron 3 do."""
+    """Unless the file says otherwise."""
     tokens = [*BYTES, ("th", NORMAL), ("<s>", CONTROL)]
     keys: dict[str, object] = {"tokenizer_pre": pre, "token_merges": ["t h"], "bos_token_id": 257}
     path = write_vocab(tmp_path / "v.gguf", "gpt2", tokens, **keys)

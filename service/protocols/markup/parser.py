@@ -31,6 +31,7 @@ from service.protocols.markup.harmony import HarmonyParser
 from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.markup.values import (
     NAME_CHARS_MAX,
+    PYTHON_KEY,
     PYTHON_NAME,
     TAG_NAME,
     Values,
@@ -157,6 +158,7 @@ class MarkupParser(AnswerReader):
             "list": self._listed,
             "named": self._named,
             "fields": self._fields,
+            "python": self._python,
         }
         yield from forms[form](marker)
 
@@ -251,8 +253,8 @@ class MarkupParser(AnswerReader):
                 if (yield from reader.space()) == ",":
                     reader.take()
                 following = yield from reader.space()
-            if not prefix:
-                yield from reader.has("]")
+            if not prefix and (yield from reader.has("]")):
+                yield from self._list_end()
             return
         name = yield from reader.word(_NAME, NAME_CHARS_MAX)
         if name and (yield from reader.has(CALL_ID)):
@@ -313,17 +315,8 @@ class MarkupParser(AnswerReader):
         while True:
             yield from reader.space()
             name = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
-            if not name or not (yield from reader.has("(")):
+            if not (yield from self._python_call(name, PYTHON_NAME)):
                 break
-            key = yield from self._values(name).keyword()
-            if key is None or (not key and (yield from reader.peek()) != ")"):
-                break
-            reader.kept()
-            self._start(name)
-            if not (yield from self._values(name).keywords(key)):
-                return
-            yield from reader.has(")")
-            self._calls += 1
             reader.keep()
             yield from reader.space()
             if not (yield from reader.has(",")):
@@ -331,6 +324,56 @@ class MarkupParser(AnswerReader):
                     return
                 break
         self._text(reader.kept())
+
+    def _python(self, marker: str) -> Reading[None]:
+        """[NAME(KEY=VALUE, ...), {"name": NAME, "arguments": {...}}, ...] and what ends it, white
+        space between or not; brackets may be missing."""
+        reader, prefix = self._reader, marker
+        reader.keep()
+        yield from reader.space()
+        yield from reader.has("[")
+        while True:
+            if (yield from reader.space()) == "{":
+                if not (yield from self._object(prefix + reader.kept())):
+                    return
+            else:
+                name = yield from reader.word(_NAME, NAME_CHARS_MAX)
+                if not (yield from self._python_call(name, PYTHON_KEY)):
+                    break
+            prefix = ""
+            reader.keep()
+            yield from reader.space()
+            if (yield from reader.has("]")):
+                yield from self._list_end()
+                return
+            if (yield from reader.has(self._markup.end)):
+                return
+            if not (yield from reader.has(",")):
+                break
+        self._no_call(prefix + reader.kept())
+
+    def _python_call(self, name: str, keys: re.Pattern[str]) -> Reading[bool]:
+        """The rest of a call behind its name; False where there is none, and what was kept is no
+        part of one. What is wrong in its arguments is theirs up to the end of the calls."""
+        reader, end, values = self._reader, self._markup.end, self._values(name)
+        if not name or not (yield from reader.has("(")):
+            return False
+        key = yield from values.keyword(keys)
+        if key is None or (not key and (yield from reader.peek()) != ")"):
+            return False
+        reader.kept()
+        self._start(name)
+        if not (yield from values.keywords(key, keys, end)):
+            yield from reader.until((end,) if end else (), self._arguments, takes=False)
+        yield from reader.has(")")
+        self._calls += 1
+        return True
+
+    def _list_end(self) -> Reading[None]:
+        """Takes what stands behind a list of calls, if it is there."""
+        space, _ = yield from self._reader.kept_space()
+        if not self._markup.end or not (yield from self._reader.has(self._markup.end)):
+            self._held += space
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.
