@@ -37,7 +37,7 @@ from batchengine.markup import (
     Markup,
 )
 from service.protocols.markup.fields import FieldRules
-from service.protocols.markup.pythonic import python_call
+from service.protocols.markup.python_rules import python_call
 from service.protocols.markup.rules import (
     ANY,
     COMPACT,

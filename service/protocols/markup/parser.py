@@ -28,11 +28,10 @@ from batchengine.markup import (
     Markup,
 )
 from service.protocols.markup.harmony import HarmonyParser
+from service.protocols.markup.python_calls import PYTHON_KEY, PYTHON_NAME, PythonArguments
 from service.protocols.markup.reader import AnswerReader, Reading
 from service.protocols.markup.values import (
     NAME_CHARS_MAX,
-    PYTHON_KEY,
-    PYTHON_NAME,
     TAG_NAME,
     Values,
     decoded,
@@ -305,75 +304,53 @@ class MarkupParser(AnswerReader):
             if marker[0] == "[" and (yield from self._reader.has(marker)):
                 yield from self._call(form, marker)
                 return
-        yield from self._pythonic()
+        yield from self._python()
 
-    def _pythonic(self) -> Reading[None]:
-        """[NAME(KEY=VALUE, ...), ...]; text where it begins otherwise."""
-        reader = self._reader
-        reader.keep()
-        reader.take()
-        while True:
-            yield from reader.space()
-            name = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
-            if not (yield from self._python_call(name, PYTHON_NAME)):
-                break
-            reader.keep()
-            yield from reader.space()
-            if not (yield from reader.has(",")):
-                if (yield from reader.has("]")):
-                    return
-                break
-        self._text(reader.kept())
-
-    def _python(self, marker: str) -> Reading[None]:
+    def _python(self, marker: str = "") -> Reading[None]:
         """[NAME(KEY=VALUE, ...), {"name": NAME, "arguments": {...}}, ...] and what ends it, white
-        space between or not; brackets may be missing."""
-        reader, prefix = self._reader, marker
+        space between or not; brackets may be missing. Without a marker, only calls of Python."""
+        reader, end, prefix = self._reader, self._markup.end, marker
         reader.keep()
         yield from reader.space()
         yield from reader.has("[")
         while True:
-            if (yield from reader.space()) == "{":
+            if (yield from reader.space()) == "{" and marker:
                 if not (yield from self._object(prefix + reader.kept())):
                     return
-            else:
-                name = yield from reader.word(_NAME, NAME_CHARS_MAX)
-                if not (yield from self._python_call(name, PYTHON_KEY)):
-                    break
+            elif not (yield from self._python_call(_NAME if marker else PYTHON_NAME)):
+                break
             prefix = ""
             reader.keep()
             yield from reader.space()
             if (yield from reader.has("]")):
                 yield from self._list_end()
                 return
-            if (yield from reader.has(self._markup.end)):
+            if end and (yield from reader.has(end)):
                 return
             if not (yield from reader.has(",")):
                 break
-        self._no_call(prefix + reader.kept())
+        (self._no_call if marker else self._text)(prefix + reader.kept())
 
-    def _python_call(self, name: str, keys: re.Pattern[str]) -> Reading[bool]:
-        """The rest of a call behind its name; False where there is none, and what was kept is no
-        part of one. What is wrong in its arguments is theirs up to the end of the calls."""
-        reader, end, values = self._reader, self._markup.end, self._values(name)
-        if not name or not (yield from reader.has("(")):
-            return False
-        key = yield from values.keyword(keys)
-        if key is None or (not key and (yield from reader.peek()) != ")"):
+    def _python_call(self, names: re.Pattern[str]) -> Reading[bool]:
+        """NAME(KEY=VALUE, ...); False where there is no such call."""
+        reader, end = self._reader, self._markup.end
+        name = yield from reader.word(names, NAME_CHARS_MAX)
+        keys = PYTHON_NAME if names is PYTHON_NAME else PYTHON_KEY
+        arguments = PythonArguments(reader, self._arguments, keys, end)
+        key = (yield from arguments.first()) if name else None
+        if key is None:
             return False
         reader.kept()
         self._start(name)
-        if not (yield from values.keywords(key, keys, end)):
-            yield from reader.until((end,) if end else (), self._arguments, takes=False)
-        yield from reader.has(")")
+        yield from arguments.rest(key)
         self._calls += 1
         return True
 
     def _list_end(self) -> Reading[None]:
         """Takes what stands behind a list of calls, if it is there."""
-        space, _ = yield from self._reader.kept_space()
-        if not self._markup.end or not (yield from self._reader.has(self._markup.end)):
-            self._held += space
+        self._held += (yield from self._reader.kept_space())[0]
+        if self._markup.end and (yield from self._reader.has(self._markup.end)):
+            self._held = ""
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.

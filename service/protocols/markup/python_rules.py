@@ -11,8 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Any, cast
 
+from service.protocols.markup.python_calls import PYTHON_KEY
 from service.protocols.markup.rules import EXACT, Rules, json_rule, literal, schema_of
-from service.protocols.markup.values import NAME_CHARS_MAX, PYTHON_KEY
+from service.protocols.markup.values import NAME_CHARS_MAX
 
 _NAME = re.compile(r"[\w.:/-]+")
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
