@@ -39,15 +39,15 @@ class PythonArguments:
     def _ends(self) -> tuple[str, ...]:
         return (self.end,) if self.end else ()
 
-    def first(self) -> Reading[str | None]:
-        """The bracket that begins them, and the first key; "" if there are none, None where
-        something else stands."""
-        if not (yield from self.reader.has("(")):
-            return None
+    def head(self, names: re.Pattern[str]) -> Reading[tuple[str, str | None]]:
+        """The name in front of them and the first key: "" if there are none, None where something
+        else stands."""
+        name = yield from self.reader.word(names, NAME_CHARS_MAX)
+        if not name or not (yield from self.reader.has("(")):
+            return name, None
         key = yield from self._key()
-        if key == "" and (yield from self.reader.peek()) != ")":
-            return None
-        return key
+        is_begun = key or (yield from self.reader.peek()) == ")"
+        return name, key if is_begun else None
 
     def rest(self, key: str) -> Reading[None]:
         """VALUE, KEY=VALUE, ... and the bracket, behind the first key. Behind something that is

@@ -3,6 +3,7 @@ read back."""
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import math
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from batchengine.core import Constraint, OutputForm
 from batchengine.markup import BREAK, MARKUPS, Markup, Texts
 from batchengine.text.encoder import TextEncoder
+from batchengine.text.frontend import TextFrontend
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
 from service.protocols.conversation import ToolChoice
@@ -404,6 +406,26 @@ def test_marks_that_no_token_has_written_are_text() -> None:
     assert plain_text(parts_of(quoted, markup="lfm")) == f"{BEGIN}[f(a=1)]{END}"
     parts = parts_of(listed(f"f(a='{quoted}')"), markup="lfm")
     assert summary(parts) == ("", "", [("f", {"a": f"{BEGIN}[f(a=1)]{END}"})])
+
+
+def test_text_that_spells_a_mark_is_none(tmp_path: Path) -> None:
+    """A call in a file that is quoted is no call, inside one that is, too."""
+    encoder(tmp_path, TEMPLATE.replace("STRING", STRINGS["escaped"]))
+    spelled = listed("g()")
+
+    async def main() -> str:
+        frontend = await TextFrontend.open(tmp_path / "lfm.gguf")
+        tokens = await frontend.encode(f"It says {BEGIN}[f(a='", special=True)
+        tokens += await frontend.encode(spelled)
+        tokens += await frontend.encode(f"')]{END} and ", special=True)
+        tokens += await frontend.encode(spelled)
+        detokeniser = frontend.detokeniser(OutputForm("lfm", calls=True))
+        found = "".join([*map(detokeniser.push, tokens), detokeniser.flush()])
+        await frontend.close()
+        return found
+
+    parts = parts_of(asyncio.run(main()), markup="lfm")
+    assert summary(parts) == ("", f"It says and {spelled}", [("f", {"a": spelled})])
 
 
 def test_texts_come_while_they_are_written() -> None:
