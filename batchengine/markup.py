@@ -24,7 +24,10 @@ from typing import Literal
 # channel   a message of its own: its head names channel and recipient, its body is JSON
 # fields    call:NAME{KEY:VALUE,...}: keys without quotes, texts between two QUOTE, [...] and {...}
 #           of values, all others as JSON, closed by FIELDS_END
-CallForm = Literal["object", "pairs", "function", "objects", "list", "named", "channel", "fields"]
+# python    [NAME(KEY=VALUE, ...), ...] with values as Python writes them, or JSON as in a list
+CallForm = Literal[
+    "object", "pairs", "function", "objects", "list", "named", "channel", "fields", "python"
+]
 
 THINK = ("<think>", "</think>")
 TAG, TAG_END = "<tool_call>", "</tool_call>"
@@ -35,6 +38,9 @@ INVOKE = "<invoke name="
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+NEMOTRON_BEGIN, NEMOTRON_END = "<TOOLCALL>", "</TOOLCALL>"
+LIST_BEGIN, LIST_END = "<|tool_call|>", "<|/tool_call|>"  # Granite 3 has no end
+PYTHON_BEGIN, PYTHON_END = "<|tool_call_start|>", "<|tool_call_end|>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALL_SEP = "<｜tool▁sep｜>"
@@ -71,6 +77,16 @@ class Tags:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts in calls of the form "python": between two `quote`, a backslash in front of a quote and
+    of another backslash, and, if `in_lines` is False, `\\n` and `\\r` for ends of lines.
+    """
+
+    quote: str = "'"
+    in_lines: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Markup:
     """Marks and forms of one kind of answers.
 
@@ -80,7 +96,8 @@ class Markup:
     stands before all else. `inner`: further markers, inside calls; `closing`: that which may stand
     behind a call of the form "object", "pairs" or "function". `line`: what stands between the parts
     of calls of pairs, and between two of them. `tags`: of the form "function"; `joins`: several
-    calls of that form stand between one marker and one `closing`.
+    calls of that form stand between one marker and one `closing`. `end`: what stands behind a list
+    of calls, of the form "list" or "python". `texts`: how texts stand in calls of the latter.
     """
 
     name: str
@@ -93,6 +110,8 @@ class Markup:
     line: str = "\n"
     tags: Tags = Tags()
     joins: bool = False
+    end: str = ""
+    texts: Texts = Texts()
 
     @property
     def opening(self) -> str:
@@ -107,7 +126,7 @@ class Markup:
     @property
     def has_breaks(self) -> bool:
         """Whether its parser takes marks that are tokens apart from text that spells them."""
-        return self.name in ("harmony", "gemma")
+        return self.name in ("harmony", "gemma", "lfm")
 
     @property
     def has_bare_values(self) -> bool:
@@ -184,6 +203,33 @@ MARKUPS = {
             inner=(TAG_END, FIELDS_END, QUOTE, CHANNEL_BEGIN),
         ),
         Markup(
+            "nemotron",
+            "list",
+            {NEMOTRON_BEGIN: "list", **_TAGGED},
+            inner=(TAG_END, NEMOTRON_END),
+            end=NEMOTRON_END,
+        ),
+        Markup(
+            "granite",
+            "list",
+            {LIST_BEGIN: "list", **_TAGGED},
+            inner=(TAG_END,),
+        ),
+        Markup(
+            "phi",
+            "list",
+            {LIST_BEGIN: "list", **_TAGGED},
+            inner=(TAG_END, LIST_END),
+            end=LIST_END,
+        ),
+        Markup(
+            "lfm",
+            "python",
+            {PYTHON_BEGIN: "python", **_TAGGED},
+            inner=(TAG_END, PYTHON_END),
+            end=PYTHON_END,
+        ),
+        Markup(
             "generic",
             "object",
             {**_TAGGED, PYTHON_TAG: "objects", TOOL_CALLS: "list"},
@@ -195,6 +241,8 @@ MARKUPS = {
 
 _SIGNS = (
     ("gemma", re.compile(re.escape(FIELDS))),
+    ("lfm", re.compile(r"<\|tool_(?:call|list|response)_start\|>")),
+    ("nemotron", re.compile(re.escape(NEMOTRON_BEGIN))),
     ("harmony", re.compile(re.escape(CHANNEL))),
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("seed", re.compile(re.escape(SEED_TAG))),
@@ -207,12 +255,15 @@ _SIGNS = (
     ("llama", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>")),
 )
 _TOKENS = (  # of a vocabulary, where the template shows no sign: the first that it has tells
+    (PYTHON_BEGIN, "lfm"),
     (MINIMAX_TAG, "minimax"),
     (TAG, "hermes"),
     (TOOL_CALLS, "mistral"),
     (PYTHON_TAG, "llama"),
     (CHANNEL, "harmony"),
     (FIELDS, "gemma"),
+    (LIST_END, "phi"),
+    (LIST_BEGIN, "granite"),
 )
 
 

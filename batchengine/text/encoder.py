@@ -7,17 +7,28 @@ hostile text or template: it runs in a text process (see `process`), never in th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from batchengine.core import BatchEngineError, Constraint
-from batchengine.markup import Markup, markup_of
+from batchengine.markup import Markup, Texts, markup_of
 from batchengine.text.control_tokens import ControlGuard
 from batchengine.text.grammar import GrammarCompiler
-from batchengine.text.messages import PROBE_TEXT, PROBES, TEXT_PROBE, in_parts, prepare_messages
+from batchengine.text.messages import (
+    LINES,
+    LINES_PROBE,
+    PROBE_TEXT,
+    PROBES,
+    TEXT_PROBE,
+    in_parts,
+    prepare_messages,
+)
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
 from batchengine.wire.text import GRAMMAR, TEMPLATE, TOKENIZER
+
+_TEXT = re.compile(rf"""(['"]){LINES[0]}(\n|\\n){LINES[1]}\1""")
 
 
 class TextEncoder:
@@ -39,6 +50,7 @@ class TextEncoder:
         known = (source, tokenizer.special_ids)
         self.reasons = any(start in one for start in starts for one in known)
         self._takes: dict[str, bool] = {}
+        self._knows_texts = False
         self._wants_parts: bool | None = None  # None = not tried yet
         self._grammars = GrammarCompiler(tokenizer)
         self._specials = {
@@ -77,7 +89,19 @@ class TextEncoder:
         that stands in the prompt instead."""
         if self._markup.writes not in ("object", "channel") and not self.takes("calls"):
             self._markup = dataclasses.replace(self._markup, writes="object")
+        if self._markup.writes == "python" and not self._knows_texts:
+            self._markup = dataclasses.replace(self._markup, texts=self._written_texts())
+            self._knows_texts = True
         return self._markup
+
+    def _written_texts(self) -> Texts:
+        """How the template writes texts in calls."""
+        try:
+            prompt = self._renderer.render(self._in_form(LINES_PROBE), self._specials)
+        except BatchEngineError:
+            prompt = ""
+        found = _TEXT.search(prompt)
+        return Texts() if found is None else Texts(found[1], in_lines=found[2] == "\n")
 
     def takes(self, probe: str) -> bool:
         """Whether the template shows the last text of a probe of `messages.PROBES`."""

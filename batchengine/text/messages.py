@@ -89,6 +89,20 @@ _THOUGHTS: dict[str, object] = {
         },
     ]
 }
+# A call of the form "python" with a text of two lines.
+LINES = ("b", "c")
+LINES_PROBE: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {**_CALL, "function": {"name": "f", "arguments": {"a": "\n".join(LINES)}}}
+            ],
+        },
+    ]
+}
 TEXT_PROBE = _probe(("user", PROBE_TEXT))
 PROBES: dict[str, dict[str, object]] = {
     "system": _probe(("system", PROBE_TEXT), ("user", "a")),

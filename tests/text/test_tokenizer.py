@@ -249,7 +249,7 @@ WORDS = (
 )
 
 
-PRES = "gpt-2 smollm qwen2 qwen35 llama-bpe glm4 chatglm-bpe dbrx tekken gpt-4o minimax-m2"
+PRES = "gpt-2 smollm qwen2 qwen35 llama-bpe glm4 chatglm-bpe dbrx tekken gpt-4o minimax-m2 lfm2"
 
 
 @pytest.mark.parametrize("pre", PRES.split())

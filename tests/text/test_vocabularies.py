@@ -96,11 +96,17 @@ def test_what_an_encoder_would_miss_is_refused_when_the_file_is_read(
     assert caught.value.code == "BE1501"
 
 
-@pytest.mark.parametrize(("pre", "is_whole"), [("glm4", True), ("chatglm-bpe", False)])
-def test_words_of_glm_4_that_are_tokens_stay_whole(
+@pytest.mark.parametrize(
+    ("pre", "is_whole"),
+    [
+        *(("glm4", True), ("chatglm-bpe", False), ("lfm2", True), ("pixtral", True)),
+        *(("dbrx", False), ("refact", False), ("granite-docling", False)),
+    ],
+)
+def test_words_that_are_tokens_stay_whole_where_the_pre_tokenizer_says_so(
     pre: str, is_whole: bool, tmp_path: Path
 ) -> None:
-    """Older vocabularies of GLM, whose pre-tokenizer has another name, are merged."""
+    """Those of GLM 4, LFM2 and Nemotron-H; older ones of GLM, and those of Granite, are merged."""
     tokens = [*BYTES, ("abcd", NORMAL), ("th", NORMAL)]
     path = write_vocab(tmp_path / "v.gguf", "gpt2", tokens, tokenizer_pre=pre, token_merges=["t h"])
     assert (256 in compare(path, "abcd th 12345")) == is_whole
@@ -126,3 +132,19 @@ def test_the_marks_of_the_next_message_end_an_answer_of_glm(tmp_path: Path) -> N
         tmp_path / "phi.gguf", "gpt2", others, tokenizer_pre="qwen2", token_merges=["t h"]
     )
     assert read_facts(path).ends == {257}
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"),
+    [("lfm2", True), ("pixtral", True), ("dbrx", False), ("refact", False)],
+)
+def test_texts_begin_with_bos_where_the_pre_tokenizer_says_so(
+    pre: str, begins: bool, tmp_path: Path
+) -> None:
+    """Unless the file says otherwise."""
+    tokens = [*BYTES, ("th", NORMAL), ("<s>", CONTROL)]
+    keys: dict[str, object] = {"tokenizer_pre": pre, "token_merges": ["t h"], "bos_token_id": 257}
+    path = write_vocab(tmp_path / "v.gguf", "gpt2", tokens, **keys)
+    assert Tokenizer(path).encode("th") == [257] * begins + [256]
+    path = write_vocab(tmp_path / "no.gguf", "gpt2", tokens, **keys, add_bos_token=False)
+    assert Tokenizer(path).encode("th") == [256]

@@ -40,18 +40,18 @@ _O200K = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_SIGNS
 
 # The words of a text by tokenizer.ggml.pre: each pattern splits what the one before it left.
 SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "granite-docling"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), (_LLAMA3,)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
     **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx"), (_LLAMA3,)),
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_O200K,)),
 }
 # Words that are tokens stay whole, whatever the merges say.
 _WHOLE_WORDS = frozenset(
-    ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken", "glm4")
+    ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken", "glm4")
 )
 
 _PART_CHARS = 1 << 16

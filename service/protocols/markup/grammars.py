@@ -37,6 +37,7 @@ from batchengine.markup import (
     Markup,
 )
 from service.protocols.markup.fields import FieldRules
+from service.protocols.markup.python_rules import python_call
 from service.protocols.markup.rules import (
     ANY,
     COMPACT,
@@ -173,7 +174,7 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
                 body = _pairs(rules, number, tool)
             case "objects":
                 body = _object(rules, number, name, schema, "parameters")
-            case "list" if rules.control_id(ARGS) is not None:
+            case "list" if _has_args(rules):
                 args = rules.add(f"args{number}", json_rule(schema, EXACT, name))
                 body = f"{literal(name)} {rules.marker(ARGS)} {args}"
             case "named":
@@ -185,6 +186,9 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
                 body = _object(rules, number, name, schema, "arguments")
             case "fields":
                 body = fields.call(tool)
+            case "python":
+                body = python_call(rules, number, tool)
+                body = body or _object(rules, number, name, schema, "arguments")
         bodies.append(rules.add(f"call{number}", body))
     body = rules.add("call", " | ".join(bodies))
     match writes:
@@ -207,12 +211,13 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
             end = rules.marker(CALLS_END)
             named = rules.add("named", f"{begin} {body}{several} {end}")
             return rules.marker(CALLS_BEGIN), named, ""
-        case "list" if rules.control_id(ARGS) is not None:
+        case "list" if _has_args(rules):
             return rules.marker(TOOL_CALLS), body, ""
-        case "list":
+        case "list" | "python":
             several = f" ({literal(', ')} {body})*" if calls.parallel else ""
-            listed = rules.add("listed", f"{literal('[')} {body}{several} {literal(']')}")
-            return rules.marker(TOOL_CALLS), listed, ""
+            end = f" {rules.marker(markup.end)}" if markup.end else ""
+            listed = rules.add("listed", f"{literal('[')} {body}{several} {literal(']')}{end}")
+            return rules.marker(markup.opening), listed, ""
 
 
 class _Messages:
@@ -322,6 +327,11 @@ def _pairs(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         end=VALUE_END,
     )
     return " ".join([literal(tool["function"]["name"]), *body, line, marker(rules.markup.closing)])
+
+
+def _has_args(rules: Rules) -> bool:
+    """Whether calls of the form "list" are NAME[ARGS]{...}."""
+    return ARGS in rules.markup.inner and rules.control_id(ARGS) is not None
 
 
 def _line(rules: Rules) -> str:

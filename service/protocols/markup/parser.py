@@ -28,10 +28,10 @@ from batchengine.markup import (
     Markup,
 )
 from service.protocols.markup.harmony import HarmonyParser
-from service.protocols.markup.reader import AnswerReader, Reading
+from service.protocols.markup.python_calls import PYTHON_KEY, PYTHON_NAME, PythonArguments
+from service.protocols.markup.reader import AnswerReader, Reader, Reading
 from service.protocols.markup.values import (
     NAME_CHARS_MAX,
-    PYTHON_NAME,
     TAG_NAME,
     Values,
     decoded,
@@ -157,6 +157,7 @@ class MarkupParser(AnswerReader):
             "list": self._listed,
             "named": self._named,
             "fields": self._fields,
+            "python": self._python,
         }
         yield from forms[form](marker)
 
@@ -207,9 +208,7 @@ class MarkupParser(AnswerReader):
         """call:NAME{KEY:VALUE,...}, white space between or not."""
         reader = self._reader
         reader.keep()
-        yield from reader.space()
-        is_named = yield from reader.has(FIELDS_NAME)
-        name = (yield from reader.word(_NAME, NAME_CHARS_MAX)) if is_named else ""
+        name = yield from _fields_head(reader)
         if not name or (yield from reader.space()) != "{":
             self._no_call(marker + reader.kept())
             return
@@ -251,14 +250,10 @@ class MarkupParser(AnswerReader):
                 if (yield from reader.space()) == ",":
                     reader.take()
                 following = yield from reader.space()
-            if not prefix:
-                yield from reader.has("]")
+            if not prefix and (yield from reader.has("]")):
+                yield from self._list_end()
             return
-        name = yield from reader.word(_NAME, NAME_CHARS_MAX)
-        if name and (yield from reader.has(CALL_ID)):
-            yield from reader.word(_NAME, NAME_CHARS_MAX)
-        if name and (yield from reader.has(ARGS)):
-            yield from reader.space()
+        name = yield from _listed_head(reader)
         taken = reader.kept()
         if not name or (yield from reader.peek()) != "{":
             self._no_call(marker + taken)
@@ -277,17 +272,12 @@ class MarkupParser(AnswerReader):
             if not is_begun and not (yield from reader.has(CALL_BEGIN)):
                 break
             is_begun = False
-            name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
-            has_name = yield from reader.has(CALL_SEP)
-            if has_name and name == "function":
-                name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
-                yield from reader.space()
-                yield from reader.has("```json")
-            if not has_name or not name.strip() or (yield from reader.space()) != "{":
+            name = yield from _named_head(reader)
+            if not name or (yield from reader.space()) != "{":
                 break
             reader.kept()
             marker = ""
-            self._start(name.strip())
+            self._start(name)
             yield from reader.json_value(self._arguments)
             self._calls += 1
             yield from reader.space()
@@ -301,36 +291,46 @@ class MarkupParser(AnswerReader):
         """An answer that begins with a bracket: that of a marker, or of calls as Python's."""
         for marker, form in self._markup.forms.items():
             if marker[0] == "[" and (yield from self._reader.has(marker)):
-                yield from self._call(form, marker)
-                return
-        yield from self._pythonic()
+                return (yield from self._call(form, marker))
+        yield from self._python()
 
-    def _pythonic(self) -> Reading[None]:
-        """[NAME(KEY=VALUE, ...), ...]; text where it begins otherwise."""
-        reader = self._reader
+    def _python(self, marker: str = "") -> Reading[None]:
+        """[NAME(KEY=VALUE, ...), {"name": NAME, "arguments": {...}}, ...] and what ends it, white
+        space between or not; brackets may be missing. Without a marker, only calls of Python."""
+        reader, end, prefix = self._reader, self._markup.end, marker
+        names, keys = (_NAME, PYTHON_KEY) if marker else (PYTHON_NAME, PYTHON_NAME)
+        arguments = PythonArguments(reader, self._arguments, keys, end)
         reader.keep()
-        reader.take()
+        yield from reader.space()
+        yield from reader.has("[")
         while True:
-            yield from reader.space()
-            name = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
-            if not name or not (yield from reader.has("(")):
-                break
-            key = yield from self._values(name).keyword()
-            if key is None or (not key and (yield from reader.peek()) != ")"):
-                break
-            reader.kept()
-            self._start(name)
-            if not (yield from self._values(name).keywords(key)):
-                return
-            yield from reader.has(")")
-            self._calls += 1
+            if (yield from reader.space()) == "{" and marker:
+                if not (yield from self._object(prefix + reader.kept())):
+                    return
+            else:
+                name, key = yield from arguments.head(names)
+                if key is None:
+                    break
+                reader.kept()
+                self._start(name)
+                yield from arguments.rest(key)
+                self._calls += 1
+            prefix = ""
             reader.keep()
             yield from reader.space()
+            if (yield from reader.has("]")):
+                return (yield from self._list_end())
+            if end and (yield from reader.has(end)):
+                return
             if not (yield from reader.has(",")):
-                if (yield from reader.has("]")):
-                    return
                 break
-        self._text(reader.kept())
+        (self._no_call if marker else self._text)(prefix + reader.kept())
+
+    def _list_end(self) -> Reading[None]:
+        """Takes what stands behind a list of calls, if it is there."""
+        self._held += (yield from self._reader.kept_space())[0]
+        if self._markup.end and (yield from self._reader.has(self._markup.end)):
+            self._held = ""
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.
@@ -415,6 +415,35 @@ class MarkupParser(AnswerReader):
             yield from reader.space()
         yield from reader.has(self._markup.closing)
         self._calls += 1
+
+
+def _listed_head(reader: Reader) -> Reading[str]:
+    """NAME[CALL_ID]id[ARGS], of which the name alone need be there; the name."""
+    name = yield from reader.word(_NAME, NAME_CHARS_MAX)
+    if name and (yield from reader.has(CALL_ID)):
+        yield from reader.word(_NAME, NAME_CHARS_MAX)
+    if name and (yield from reader.has(ARGS)):
+        yield from reader.space()
+    return name
+
+
+def _fields_head(reader: Reader) -> Reading[str]:
+    """call:NAME; the name, "" if there is none."""
+    yield from reader.space()
+    is_named = yield from reader.has(FIELDS_NAME)
+    return (yield from reader.word(_NAME, NAME_CHARS_MAX)) if is_named else ""
+
+
+def _named_head(reader: Reader) -> Reading[str]:
+    """NAME SEP, or function SEP NAME and the begin of a block; the name, "" if there is none."""
+    name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
+    if not (yield from reader.has(CALL_SEP)):
+        return ""
+    if name == "function":
+        name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
+        yield from reader.space()
+        yield from reader.has("```json")
+    return name.strip()
 
 
 def _as_object(arguments: str) -> str:

@@ -27,6 +27,7 @@ _IN_STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _BETWEEN = re.compile(r'[^"\[\]{}]+')
 _BEFORE_MARKS = re.compile(r'[^"\[\]{}<]+')
 _SCALAR = re.compile(r"[-+.\w]+")
+_PLAIN = re.compile(r"[^\"'\\()\[\]{},<]+")
 
 
 class Reader:
@@ -63,6 +64,14 @@ class Reader:
                 return ""
             yield
         return self._text[self._at]
+
+    def ahead(self, count: int) -> Reading[str]:
+        """The character that stands `count` behind the next one, "" at the end."""
+        while self._at + count >= len(self._text):
+            if self._ended:
+                return ""
+            yield
+        return self._text[self._at + count]
 
     def take(self, count: int = 1) -> str:
         """Takes characters that have arrived."""
@@ -194,9 +203,9 @@ class Reader:
             if not closing:
                 return True
 
-    def python_value(self) -> Reading[str | None]:
+    def python_value(self, ends: tuple[str, ...] = ()) -> Reading[str | None]:
         """Takes one value as Python writes it, up to a comma or bracket behind it; None where the
-        text ends inside it."""
+        text, or one of `ends`, ends it."""
         pieces: list[str] = []
         depth, quote = 0, ""
         while True:
@@ -205,6 +214,8 @@ class Reader:
                 return None
             if not quote and not depth and character in ",)]}":
                 return "".join(pieces)
+            if ends and character == "<" and (yield from self.is_at(ends)):
+                return None
             if quote and character == "\\":
                 pieces.append(self.take())
                 if (yield from self.peek()) == "":
@@ -215,7 +226,7 @@ class Reader:
                 quote = character
             else:
                 depth += (character in "([{") - (character in ")]}")
-            pieces.append(self.take())
+            pieces.append(self._match(_PLAIN) or self.take())
 
     def json_text(self) -> Reading[str | None]:
         """The value of a JSON string; None where there is none."""

@@ -7,7 +7,6 @@ what was made of them is no JSON, so no client runs the call.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Callable
@@ -31,7 +30,6 @@ from service.protocols.markup.reader import Reader, Reading, Sink
 
 NAME_CHARS_MAX = 256
 TAG_NAME = re.compile(r"[^<>\n]")
-PYTHON_NAME = re.compile(r"[\w.]")
 _QUOTED = re.compile(r"([\"'])(.*)\1")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"True": "true", "False": "false", "None": "null"}
@@ -92,31 +90,6 @@ class Values:
             if self.is_cut() and not has_any:
                 return
         self.sink("}")
-
-    def keyword(self) -> Reading[str | None]:
-        """The name of an argument as Python writes it, with the sign behind it; "" where there is
-        none, None where something else is."""
-        reader = self.reader
-        yield from reader.space()
-        key = yield from reader.word(PYTHON_NAME, NAME_CHARS_MAX)
-        yield from reader.space()
-        return key if not key or (yield from reader.has("=")) else None
-
-    def keywords(self, key: str | None) -> Reading[bool]:
-        """VALUE, KEY=VALUE, ..., behind the first key; False where the answer ends inside them."""
-        reader, before = self.reader, ""
-        self.sink("{")
-        while key:
-            value = yield from reader.python_value()
-            if value is None:
-                return False
-            self.sink(f"{before}{quoted(key)}: {_from_python(value)}")
-            before = ", "
-            key = (yield from self.keyword()) if (yield from reader.has(",")) else ""
-        if self.is_cut():
-            return False
-        self.sink("}")
-        return True
 
     def fields(self) -> Reading[None]:
         """{KEY:VALUE,...}. A comma too many is left out; behind anything else that is wrong, the
@@ -238,13 +211,3 @@ def decoded(text: str) -> object:
         return cast("object", msgspec.json.decode(text))
     except (msgspec.DecodeError, RecursionError):
         return None
-
-
-def _from_python(text: str) -> str:
-    """A value as Python writes it as JSON; what is none is text."""
-    try:
-        value = json.dumps(ast.literal_eval(text.strip()), ensure_ascii=False, allow_nan=False)
-        value.encode()  # half a surrogate cannot be
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return as_value(text)
-    return value

@@ -1,0 +1,115 @@
+"""Rules of calls as Python writes them, NAME(KEY=VALUE, ...), whose values follow JSON Schemas.
+
+Keys stand in the order of the schema. Texts stand as the templates write them, constants are
+Python's; lists and objects, and what has more than one type or a schema that says more than its
+type, are JSON, which the parser reads too. So nothing that a schema says is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+from service.protocols.markup.python_calls import PYTHON_KEY
+from service.protocols.markup.rules import EXACT, Rules, json_rule, literal, schema_of
+from service.protocols.markup.values import NAME_CHARS_MAX
+
+_NAME = re.compile(r"[\w.:/-]+")
+_NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
+
+
+def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
+    """A call; "" where the parser would not read the name of the tool or of a parameter."""
+    schema, name = schema_of(tool), tool["function"]["name"]
+    listed: object = schema.get("properties")
+    fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
+    if not _NAME.fullmatch(name) or not all(map(_is_key, fields)):
+        return ""
+    if not fields and tool["function"].get("parameters") and _is_open(schema):
+        return ""  # any arguments
+    required: object = schema.get("required")
+    needed = cast("list[object]", required) if isinstance(required, list) else []
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    keywords = [
+        (
+            rules.add(
+                f"keyword{number}x{slot}",
+                f"{literal(f'{key}=')} {_value(rules, f'{number}x{slot}', given, shared, name)}",
+            ),
+            key in needed,
+        )
+        for slot, (key, given) in enumerate(fields.items())
+        if given is not False
+    ]
+    return f"{literal(f'{name}(')} {_arguments(rules, number, keywords)} {literal(')')}"
+
+
+def _is_key(key: str) -> bool:
+    is_read = all(PYTHON_KEY.fullmatch(char) for char in key) and key == key.strip()
+    return is_read and 0 < len(key) <= NAME_CHARS_MAX
+
+
+def _is_open(schema: dict[str, Any]) -> bool:
+    return schema.get("additionalProperties") is not False
+
+
+def _arguments(rules: Rules, number: int, keywords: Sequence[tuple[str, bool]]) -> str:
+    """Some or all keywords with commas between them, those that are needed among them."""
+    first, more = '""', '""'
+    for slot, (keyword, is_needed) in reversed(list(enumerate(keywords))):
+        begun = f"{keyword} {more}"
+        first_rule = begun if is_needed else f"{begun} | {first}"
+        joined = f'", " {begun}'
+        first = rules.add(f"first{number}x{slot}", first_rule)
+        if slot:
+            more = rules.add(f"more{number}x{slot}", joined if is_needed else f"{joined} | {more}")
+    return first
+
+
+def _value(rules: Rules, place: str, given: object, shared: dict[str, Any], tool: str) -> str:
+    """A value that a schema allows."""
+    schema = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    kind = schema.get("type")
+    says_more = any(key not in _NOTES for key in schema)
+    has_options = "const" in schema or "enum" in schema
+    if not says_more and (options := _texts(schema)):
+        return rules.add(f"value{place}", " | ".join(literal(_text(rules, one)) for one in options))
+    if has_options or says_more:
+        return rules.add(f"value{place}", json_rule(schema | shared, EXACT, tool))
+    if kind == "string":
+        return _any_text(rules)
+    if kind == "boolean":
+        return rules.add(f"value{place}", '"True" | "False"')
+    if kind == "null":
+        return literal("None")
+    return rules.add(f"value{place}", json_rule(schema | shared, EXACT, tool))
+
+
+def _texts(schema: dict[str, Any]) -> list[str]:
+    """The texts that a schema lists, if it lists nothing else and allows no less of them."""
+    if schema.get("type", "string") != "string" or ("const" in schema and "enum" in schema):
+        return []
+    listed: object = [schema["const"]] if "const" in schema else schema.get("enum")
+    options = cast("list[object]", listed) if isinstance(listed, list) else []
+    texts = [one for one in options if isinstance(one, str)]
+    return texts if len(texts) == len(options) else []
+
+
+def _text(rules: Rules, text: str) -> str:
+    """A text between quotes."""
+    texts = rules.markup.texts
+    made = text.replace("\\", "\\\\").replace(texts.quote, f"\\{texts.quote}")
+    if not texts.in_lines:
+        made = made.replace("\n", "\\n").replace("\r", "\\r")
+    return f"{texts.quote}{made}{texts.quote}"
+
+
+def _any_text(rules: Rules) -> str:
+    """A rule of any text between quotes, which all tools share."""
+    quote, ends = rules.markup.texts.quote, "" if rules.markup.texts.in_lines else r"\n\r"
+    body = rf"{quote}([^{quote}\\{ends}]|\\[\\{quote}nrt])*{quote}"
+    name = "QUOTED"
+    if not any(line.startswith(f"{name}: ") for line in rules.lines):
+        rules.add(name, f"/{body}/")
+    return name
