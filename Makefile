@@ -108,7 +108,7 @@ soak: env native
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
 	$(PY) -m tests.simulation --linked --seeds 3000 --start 1000
 	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
-	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/lane tests/engine/linked tests/bench tests/kernels/cuda tests/service
+	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/lane tests/engine/linked tests/engine/test_gpu_lane.py tests/bench tests/kernels/cuda tests/service
 	$(PY) -m bench attack
 	$(PY) -m bench rolling --rounds 10
 

@@ -273,6 +273,10 @@ PRESETS = {
         n_ff_dense=7168, n_head=32, n_kv_head=8, head_dim=64, conv_kernel=3, n_vocab=65536,
         rope_base=1e6, context=128000, choice_bias=0.1, pattern="CC*CCC*CCC*CCC*CCC*CC*CC",
     ),
+    "lfm2-1.2b": Shape(
+        arch="lfm2", n_layer=16, n_embd=2048, n_ff=8192, n_head=32, n_kv_head=8, head_dim=64,
+        conv_kernel=3, n_vocab=65536, rope_base=1e6, context=128000, pattern="CC*CC*CC*C*C*C*C",
+    ),
     "lfm2-tiny": Shape(
         arch="lfm2", n_layer=5, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
         conv_kernel=3, pattern="CC*C*",
@@ -289,6 +293,10 @@ PRESETS = {
 PRESETS["0.6b-q4_k_m"] = replace(PRESETS["0.6b"], base="q4_k", more_bits=_Q4_K_M)
 PRESETS["0.1b-q4_k_m"] = replace(PRESETS["0.1b"], base="q4_k", more_bits=_Q4_K_M, n_ff=2080)
 PRESETS["30b-a3b-q4_k_m"] = replace(PRESETS["30b-a3b"], base="q4_k", more_bits=_Q4_K_M)
+# Thirteen of its blocks, 3.8 GiB.
+PRESETS["nemotron3-small"] = replace(
+    PRESETS["nemotron3-30b-a3b"], n_layer=13, pattern="MEMEM*EMEMEM*", n_vocab=32000
+)
 # Four layers of the same: 1.3 GiB.
 for _kind in ("", "-q4_k_m"):
     PRESETS["moe-small" + _kind] = replace(PRESETS["30b-a3b" + _kind], n_layer=4, n_vocab=32000)

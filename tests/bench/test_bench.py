@@ -1,4 +1,5 @@
-"""Every bench runs in its quick form, so that it stays runnable; figures are not checked."""
+"""Every bench runs in its quick form, so that it stays runnable; figures are not checked. Those
+that take longest are outside the default suite."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def run_bench(name: str, json_path: Path, cache: Path, *more: str) -> dict[str, 
     return result
 
 
-@pytest.mark.parametrize("name", sorted(ROWS))
+@pytest.mark.parametrize("name", ["engine", pytest.param("kernels", marks=pytest.mark.slow)])
 def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -> None:
     result = run_bench(name, tmp_path / "result.json", cache, "--model", "small")
     for row in ROWS[name]:
@@ -116,6 +117,7 @@ def test_restored_kv_equals_prefilled_kv(
             )
 
 
+@pytest.mark.slow
 def test_quality_passes_its_gate_on_the_pocket_model(tmp_path: Path, cache: Path) -> None:
     """A few answers and one small synthetic model; bench/results has the figures."""
     result: dict[str, Any] = run_bench("quality", tmp_path / "result.json", cache)
@@ -157,6 +159,7 @@ def test_hop_measures_both_kinds_of_links(tmp_path: Path, cache: Path) -> None:
         assert low <= result[key] <= high < 100_000
 
 
+@pytest.mark.slow
 def test_idle_measures_every_depth(tmp_path: Path, cache: Path) -> None:
     result = run_bench("idle", tmp_path / "r.json", cache)
     idle = result["idle"]

@@ -224,13 +224,13 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
 @pytest.mark.parametrize(
     ("preset", "device"),
     [
-        ("moe-tiny", QUEUED),
-        ("gpt-oss-tiny", QUEUED),
-        ("gemma3-tiny", GOOD),
+        pytest.param("moe-tiny", QUEUED, marks=pytest.mark.slow),
+        pytest.param("gpt-oss-tiny", QUEUED, marks=pytest.mark.slow),
+        pytest.param("gemma3-tiny", GOOD, marks=pytest.mark.slow),
         ("gemma4-tiny", QUEUED),
-        ("qwen35-tiny", QUEUED),
+        pytest.param("qwen35-tiny", QUEUED, marks=pytest.mark.slow),
         ("qwen35moe-tiny", GOOD),
-        ("glm4moe-tiny", GOOD),
+        pytest.param("glm4moe-tiny", GOOD, marks=pytest.mark.slow),
         ("nemotron_h_moe-tiny", QUEUED),
     ],
 )

@@ -190,7 +190,10 @@ class Soak:
 
 @pytest.mark.parametrize(
     ("moves", "kills", "cases", "tokens"),
-    [(6, 2, 2, 300), pytest.param(1000, 200, 8, 700, marks=pytest.mark.slow)],
+    [
+        pytest.param(6, 2, 2, 300, marks=pytest.mark.slow),
+        pytest.param(1000, 200, 8, 700, marks=pytest.mark.slow),
+    ],
 )
 def test_streams_that_move_while_workers_fail_have_their_text(
     pocket_path: Path,
