@@ -1,14 +1,9 @@
-"""The gated delta rule is the formula of the document, bit for bit, on every instruction set.
-
-Steps, neighbours in a step and threads change no bit of outputs or states.
-"""
+"""The gated delta rule is the formula of the document, bit for bit, on every instruction set."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import kernels as K
 from tests.kernels.recurrent.images import (
@@ -78,26 +73,6 @@ def test_the_formula_is_the_gated_delta_rule(pool: K.Pool) -> None:
             np.testing.assert_allclose(got[t, h * d : (h + 1) * d], wanted, rtol=2e-4, atol=2e-4)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=st.sampled_from(SHAPES + ODD_WIDTHS),
-    cuts=st.sets(st.integers(1, 69), max_size=6),
-    level=st.sampled_from([level for level in LEVELS if level != "scalar"] or LEVELS),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_no_division_of_a_prompt_changes_a_bit(
-    sizes: tuple[int, int, int, int], cuts: set[int], level: str, seed: int
-) -> None:
-    shape, two = shape_of(sizes), K.Pool(2)
-    K.set_isa(level)
-    weights, rows = random_weights(shape, seed), random_rows(shape, 70, seed + 1)
-    whole, image = run(two, shape, weights, rows)
-    parts, last = run(two, shape, weights, rows, sorted(cuts))
-    assert np.array_equal(bits(whole), bits(parts))
-    assert np.array_equal(image, last)
-    two.close()
-
-
 def test_a_prompt_token_by_token_is_the_prompt_in_one_step(pool: K.Pool) -> None:
     shape = shape_of((2, 4, 128, 4))
     weights, rows = random_weights(shape, 5), random_rows(shape, 60, 6)
@@ -105,73 +80,6 @@ def test_a_prompt_token_by_token_is_the_prompt_in_one_step(pool: K.Pool) -> None
     single, last = run(pool, shape, weights, rows, range(1, 60))
     assert np.array_equal(bits(whole), bits(single))
     assert np.array_equal(image, last)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
-def test_entries_of_a_step_and_threads_change_no_bit(threads: int) -> None:
-    shape = shape_of((1, 3, 64, 4))
-    weights = random_weights(shape, 7)
-    prompts = [random_rows(shape, n, 20 + n) for n in (1, 5, 12, 2)]
-    alone, many = K.Pool(1), K.Pool(threads)
-    wanted = [run(alone, shape, weights, rows) for rows in prompts]
-    # The first step has the fronts of three entries, the second one the rest and a new entry.
-    entries = [Entry(shape, weights) for _ in prompts]
-    step(many, entries[1:], [rows[: len(rows) // 2] for rows in prompts[1:]])
-    rest = [rows[len(rows) // 2 :] for rows in prompts[1:]]
-    step(many, [*entries[1:], entries[0]], [*rest, prompts[0]])
-    for entry, (outputs, image) in zip(entries, wanted, strict=True):
-        assert entry.read is not None
-        assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(outputs))
-        assert np.array_equal(entry.read, image)
-    alone.close()
-    many.close()
-
-
-def test_two_entries_go_on_from_one_image(pool: K.Pool) -> None:
-    shape = shape_of((1, 2, 64, 4))
-    weights, rows = random_weights(shape, 8), random_rows(shape, 12, 9)
-    source = Entry(shape, weights)
-    step(pool, [source], [rows[:6]])
-    assert source.read is not None
-    before = source.read.copy()
-    forks = [Entry(shape, weights) for _ in range(2)]
-    for fork in forks:
-        fork.read = source.read
-    step(pool, forks, [rows[6:], rows[6:9]])
-    whole, _ = run(pool, shape, weights, rows)
-    assert np.array_equal(bits(forks[0].outputs[0]), bits(whole[6:]))
-    assert np.array_equal(bits(forks[1].outputs[0]), bits(whole[6:9]))
-    assert np.array_equal(source.read, before)
-
-
-def test_an_image_of_zeros_is_the_beginning(pool: K.Pool) -> None:
-    shape = shape_of((1, 2, 96, 3))
-    weights, rows = random_weights(shape, 10), random_rows(shape, 4, 11)
-    for level in LEVELS:
-        K.set_isa(level)
-        wanted, image = run(pool, shape, weights, rows)
-        entry = Entry(shape, weights)
-        entry.read = np.zeros(shape.image_bytes + 64, np.uint8)
-        entry.read = entry.read[-K.address_of(entry.read) % 64 :][: shape.image_bytes]
-        step(pool, [entry], [rows])
-        assert np.array_equal(bits(entry.outputs[0]), bits(wanted))
-        assert np.array_equal(entry.read, image)
-
-
-def test_a_layer_touches_its_part_of_an_image_only(pool: K.Pool) -> None:
-    shape, one = shape_of((1, 1, 32, 3), n_layer=3), shape_of((1, 1, 32, 3))
-    assert shape.layer_bytes % 64 == 0
-    assert shape.image_bytes == 3 * shape.layer_bytes
-    weights, rows = random_weights(shape, 12), random_rows(shape, 5, 13)
-    entry = Entry(shape, weights, layer=1)
-    step(pool, [entry], [rows])
-    assert entry.read is not None
-    parts = np.split(entry.read, 3)
-    assert (parts[0] == 0xFF).all()
-    assert (parts[2] == 0xFF).all()
-    _, image = run(pool, one, weights, rows)
-    used = 4 * (32 * 32 + 2 * one.channels)
-    assert np.array_equal(parts[1][:used], image[:used])
 
 
 @pytest.mark.parametrize("level", LEVELS)
