@@ -98,6 +98,7 @@ class Markup:
     of calls of pairs, and between two of them. `tags`: of the form "function"; `joins`: several
     calls of that form stand between one marker and one `closing`. `end`: what stands behind a list
     of calls, of the form "list" or "python". `texts`: how texts stand in calls of the latter.
+    `reasoning_key`: the name that templates have for reasoning beside "reasoning_content".
     """
 
     name: str
@@ -112,6 +113,7 @@ class Markup:
     joins: bool = False
     end: str = ""
     texts: Texts = Texts()
+    reasoning_key: str = ""
 
     @property
     def opening(self) -> str:
@@ -228,6 +230,7 @@ MARKUPS = {
             {PYTHON_BEGIN: "python", **_TAGGED},
             inner=(TAG_END, PYTHON_END),
             end=PYTHON_END,
+            reasoning_key="thinking",
         ),
         Markup(
             "generic",

@@ -204,7 +204,7 @@ _SHARED_KEYS = {
     "none": _SHARED,
     "weighted": _ONE_SHARED,
     "plain": _SOME_SHARED,
-    "sized": _ONE_SHARED,
+    "sized": (),  # another key has their width
 }
 _ALL_HAVE = ("leading_dense_block_count", 0, "every layer must have experts")
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
@@ -251,6 +251,13 @@ def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:
     if is_array or row.starts_dense or gguf.integer(key, 0) != 0:
         return _ffn_width(gguf, key, n_layer)
     parts = n_used if row.experts == "all" else 1
+    if row.splits_layers:
+        key = f"{arch}.feed_forward_length"
+        widths = {width for width in each_layer(gguf, key, None, n_layer, least=0) if width}
+        if len(widths) != 1:
+            why = "experts of all layers must have the same width"
+            raise unsupported(gguf, key, sorted(widths)[:8], why)
+        return _check_ffn_width(gguf, key, widths.pop(), parts)
     return _ffn_width(gguf, f"{arch}.feed_forward_length", n_layer, parts)
 
 
@@ -261,7 +268,7 @@ def _ffn_width(gguf: GgufFile, key: str, n_layer: int, parts: int = 1) -> int:
 
 def _check_ffn_width(gguf: GgufFile, key: str, value: int, parts: int) -> int:
     n_ff = value // parts
-    if n_ff == 0 or n_ff % 32:
+    if n_ff <= 0 or n_ff % 32:
         of_one = f" for each of {parts} experts" if parts > 1 else ""
         raise unsupported(gguf, key, value, f"a multiple of 32{of_one} is needed")
     return n_ff

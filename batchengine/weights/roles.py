@@ -136,11 +136,11 @@ class SharedRoles(Generic[M]):
 @dataclass(frozen=True)
 class MoeRoles(Generic[M, V]):
     """The tensors of a MoeSpec by role; gate, up and down are banks, and so are their biases: a
-    value for each row of each expert. There is no gate where the activation has none.
-    choice_bias: what is added to what experts are chosen by;
-    scales: of the output of each expert. selector_norm: of the row that the selector reads, unless
-    it is the one that experts read; post_norm: of the sum of experts. latent_down, latent_up: what
-    projects the row that experts read, and what projects their sum back, if they have these."""
+    value for each row of each expert. There is no gate where the activation has none. choice_bias:
+    what is added to what experts are chosen by; scales: of the output of each expert.
+    selector_norm: of the row that the selector reads, unless it is the one that experts read;
+    post_norm: of the sum of experts. latent_down, latent_up: what projects the row that experts
+    read, and what projects their sum back, if they have these."""
 
     norm: V
     selector: M

@@ -44,7 +44,8 @@ class LayerSpec:
     has one.
 
     Both are added to the residual stream. Options of a kind are fields of its class; further kinds
-    are further classes for these fields. block, ffn_block: the blocks of the file that have them.
+    are further classes for these fields. block, ffn_block: the blocks of the file that have
+    them; -1 = none has.
     """
 
     mixer: MixerSpec

@@ -505,6 +505,13 @@ def _plan_gated_qkv(
     return [q, k, v], [None, *biases], gate
 
 
+def _whole(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without dimensions of 1 at its end, which llama-quantize leaves out."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
+
+
 class _Finder:
     """Looks tensors up by name, checks them, and remembers which ones had a role."""
 
@@ -610,7 +617,7 @@ class _Finder:
         info = self.gguf.tensors.get(name)
         if info is None:
             raise errors.TENSOR_MISSING(file=self.gguf.path.name, tensor=name, shape=list(shape))
-        if info.shape != shape:
+        if _whole(info.shape) != _whole(shape):
             raise errors.TENSOR_WRONG_SHAPE(
                 tensor=name, file=self.gguf.path.name, shape=list(info.shape), wanted=list(shape)
             )

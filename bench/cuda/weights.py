@@ -69,10 +69,12 @@ class RandomMatrices:
 
 
 def random_model(shape: Shape, pool: kernels.Pool) -> Model:
-    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts and recurrent
-    layers if the shape has them."""
+    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts and delta
+    networks if the shape has them. ValueError for other recurrent layers."""
     matrices, rng = RandomMatrices(pool), np.random.default_rng(12)
     architecture = ARCHITECTURES[shape.arch]
+    if architecture.recurrent not in ("none", "delta"):
+        raise ValueError(f"no random layers of {architecture.recurrent}")
     attention = AttentionSpec(
         n_head=shape.n_head,
         n_kv_head=shape.n_kv_head,

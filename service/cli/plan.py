@@ -126,7 +126,7 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         "name": spec.name or path.stem,
         "arch": spec.arch,
         "quantisation": spec.quantisation,
-        "layers": spec.n_layer,
+        "layers": spec.n_block,
         "parameters": parameters,
         "parameters_used": parameters - unused,  # by one token
         "experts": experts.n_expert if experts else 0,

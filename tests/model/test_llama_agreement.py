@@ -420,6 +420,10 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
 
 
 # Files of llama-quantize: the number of the type, and the types of tensors that it chooses.
+DENSE = replace(QWEN3, base="f32", n_ff=608, n_layer=8, n_head=8)
+HYBRID = replace(
+    GRANITE_HYBRID, base="f32", n_expert=0, n_used=0, n_ff_shared=0, n_layer=8, pattern=2 * "MM*M"
+)
 QUANTISED_FILES = {
     "IQ4_XS": (30, {"IQ4_XS", "IQ4_NL", "Q5_K", "Q5_1", "Q6_K"}),
     "Q3_K_S": (11, {"Q3_K", "Q4_0", "Q6_K"}),
@@ -428,14 +432,19 @@ QUANTISED_FILES = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTISED_FILES)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [*((name, DENSE) for name in QUANTISED_FILES), ("Q4_K_M", HYBRID)],
+    ids=[*QUANTISED_FILES, "hybrid"],
+)
 def test_logits_agree_on_a_file_of_llama_quantize(
-    name: str, tmp_path: Path, cache_dir: Path
+    name: str, shape: Shape, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """Blocks that a quantiser wrote, in rows of 608, which are no whole superblocks, too."""
+    """Blocks that a quantiser wrote, in rows of 608, which are no whole superblocks, too; and of a
+    model with one group of Mamba-2, where it leaves out a dimension."""
     path, floats = tmp_path / "model.gguf", tmp_path / "floats.gguf"
     file_type, types = QUANTISED_FILES[name]
-    write_synthetic(floats, replace(QWEN3, base="f32", n_ff=608, n_layer=8, n_head=8))
+    write_synthetic(floats, shape)
     quantise(floats, path, file_type)
     with GgufFile(path) as file:
         assert {info.type.name for info in file.tensors.values()} == types | {"F32"}

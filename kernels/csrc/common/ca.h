@@ -700,14 +700,14 @@ CA_FN float fold_chains(float* chain, int n) {
 }
 
 // The product of one column of a state, whose values are `stride` apart, and a key or query.
-CA_FN float column_product(const float* s, int stride, const float* x, int head_dim) {
+CA_FN float column_product(const float* s, int stride, const float* x, int key_dim) {
     float chain[256 / CHAIN];
-    for (int c = 0; c < head_dim / CHAIN; c++) {
+    for (int c = 0; c < key_dim / CHAIN; c++) {
         chain[c] = 0.0f;
         for (int i = c * CHAIN; i < (c + 1) * CHAIN; i++)
             chain[c] = fma_rn(x[i], s[i * stride], chain[c]);
     }
-    return fold_chains(chain, head_dim / CHAIN);
+    return fold_chains(chain, key_dim / CHAIN);
 }
 
 // What a column of the state learns, u being its product with the key before the token.
@@ -720,8 +720,8 @@ CA_FN float state_value(float s, float decay, float k, float delta) {
 }
 
 // The factor of the products with the query.
-CA_FN float state_scale(int head_dim) {
-    return div_rn(1.0f, sqrt_rn(static_cast<float>(head_dim)));
+CA_FN float state_scale(int key_dim) {
+    return div_rn(1.0f, sqrt_rn(static_cast<float>(key_dim)));
 }
 
 // One output: the norm of a head's outputs (rule 3), then the gate.

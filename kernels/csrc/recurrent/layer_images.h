@@ -17,10 +17,10 @@ alignas(CACHE_LINE) inline constexpr float ZEROS[STATE_HEAD_DIM_MAX] = {};
 struct LayerImages {
     LayerImages(const Batch& batch, size_t entry, const StateShape& shape_, size_t layer)
         : shape(shape_) {
-        const uint64_t skip = layer * shape.layer_bytes();
+        const uint64_t offset = layer * shape.layer_bytes();
         if (batch.state_reads[entry] != 0)
-            from = reinterpret_cast<const float*>(batch.state_reads[entry] + skip);
-        to = reinterpret_cast<float*>(batch.state_writes[entry] + skip);
+            from = reinterpret_cast<const float*>(batch.state_reads[entry] + offset);
+        to = reinterpret_cast<float*>(batch.state_writes[entry] + offset);
     }
     // The oldest input of a channel's convolution before the step, the others being `before_stride` apart.
     const float* before(size_t channel) const {
@@ -77,7 +77,7 @@ inline StateHead state_head(const Rows& projected, const BatchEntry& entry, cons
     static thread_local Buffer<float> scratch;
     const StateShape& shape = images.shape;
     if (scratch.size() < shape.head_values()) scratch = Buffer<float>(shape.head_values());
-    const size_t skip = head * shape.head_values(), column = head * shape.head_dim;
+    const size_t first = head * shape.head_values(), column = head * shape.head_dim;
     const float* const row = in.row(entry.first_token);
     return {.q = row + shape.query_channel(head),
             .k = row + shape.key_channel(head),
@@ -85,9 +85,9 @@ inline StateHead state_head(const Rows& projected, const BatchEntry& entry, cons
             .stride = in.stride,
             .z = projected.row(entry.first_token) + shape.channels() + column,
             .z_stride = projected.stride,
-            .from = images.from ? images.from + skip : ZEROS,
+            .from = images.from ? images.from + first : ZEROS,
             .from_stride = images.from ? shape.head_dim : 0,
-            .to = images.to + skip,
+            .to = images.to + first,
             .key_dim = shape.key_dim,
             .head_dim = shape.head_dim,
             .tokens = entry.n_tokens,
@@ -98,7 +98,7 @@ inline StateHead state_head(const Rows& projected, const BatchEntry& entry, cons
             .factor = factors + entry.n_tokens,
             .norm = nullptr,
             .eps = 0.0f,
-            .skip = 0.0f};
+            .direct = 0.0f};
 }
 
 // Memory of a thread for `state_head`'s factors.

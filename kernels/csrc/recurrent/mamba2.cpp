@@ -6,8 +6,6 @@
 namespace batchengine {
 namespace {
 
-constexpr size_t RUN = 128;  // channels that are convolved together
-
 // Runs head `head` of one entry.
 void recur_head(const Rows& projected, const BatchEntry& entry, const LayerImages& images,
                 const Mamba2Params& params, size_t head, const Convolved& in, Rows& out) {
@@ -21,7 +19,7 @@ void recur_head(const Rows& projected, const BatchEntry& entry, const LayerImage
         factors[entry.n_tokens + t] = ca::step_size(dt, bias);
     }
     StateHead job = state_head(projected, entry, images, head, in, factors, out);
-    job.skip = params.d->data[head];
+    job.direct = params.d->data[head];
     mixer_kernels().recur_mamba2(job);
 }
 
@@ -43,13 +41,13 @@ void norm_groups(Pool& pool, const StateShape& shape, const Mamba2Params& params
 void mamba2(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
             size_t layer, const Mamba2Params& params, Rows& out) {
     static thread_local Buffer<float> memory;
-    const size_t channels = shape.channels(), runs = div_up(channels, RUN);
+    const size_t channels = shape.channels(), runs = div_up(channels, CONV_RUN);
     const Convolved rows(memory, batch.tokens_max, channels);
     for_each(pool, batch.n_entries * runs, false, [&](size_t i) {
         const LayerImages images(batch, i / runs, shape, layer);
-        const size_t first = i % runs * RUN;
+        const size_t first = i % runs * CONV_RUN;
         convolve_channels(projected, batch.entries[i / runs], images, first,
-                          std::min(RUN, channels - first), *params.conv, params.conv_bias, false, 0.0f,
+                          std::min(CONV_RUN, channels - first), *params.conv, params.conv_bias, false, 0.0f,
                           rows);
     });
     for_each(pool, batch.n_entries * shape.n_v_head, false, [&](size_t i) {

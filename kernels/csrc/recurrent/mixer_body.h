@@ -173,7 +173,7 @@ SIMD_FN void sweep(const Block& block, float decay, const V16 (&delta)[n], const
 template <int n, bool IS_DELTA>
 void recur_block(const StateHead& head, size_t j) {
     const size_t chains = head.key_dim / ca::CHAIN;
-    const V16 scale = vset(ca::state_scale(static_cast<int>(head.key_dim))), skip = vset(head.skip);
+    const V16 scale = vset(ca::state_scale(static_cast<int>(head.key_dim))), direct = vset(head.direct);
     Block block{head.from + (head.from_stride ? j : 0), head.from_stride, head.scratch, 16 * n};
     Chains<n> u, o;
     if constexpr (IS_DELTA) multiply<n>(block, head.k, chains, u);
@@ -199,7 +199,7 @@ void recur_block(const StateHead& head, size_t j) {
         float* const out = head.out + t * head.out_stride + j;
         repeat<n>(EACH(v) {
             const V16 sum = o.sum[0][v];
-            vstore(out + 16 * v, IS_DELTA ? sum * scale : vfma(skip, vload(values + 16 * v), sum));
+            vstore(out + 16 * v, IS_DELTA ? sum * scale : vfma(direct, vload(values + 16 * v), sum));
         });
     }
 }

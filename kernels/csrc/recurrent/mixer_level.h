@@ -11,6 +11,8 @@
 
 namespace batchengine {
 
+constexpr size_t CONV_RUN = 128;  // channels that are convolved together, where they have no heads
+
 // The convolution of n channels, at most STATE_HEAD_DIM_MAX, and silu; for a head of q or k of a delta
 // network the L2 norm.
 struct ConvRun {
@@ -60,7 +62,7 @@ struct StateHead {
     const float* factor;  // one per token: beta of a delta network, the step size of Mamba-2
     const float* norm;    // of delta networks
     float eps;
-    float skip;  // of Mamba-2: D of the head
+    float direct;  // of Mamba-2: D of the head
 };
 
 // A short convolution of n channels, at most STATE_HEAD_DIM_MAX, of the products b * x, times c.

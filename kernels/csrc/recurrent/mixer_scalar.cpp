@@ -71,7 +71,7 @@ void recur_mamba2(const StateHead& head) {
         float input[STATE_HEAD_DIM_MAX];
         for (size_t j = 0; j < n; j++) input[j] = ca::mul_rn(x[j], head.factor[t]);
         change_state(head, from, stride, t, input, o);
-        for (size_t j = 0; j < n; j++) o[j] = ca::gated_state(o[j], head.skip, x[j], z[j]);
+        for (size_t j = 0; j < n; j++) o[j] = ca::gated_state(o[j], head.direct, x[j], z[j]);
         from = head.to;
         stride = static_cast<int>(n);
     }

@@ -6,12 +6,11 @@ namespace batchengine {
 
 void short_conv(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
                 size_t layer, const Vector& conv, Rows& out) {
-    constexpr size_t RUN = 128;  // channels that are convolved together
-    const size_t width = shape.value_width(), runs = div_up(width, RUN);
+    const size_t width = shape.value_width(), runs = div_up(width, CONV_RUN);
     for_each(pool, batch.n_entries * runs, batch.n_tokens * width <= VALUES_ALONE, [&](size_t i) {
         const BatchEntry& entry = batch.entries[i / runs];
         const LayerImages images(batch, i / runs, shape, layer);
-        const size_t channel = i % runs * RUN;
+        const size_t channel = i % runs * CONV_RUN;
         const float* const b = projected.row(entry.first_token) + channel;
         mixer_kernels().convolve_gated({.b = b,
                                         .c = b + width,
@@ -21,7 +20,7 @@ void short_conv(Pool& pool, const Rows& projected, const Batch& batch, const Sta
                                         .before_stride = images.before_stride(),
                                         .weights = conv.data.data() + channel * shape.conv_kernel,
                                         .conv_kernel = shape.conv_kernel,
-                                        .n = std::min(RUN, width - channel),
+                                        .n = std::min(CONV_RUN, width - channel),
                                         .tokens = entry.n_tokens,
                                         .after = images.after(channel),
                                         .after_stride = width,

@@ -226,9 +226,9 @@ def _with_calls(
     messages = [dict(message) for message in given]
     if text.markup.writes == "channel":
         messages = _one_call_each(messages, has_call=has_call)
-    if text.markup.name == "lfm":  # whose templates have another name for reasoning
+    if key := text.markup.reasoning_key:
         messages = [
-            one | {"thinking": one["reasoning_content"]} if one.get("reasoning_content") else one
+            one | {key: one["reasoning_content"]} if one.get("reasoning_content") else one
             for one in messages
         ]
     if text.markup.writes == "fields":

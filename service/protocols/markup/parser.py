@@ -235,13 +235,13 @@ class MarkupParser(AnswerReader):
             prefix = reader.take()
 
     def _listed(self, marker: str) -> Reading[None]:
-        """[{...}, {...}] or NAME[CALL_ID]id[ARGS]{...}."""
+        """[{...}, {...}], of which brackets may be missing, or NAME[CALL_ID]id[ARGS]{...}."""
         reader = self._reader
         reader.keep()
+        yield from reader.space()
+        is_list = yield from reader.has("[")
         following = yield from reader.space()
-        if following == "[":
-            reader.take()
-            following = yield from reader.space()
+        if is_list or following == "{":
             prefix = marker + reader.kept()
             if following != "{":
                 self._no_call(prefix)
@@ -250,7 +250,7 @@ class MarkupParser(AnswerReader):
                 if (yield from reader.space()) == ",":
                     reader.take()
                 following = yield from reader.space()
-            if not prefix and (yield from reader.has("]")):
+            if not prefix:
                 yield from self._list_end()
             return
         name = yield from _listed_head(reader)
@@ -296,15 +296,19 @@ class MarkupParser(AnswerReader):
 
     def _python(self, marker: str = "") -> Reading[None]:
         """[NAME(KEY=VALUE, ...), {"name": NAME, "arguments": {...}}, ...] and what ends it, white
-        space between or not; brackets may be missing. Without a marker, only calls of Python."""
-        reader, end, prefix = self._reader, self._markup.end, marker
+        space between or not; brackets and commas may be missing. Without a marker, only calls of
+        Python, with commas."""
+        reader, prefix, is_first = self._reader, marker, True
         names, keys = (_NAME, PYTHON_KEY) if marker else (PYTHON_NAME, PYTHON_NAME)
-        arguments = PythonArguments(reader, self._arguments, keys, end)
+        arguments = PythonArguments(reader, self._arguments, keys, self._markup.end)
         reader.keep()
         yield from reader.space()
         yield from reader.has("[")
         while True:
-            if (yield from reader.space()) == "{" and marker:
+            following = yield from reader.space()
+            if following == "]" and not is_first:
+                return (yield from self._list_end())
+            if following == "{" and marker:
                 if not (yield from self._object(prefix + reader.kept())):
                     return
             else:
@@ -315,22 +319,28 @@ class MarkupParser(AnswerReader):
                 self._start(name)
                 yield from arguments.rest(key)
                 self._calls += 1
-            prefix = ""
+            prefix, is_first = "", False
             reader.keep()
             yield from reader.space()
-            if (yield from reader.has("]")):
+            has_comma = (yield from reader.has(",")) or (marker and (yield from reader.has(";")))
+            if not has_comma and (yield from reader.peek()) == "]":
                 return (yield from self._list_end())
-            if end and (yield from reader.has(end)):
-                return
-            if not (yield from reader.has(",")):
+            if not has_comma and not marker:
                 break
-        (self._no_call if marker else self._text)(prefix + reader.kept())
+        (self._no_call if marker and is_first else self._text)(prefix + reader.kept())
+        if not is_first and self._markup.end:
+            yield from self._list_end()
 
     def _list_end(self) -> Reading[None]:
-        """Takes what stands behind a list of calls, if it is there."""
-        self._held += (yield from self._reader.kept_space())[0]
-        if self._markup.end and (yield from self._reader.has(self._markup.end)):
-            self._held = ""
+        """Takes the bracket behind a list of calls, if it is there, and the mark of their end. What
+        stands in front of that, up to further calls, is text."""
+        reader, end = self._reader, self._markup.end
+        yield from reader.has("]")
+        self._held += (yield from reader.kept_space())[0]
+        if end:
+            yield from reader.until((end, *self._markup.forms), self._text, takes=False)
+            if (yield from reader.has(end)):
+                self._held = ""
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.

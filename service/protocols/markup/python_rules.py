@@ -2,13 +2,14 @@
 
 Keys stand in the order of the schema. Texts stand as the templates write them, constants are
 Python's; lists and objects, and what has more than one type or a schema that says more than its
-type, are JSON, which the parser reads too. So nothing that a schema says is lost.
+type, are JSON, which the parser reads too. A call of a tool whose schema says more of all its
+arguments is none of these rules. So nothing that a schema says is lost.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from service.protocols.markup.python_calls import PYTHON_KEY
@@ -17,10 +18,18 @@ from service.protocols.markup.values import NAME_CHARS_MAX
 
 _NAME = re.compile(r"[\w.:/-]+")
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
+_OF_ARGUMENTS = frozenset(
+    (
+        *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+        *("title", "description", "default", "examples", "$schema", "$comment", "deprecated"),
+    )
+)
+_SHARED = ("#/$defs/", "#/definitions/")
 
 
 def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
-    """A call; "" where the parser would not read the name of the tool or of a parameter."""
+    """A call; "" where the parser would not read the name of the tool or of a parameter, and where
+    the schema says what these rules do not."""
     schema, name = schema_of(tool), tool["function"]["name"]
     listed: object = schema.get("properties")
     fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
@@ -30,6 +39,10 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         return ""  # any arguments
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
+    if not _OF_ARGUMENTS.issuperset(schema) or not all(map(_is_shared, _references(fields))):
+        return ""
+    if any(not isinstance(key, str) or fields.get(key, False) is False for key in needed):
+        return ""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     keywords = [
         (
@@ -43,6 +56,24 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         if given is not False
     ]
     return f"{literal(f'{name}(')} {_arguments(rules, number, keywords)} {literal(')')}"
+
+
+def _references(schema: object) -> Iterator[object]:
+    """What the parts of a schema refer to."""
+    parts = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict):
+            found = cast("dict[str, object]", part)
+            yield from (found[key] for key in ("$ref", "$dynamicRef") if key in found)
+            parts += found.values()
+        elif isinstance(part, list):
+            parts += cast("list[object]", part)
+
+
+def _is_shared(reference: object) -> bool:
+    """Whether a schema of one argument may refer to it."""
+    return isinstance(reference, str) and reference.startswith(_SHARED)
 
 
 def _is_key(key: str) -> bool:

@@ -31,6 +31,7 @@ from batchengine.weights import (
 from bench.models.local_runner import LocalRunner, LocalSequence
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from tests.hostile.rewrite import edited
+from tests.kernels.binary32 import fma
 
 F32 = Kind.F32
 GRANITE, NEMOTRON, LFM2 = "granitehybrid-tiny", "nemotron_h_moe-tiny", "lfm2moe-tiny"
@@ -113,20 +114,41 @@ def test_scales_of_granite(tmp_path: Path) -> None:
     assert without.attention.scale == pytest.approx(32**-0.5)
 
 
-def test_a_residual_scale_of_one_changes_no_bit(tmp_path: Path, cache_dir: Path) -> None:
-    """It is another order of calls: what a part adds is computed apart, and added then."""
-    found = set[bytes]()
-    for scale in (1.0, float(np.nextafter(np.float32(1.0), np.float32(2.0)))):
-        shape = replace(PRESETS["granite-tiny"], scales=(12.0, scale, 8.0, 0.0625), base="f32")
-        path = written(shape, tmp_path)
+def test_what_parts_add_is_scaled_and_added_by_one_operation(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    """Rule 8, with the shared expert in what the second part adds: h = fma(+0 + y, c, h)."""
+    shape = replace(PRESETS["granitemoe-tiny"], n_ff_shared=64)
+    n, scale, entries = 5, np.float32(0.22), [(LocalSequence(), TOKENS[:5])]
+    with LocalRunner(written(shape, tmp_path), cache_dir=cache_dir) as runner:
+        stepper, ops = runner.stepper, runner.stepper.ops
+        runner.set_step(entries, ())
+        stepper.embed()
+        layer, hidden, normed = stepper._layers[0], stepper.hidden, stepper._normed
+        layer.mixer.mix(stepper.batch, hidden, normed, None, is_quantised=True)
+        own, branch = ops.make_rows(n, 96), ops.make_rows(n, 96)
+        ops.take_rows(hidden, np.arange(n, dtype=np.int32), own)
+        layer.finish(n, hidden, normed, None)
+        ops.zero_rows(n, branch)
+        layer.mixer.add_output(n, branch)
+        middle = fma(branch.view(n), np.full((n, 96), scale), own.view(n))
+        ops.scaled_add(branch, float(scale), n, own)
+        assert np.array_equal(own.view(n), middle)
+        ops.zero_rows(n, branch)
+        assert layer.ffn is not None
+        layer.ffn.add(own, n, normed, branch)
+        assert np.abs(branch.view(n)).min(1).max() > 0
+        assert np.array_equal(hidden.view(n), fma(branch.view(n), np.full((n, 96), scale), middle))
 
-        def no_part(_: Any, tensors: dict[str, Any]) -> None:
-            for name, (data, _) in tensors.items():
-                if name.endswith(("attn_output.weight", "ffn_down.weight")):
-                    data[:] = 0.0
 
-        found.add(logits_of(edited(path, no_part), cache_dir))
-    assert len(found) == 1
+def test_logits_are_scaled(tmp_path: Path, cache_dir: Path) -> None:
+    logits = list[np.ndarray[Any, np.dtype[np.float32]]]()
+    for scale in (1.0, 8.0, 6.0):
+        shape = replace(PRESETS["granite-tiny"], scales=(12.0, 0.22, scale, 0.0625))
+        with LocalRunner(written(shape, tmp_path), cache_dir=cache_dir) as runner:
+            logits.append(runner.prefill(LocalSequence(), TOKENS).copy())
+    assert np.array_equal(logits[1], logits[0] * np.float32(0.125))
+    assert np.array_equal(logits[2], logits[0] * (np.float32(1) / np.float32(6)))
 
 
 @pytest.mark.parametrize("is_rotated", [True, False, None])
@@ -158,6 +180,31 @@ def test_nemotron_may_have_the_other_key_of_eps(tmp_path: Path) -> None:
         values["nemotron_h_moe.attention.layer_norm_epsilon"] = 1e-5, [T.FLOAT32]
 
     assert spec_of(edited(written(NEMOTRON, tmp_path), edit)).eps == pytest.approx(1e-5)
+
+
+def test_the_width_of_experts_may_be_that_of_all_that_a_token_uses(tmp_path: Path) -> None:
+    """In files of Nemotron without a key for experts."""
+
+    def edit(values: dict[str, Any], _: object) -> None:
+        del values["nemotron_h_moe.expert_feed_forward_length"]
+        widths = [0, 192, 0, 0, 192, 0, 192]
+        values["nemotron_h_moe.feed_forward_length"] = widths, [T.ARRAY, T.INT32]
+
+    path = written(NEMOTRON, tmp_path)
+    assert spec_of(edited(path, edit)).experts == spec_of(path).experts
+
+
+def test_dimensions_of_one_may_be_left_out(tmp_path: Path, cache_dir: Path) -> None:
+    """As in files of llama-quantize: the norm of one group is a vector there."""
+    path = written(replace(PRESETS[GRANITE], n_k_head=1), tmp_path)
+
+    def flatten(_: object, tensors: dict[str, Any]) -> None:
+        for name, (data, kind) in tensors.items():
+            if name.endswith("ssm_norm.weight"):
+                assert data.shape == (1, 192)
+                tensors[name] = data[0], kind
+
+    assert logits_of(edited(path, flatten), cache_dir) == logits_of(path, cache_dir)
 
 
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
@@ -197,7 +244,7 @@ KEYS: tuple[tuple[str, str, Any, list[Any], str, str], ...] = (
     (NEMOTRON, "feed_forward_length", [64, 0, 0, 0, 0, 0, 0], COUNTS, "BE1323", "block 0"),
     (NEMOTRON, "feed_forward_length", [0, 64, 64, 0, 0, 0, 0], COUNTS, "BE1323", "block 2"),
     (NEMOTRON, "feed_forward_length", [0, 48, 0, 0, 0, 0, 0], COUNTS, "BE1323", "of 32"),
-    (NEMOTRON, "expert_shared_count", 2, U32, "BE1323", "one expert that every token uses"),
+    (NEMOTRON, "moe_latent_size", -32, [T.INT32], "BE1323", "of 32"),
     (NEMOTRON, "moe_latent_size", 40, U32, "BE1323", "of 32"),
     (LFM2, "moe_latent_size", 32, U32, "BE1323", "are not supported here"),
     (GRANITE, "residual_scale", 1e9, [T.FLOAT32], "BE1322", "outside"),

@@ -264,14 +264,32 @@ def test_what_a_schema_does_not_allow(call: str) -> None:
     assert not allows(forced(MARKUPS["lfm"], TYPED), listed(call))
 
 
+def of_schema(b: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A tool with two integers, and what more a schema says of all arguments."""
+    fields = {"a": {"type": "integer"}, "b": b or {"type": "integer"}}
+    schema = {"type": "object", "properties": fields, "additionalProperties": False, **more}
+    return {"function": {"name": "f", "parameters": schema}}
+
+
+def test_what_schemas_say_of_all_arguments_is_kept() -> None:
+    rules = forced(MARKUPS["lfm"], of_schema(minProperties=1))
+    assert not allows(rules, listed("f()"))
+    assert not allows(rules, listed('{"name": "f", "arguments": {}}'))
+    either = forced(MARKUPS["lfm"], of_schema(anyOf=[{"required": ["b"]}, {"required": ["a"]}]))
+    assert not allows(either, listed('{"name": "f", "arguments": {}}'))
+
+
 @pytest.mark.parametrize(
     ("given", "arguments"),
     [
         (tool("f g"), {}),
         (tool("f", a=True, **{"a=b": {"type": "string"}}), {"a=b": "x"}),
         ({"function": {"name": "f", "parameters": {"type": "object"}}}, {"k": 1}),
+        (of_schema(minProperties=1), {"a": 1}),
+        (of_schema(anyOf=[{"required": ["b"]}, {"required": ["a"]}]), {"a": 1}),
+        (of_schema(b={"$ref": "#/properties/a"}), {"a": 1, "b": 2}),
     ],
-    ids=["name", "parameter", "any fields"],
+    ids=["name", "parameter", "any fields", "number of fields", "either", "reference"],
 )
 def test_calls_that_python_cannot_write_are_json(
     given: dict[str, Any], arguments: dict[str, Any]
@@ -328,6 +346,12 @@ ANSWERS: list[tuple[str, tuple[str, str, list[tuple[str, object]]]]] = [
         ("", "", [("f", {"a": 1, "b": -2.5}), ("g", {})]),
     ),
     (f"{BEGIN}f(a='x'){END}", ("", "", [("f", {"a": "x"})])),
+    # lists that are slightly wrong
+    (f"{BEGIN}[f(), ]{END}!", ("", "!", [("f", {})])),
+    (f"{BEGIN}[f(a=1)]]{END}!", ("", "]!", [("f", {"a": 1})])),
+    (f"{BEGIN}f(a=1)\nf(a=2);g(){END}!", ("", "!", [("f", {"a": 1}), ("f", {"a": 2}), ("g", {})])),
+    (f"{BEGIN}[f(a=1), x] y{END}!", ("", ", x y!", [("f", {"a": 1})])),
+    (f"{BEGIN}[f(a=1)] {BEGIN}[g()]{END}", ("", "", [("f", {"a": 1}), ("g", {})])),
     (listed(r"f(a='\\x', b='C:\')"), ("", "", [("f", {"a": r"\x", "b": "C:\\"})])),
     # what is none
     (listed("f('x')"), ("", listed("f('x')"), [])),
