@@ -137,6 +137,8 @@ class MarkupParser(AnswerReader):
         )
 
     def _start(self, name: str) -> None:
+        """Begins a call, whose head is what was kept."""
+        self._reader.kept()
         self._add(CallStart(self._calls, name))
         self._held, self._shown, self._has_calls = "", False, True
 
@@ -194,7 +196,6 @@ class MarkupParser(AnswerReader):
         if not has_any and not (name and (yield from reader.has(self._markup.closing))):
             self._no_call(marker + reader.kept())
             return
-        reader.kept()
         self._start(name)
         if has_any:
             yield from self._values(name).pairs()
@@ -212,7 +213,6 @@ class MarkupParser(AnswerReader):
         if not name or (yield from reader.space()) != "{":
             self._no_call(marker + reader.kept())
             return
-        reader.kept()
         self._start(name)
         yield from self._values(name).fields()
         yield from reader.space()
@@ -224,13 +224,10 @@ class MarkupParser(AnswerReader):
         reader = self._reader
         while True:
             space, following = yield from reader.kept_space()
-            prefix += space
-            if following != "{" or not (yield from self._object(prefix, strict)):
-                if following != "{":
-                    self._no_call(prefix)
-                return
-            prefix = ""
-            if (yield from reader.space()) != ";":
+            if following != "{":
+                return self._no_call(prefix + space)
+            is_call = yield from self._object(prefix + space, strict)
+            if not is_call or (yield from reader.space()) != ";":
                 return
             prefix = reader.take()
 
@@ -275,7 +272,6 @@ class MarkupParser(AnswerReader):
             name = yield from _named_head(reader)
             if not name or (yield from reader.space()) != "{":
                 break
-            reader.kept()
             marker = ""
             self._start(name)
             yield from reader.json_value(self._arguments)
@@ -315,7 +311,6 @@ class MarkupParser(AnswerReader):
                 name, key = yield from arguments.head(names)
                 if key is None:
                     break
-                reader.kept()
                 self._start(name)
                 yield from arguments.rest(key)
                 self._calls += 1
@@ -323,9 +318,7 @@ class MarkupParser(AnswerReader):
             reader.keep()
             yield from reader.space()
             has_comma = (yield from reader.has(",")) or (marker and (yield from reader.has(";")))
-            if not has_comma and (yield from reader.peek()) == "]":
-                return (yield from self._list_end())
-            if not has_comma and not marker:
+            if not has_comma and not marker and (yield from reader.peek()) != "]":
                 break
         (self._no_call if marker and is_first else self._text)(prefix + reader.kept())
         if not is_first and self._markup.end:
@@ -373,7 +366,6 @@ class MarkupParser(AnswerReader):
                 reader.take()
                 nested = True
             elif key in _ARGUMENT_KEYS and name and not started and following == "{":
-                reader.kept()
                 self._start(name)
                 started = True
                 if not (yield from reader.json_value(self._arguments)):
@@ -389,7 +381,6 @@ class MarkupParser(AnswerReader):
         else:
             reader.take()
             if name and not started and (arguments or not strict):
-                reader.kept()
                 self._start(name)
                 started = True
                 self._arguments(_as_object(arguments))
@@ -409,7 +400,6 @@ class MarkupParser(AnswerReader):
             self._no_call(marker + reader.kept())
             return
         if (yield from reader.space()) == "{":
-            reader.kept()
             self._start(name)
             yield from reader.json_value(self._arguments)
         else:
@@ -417,7 +407,6 @@ class MarkupParser(AnswerReader):
             if self._is_cut and not has_any:
                 self._hides = True
                 return
-            reader.kept()
             self._start(name)
             yield from self._values(name).parameters(has_any, tags)
         yield from reader.space()
