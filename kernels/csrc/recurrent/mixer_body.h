@@ -138,9 +138,9 @@ SIMD_FN void multiply(const Block& block, const float* key, size_t chains, Chain
     out.fold(chains);
 }
 
-// One token: the state changes by `delta`, `outputs` becomes its product with the query and `next`, if
-// HAS_NEXT, that with the next key. After the last token of an entry, rows bypass the caches.
-template <int n, bool IS_LAST, bool HAS_NEXT>
+// One token: the state changes by `delta`, `outputs` becomes its product with the query and `next`, but
+// after the last token of the entry, that with the next key. Then rows bypass the caches.
+template <int n, bool IS_LAST>
 SIMD_FN void sweep(const Block& block, float decay, const V16 (&delta)[n], const float* key,
                    const float* query, const float* next_key, size_t chains, Chains<n>& outputs,
                    Chains<n>& next) {
@@ -158,7 +158,7 @@ SIMD_FN void sweep(const Block& block, float decay, const V16 (&delta)[n], const
                 IS_LAST ? vstream(to + 16 * v, s[v]) : vstore(to + 16 * v, s[v]);
                 o[v] = vfma(q, s[v], o[v]);
             });
-            if constexpr (HAS_NEXT) {
+            if constexpr (!IS_LAST) {
                 const V16 k_next = vset(*next_key++);
                 repeat<n>(EACH(v) { u[v] = vfma(k_next, s[v], u[v]); });
             }
@@ -166,43 +166,114 @@ SIMD_FN void sweep(const Block& block, float decay, const V16 (&delta)[n], const
         repeat<n>(EACH(v) { outputs.sum[c][v] = o[v], next.sum[c][v] = u[v]; });
     }
     outputs.fold(chains);
-    if constexpr (HAS_NEXT) next.fold(chains);
+    if constexpr (!IS_LAST) next.fold(chains);
 }
 
-// All tokens for columns [j, j + 16 * n).
-template <int n, bool IS_DELTA>
-void recur_block(const StateHead& head, size_t j) {
-    const size_t chains = head.key_dim / ca::CHAIN;
-    const V16 scale = vset(ca::state_scale(static_cast<int>(head.key_dim))), direct = vset(head.direct);
-    Block block{head.from + (head.from_stride ? j : 0), head.from_stride, head.scratch, 16 * n};
-    Chains<n> u, o;
-    if constexpr (IS_DELTA) multiply<n>(block, head.k, chains, u);
-    for (size_t t = 0; t < head.tokens; t++) {
-        const size_t at = t * head.stride;
-        const float *const k = head.k + at, *const q = head.q + at, *const values = head.v + at + j;
-        const V16 g = vset(head.decay[t]), factor = vset(head.factor[t]);
-        V16 delta[n];
+// A delta network: all tokens for columns [j, j + 16 * n).
+struct DeltaBlocks {
+    static constexpr int LEAST = 2;
+
+    template <int n>
+    static void recur(const StateHead& head, size_t j) {
+        const size_t chains = head.key_dim / ca::CHAIN;
+        const V16 scale = vset(ca::state_scale(static_cast<int>(head.key_dim)));
+        Block block{head.from + (head.from_stride ? j : 0), head.from_stride, head.scratch, 16 * n};
+        Chains<n> u, o;
+        multiply<n>(block, head.k, chains, u);
+        for (size_t t = 0; t < head.tokens; t++) {
+            const size_t at = t * head.stride;
+            const float *const k = head.k + at, *const q = head.q + at;
+            const V16 g = vset(head.decay[t]), beta = vset(head.factor[t]);
+            V16 delta[n];
+            repeat<n>(EACH(v) {
+                delta[v] = (vload(head.v + at + j + 16 * v) - g * u.sum[0][v]) * beta;
+            });
+            if (t + 1 < head.tokens) {
+                sweep<n, false>(block, head.decay[t], delta, k, q, k + head.stride, chains, o, u);
+                block.from = block.to;
+                block.from_stride = block.to_stride;
+            } else {
+                block.to = head.to + j;
+                block.to_stride = head.head_dim;
+                sweep<n, true>(block, head.decay[t], delta, k, q, nullptr, chains, o, u);
+            }
+            float* const out = head.out + t * head.out_stride + j;
+            repeat<n>(EACH(v) { vstore(out + 16 * v, o.sum[0][v] * scale); });
+        }
+    }
+};
+
+// `count` tokens of Mamba-2 from token t on, of which none waits for a product with the state: a row is read
+// and written once for all of them. After the last token of an entry, rows bypass the caches.
+template <int n, int count, bool IS_LAST>
+SIMD_FN void sweep_together(const StateHead& head, const Block& block, size_t j, size_t t) {
+    const size_t at = t * head.stride, chains = head.key_dim / ca::CHAIN;
+    const float *row = block.from, *key = head.k + at, *query = head.q + at, *values = head.v + at + j;
+    float* to = block.to;
+    V16 g[count], delta[count][n];
+    Chains<n> outputs[count];
+    repeat<count>(EACH(m) {
+        g[m] = vset(head.decay[t + m]);
+        const V16 size = vset(head.factor[t + m]);
+        repeat<n>(EACH(v) { delta[m][v] = vload(values + m * head.stride + 16 * v) * size; });
+    });
+    for (size_t c = 0; c < chains; c++) {
+        V16 o[count][n];
+        repeat<count>(EACH(m) { repeat<n>(EACH(v) { o[m][v] = vzero(); }); });
+        for (int i = 0; i < ca::CHAIN; i++, key++, query++) {
+            V16 s[n];
+            repeat<n>(EACH(v) { s[v] = vload(row + 16 * v); });
+            repeat<count>(EACH(m) {
+                const V16 k = vset(key[m * head.stride]), q = vset(query[m * head.stride]);
+                repeat<n>(EACH(v) {
+                    s[v] = vfma(k, delta[m][v], g[m] * s[v]);
+                    o[m][v] = vfma(q, s[v], o[m][v]);
+                });
+            });
+            repeat<n>(EACH(v) { IS_LAST ? vstream(to + 16 * v, s[v]) : vstore(to + 16 * v, s[v]); });
+            row += block.from_stride;
+            to += block.to_stride;
+        }
+        repeat<count>(EACH(m) { repeat<n>(EACH(v) { outputs[m].sum[c][v] = o[m][v]; }); });
+    }
+    const V16 direct = vset(head.direct);
+    repeat<count>(EACH(m) {
+        outputs[m].fold(chains);
+        float* const out = head.out + (t + m) * head.out_stride + j;
         repeat<n>(EACH(v) {
-            delta[v] = vload(values + 16 * v);
-            if constexpr (IS_DELTA) delta[v] = delta[v] - g * u.sum[0][v];
-            delta[v] = delta[v] * factor;
+            const V16 value = vload(values + m * head.stride + 16 * v);
+            vstore(out + 16 * v, vfma(direct, value, outputs[m].sum[0][v]));
         });
-        if (t + 1 < head.tokens) {
-            sweep<n, false, IS_DELTA>(block, head.decay[t], delta, k, q, k + head.stride, chains, o, u);
+    });
+}
+
+// Mamba-2: all tokens for columns [j, j + 16 * n), `count` in a sweep, then the rest one by one.
+template <int count>
+struct Mamba2Blocks {
+    static constexpr int LEAST = 1;
+
+    template <int n>
+    static void recur(const StateHead& head, size_t j) {
+        Block block{head.from + (head.from_stride ? j : 0), head.from_stride, head.scratch, 16 * n};
+        size_t t = 0;
+        for (; t + count <= head.tokens; t += count) advance<n, count>(head, block, j, t);
+        for (; t < head.tokens; t++) advance<n, 1>(head, block, j, t);
+    }
+
+  private:
+    template <int n, int tokens>
+    static void advance(const StateHead& head, Block& block, size_t j, size_t t) {
+        if (t + tokens < head.tokens) {
+            sweep_together<n, tokens, false>(head, block, j, t);
             block.from = block.to;
             block.from_stride = block.to_stride;
         } else {
             block.to = head.to + j;
             block.to_stride = head.head_dim;
-            sweep<n, true, false>(block, head.decay[t], delta, k, q, nullptr, chains, o, u);
+            sweep_together<n, tokens, true>(head, block, j, t);
         }
-        float* const out = head.out + t * head.out_stride + j;
-        repeat<n>(EACH(v) {
-            const V16 sum = o.sum[0][v];
-            vstore(out + 16 * v, IS_DELTA ? sum * scale : vfma(direct, vload(values + 16 * v), sum));
-        });
     }
-}
+};
 
 // The norm of each token's outputs, and the gate.
 void norm_outputs(const StateHead& head) {
@@ -232,34 +303,37 @@ void gate_outputs(const StateHead& head) {
     }
 }
 
-// Vectors of a block: what keeps all sums in registers, and where there is no product with a next key,
-// longer runs of memory.
+// Vectors of a block, and tokens of Mamba-2 in a sweep: what keeps all sums in registers, and for entries of
+// one token longer runs of memory.
 #if defined(SIMD_AVX512)
-constexpr int WIDE = 4, WIDE_ALONE = 8;
+constexpr int WIDE = 4, WIDE_ALONE = 8, WIDE_TOGETHER = 2, TOGETHER = 4;
 #elif defined(__AVX2__)
-constexpr int WIDE = 2, WIDE_ALONE = 4;
+constexpr int WIDE = 2, WIDE_ALONE = 4, WIDE_TOGETHER = 2, TOGETHER = 2;
 #else
-constexpr int WIDE = 2, WIDE_ALONE = 2;
+constexpr int WIDE = 2, WIDE_ALONE = 2, WIDE_TOGETHER = 1, TOGETHER = 2;
 #endif
 
 // Columns from j on, in blocks of n vectors and the rest in smaller ones.
-template <int n, bool IS_DELTA>
+template <int n, class Blocks>
 void recur_blocks(const StateHead& head, size_t j = 0) {
-    for (; j + 16 * n <= head.head_dim; j += 16 * n) recur_block<n, IS_DELTA>(head, j);
-    if constexpr (n > (IS_DELTA ? 2 : 1)) recur_blocks<n / 2, IS_DELTA>(head, j);
+    for (; j + 16 * n <= head.head_dim; j += 16 * n) Blocks::template recur<n>(head, j);
+    if constexpr (n > Blocks::LEAST) recur_blocks<n / 2, Blocks>(head, j);
 }
 
 void recur_delta(const StateHead& head) {
     if (head.tokens == 1)
-        recur_blocks<WIDE_ALONE, true>(head);
+        recur_blocks<WIDE_ALONE, DeltaBlocks>(head);
     else
-        recur_blocks<WIDE, true>(head);
+        recur_blocks<WIDE, DeltaBlocks>(head);
     vstream_end();
     norm_outputs(head);
 }
 
 void recur_mamba2(const StateHead& head) {
-    recur_blocks<WIDE_ALONE, false>(head);
+    if (head.tokens < TOGETHER)
+        recur_blocks<WIDE_ALONE, Mamba2Blocks<1>>(head);
+    else
+        recur_blocks<WIDE_TOGETHER, Mamba2Blocks<TOGETHER>>(head);
     vstream_end();
     gate_outputs(head);
 }
