@@ -42,6 +42,7 @@ from service.protocols.markup.rules import (
     ANY,
     COMPACT,
     EXACT,
+    OF_ARGUMENTS,
     PATTERN,
     Rules,
     enforceable,
@@ -51,6 +52,9 @@ from service.protocols.markup.rules import (
     slashed,
 )
 from service.protocols.markup.values import is_tag_name
+
+# What no rule of a text between tags says.
+_OF_TEXTS = {"pattern", "minLength", "maxLength", "format"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,6 +363,8 @@ def _parameters(
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for keyword in sorted(schema.keys() - OF_ARGUMENTS):
+        rules.lose(keyword)
     close, is_token = rules.marker(end), rules.control_id(end) is not None
     body: list[str] = []
     for slot, (key, given) in enumerate(fields.items()):
@@ -375,6 +381,8 @@ def _parameters(
             made = rules.add(f"VALUE{number}", f"/{slashed(pattern)}/")
             made += f" {close}" if is_token else ""
         elif kind == "string":
+            for keyword in sorted(_OF_TEXTS & value.keys()):
+                rules.lose(keyword)
             made = rules.up_to(rule, end)
         else:
             made = rules.add(rule, json_rule(value | shared, EXACT, name)) + f" {close}"

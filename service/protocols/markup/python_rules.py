@@ -13,17 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from service.protocols.markup.python_calls import PYTHON_KEY
-from service.protocols.markup.rules import EXACT, Rules, json_rule, literal, schema_of
+from service.protocols.markup.rules import EXACT, OF_ARGUMENTS, Rules, json_rule, literal, schema_of
 from service.protocols.markup.values import NAME_CHARS_MAX
 
 _NAME = re.compile(r"[\w.:/-]+")
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
-_OF_ARGUMENTS = frozenset(
-    (
-        *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
-        *("title", "description", "default", "examples", "$schema", "$comment", "deprecated"),
-    )
-)
 _SHARED = ("#/$defs/", "#/definitions/")
 
 
@@ -39,7 +33,7 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         return ""  # any arguments
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
-    if not _OF_ARGUMENTS.issuperset(schema) or not all(map(_is_shared, _references(fields))):
+    if not OF_ARGUMENTS.issuperset(schema) or not all(map(_is_shared, _references(fields))):
         return ""
     if any(not isinstance(key, str) or fields.get(key, False) is False for key in needed):
         return ""

@@ -70,6 +70,15 @@ class Rules:
         self.add(f'// "{SCHEMA_LOST}"', json.dumps([keyword]))
 
 
+# What the rules of single arguments say of the schema of all of them, and what says nothing.
+OF_ARGUMENTS = frozenset(
+    (
+        *("type", "properties", "required", "additionalProperties", "$defs", "definitions"),
+        *("title", "description", "default", "examples", "$schema", "$comment", "deprecated"),
+    )
+)
+
+
 def schema_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object whatever it says."""
     given = tool["function"].get("parameters")

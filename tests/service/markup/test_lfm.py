@@ -7,6 +7,7 @@ import asyncio
 import datetime
 import json
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -505,3 +506,17 @@ def test_any_values_are_read_back(arguments: dict[str, Any], cuts: list[int]) ->
 def test_any_text_is_read_back_as_python_writes_it(value: str) -> None:
     parts = parts_of(listed(f"f(a={value!r}, b={json.dumps(value)})"), markup="lfm")
     assert summary(parts)[2] == [("f", {"a": value, "b": value})]
+
+
+@pytest.mark.parametrize("name", ["xml", "seed", "minimax", "glm", "glm_inline"])
+def test_what_other_markups_do_not_say_of_a_schema_is_noted(name: str) -> None:
+    """Their rules are those of single arguments; what all of them must be has no effect."""
+    given = of_schema(b={"type": "string", "minLength": 3}, minProperties=1)
+    made = forced(MARKUPS[name], given)
+    assert made is not None
+    assert isinstance(made.text, str)
+    lost = sorted(re.findall(r'"x-lost": \["(\w+)"\]', made.text))
+    assert lost == ["minLength", "minProperties"]
+    without = forced(MARKUPS[name], of_schema(b={"type": "string", "description": "x"}))
+    assert without is not None
+    assert '"x-lost"' not in str(without.text)
