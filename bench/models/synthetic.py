@@ -160,13 +160,11 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield from synthetic_hybrid.mixer(shape, p, matrix, vector)
         elif is_recurrent:
             yield from _delta_net(shape, p, matrix, vector)
-        elif not has_attention:
-            pass
         elif is_gemma4:
             yield from synthetic_gemma4.attention(shape, i, matrix, vector)
         elif shape.fused:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
-        else:
+        elif has_attention:
             for letter, rows in (("q", q * (1 + has_gate)), ("k", kv), ("v", kv)):
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         if has_attention:
