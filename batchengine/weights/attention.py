@@ -155,7 +155,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
 
 
 def _kv_heads(gguf: GgufFile, arch: str, n_head: int, n_layer: int) -> list[int]:
-    """KV heads of each layer; where a layer without is none with attention, those of another."""
+    """KV heads of each layer; a recurrent layer, which has none, gets as many as others have."""
     key, row = f"{arch}.attention.head_count_kv", ARCHITECTURES[arch]
     if row.recurrent in ("mamba2", "conv"):
         counts = each_layer(gguf, key, n_head, n_layer, least=0)
@@ -212,7 +212,7 @@ def _rotates(gguf: GgufFile, arch: str) -> bool:
 
 
 def _refuse_other_windows(gguf: GgufFile, arch: str) -> None:
-    """Raises for windows of an architecture in which all or none of the layers have one."""
+    """Raises for a window of a model with short convolutions: all its attention would have it."""
     key = f"{arch}.attention.sliding_window"
     if ARCHITECTURES[arch].recurrent == "conv" and (window := gguf.integer(key, 0)):
         raise unsupported(gguf, key, window, "windows are not supported in this architecture")

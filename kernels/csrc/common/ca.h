@@ -741,10 +741,10 @@ CA_FN float add_share(float h, float share, float x) { return add_rn(h, mul_rn(s
 // hide an infinity.
 CA_FN float step_size(float dt, float dt_bias) { return softplus(add_rn(dt, dt_bias)); }
 
-// One output before the norm: the product of a column of the state with the query, and the input x past the
-// state, then the gate.
-CA_FN float gated_state(float o, float skip, float x, float z) {
-    return mul_rn(fma_rn(skip, x, o), sigmoid_times(z, z));
+// One output before the norm: the product of a column of the state with the query, and the input x times
+// `direct`, which is D of the head; then the gate.
+CA_FN float gated_state(float o, float direct, float x, float z) {
+    return mul_rn(fma_rn(direct, x, o), sigmoid_times(z, z));
 }
 
 }  // namespace ca
