@@ -336,3 +336,19 @@ def conv_formula(w: ConvWeights, rows: F32) -> tuple[F32, F32]:
     b, c, x = np.split(rows, 3, axis=1)
     convolved, left = convolve(w.conv, b * x)
     return c * convolved, left
+
+
+def check_levels(
+    pool: K.Pool, shape: K.StateShape, weights: Mixer, rows: F32, outputs: F32, *states: F32
+) -> None:
+    """Every level has these outputs and, at the end, these last parts of the state: in one step,
+    and token by token."""
+    for level in LEVELS:
+        K.set_isa(level)
+        for cuts in ([], range(1, len(rows))):
+            entry = Entry(shape, weights)
+            for part in np.split(rows, list(cuts)):
+                step(pool, [entry], [part])
+            assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(outputs)), level
+            for found, wanted in zip(entry.state()[-len(states) :], states, strict=True):
+                assert np.array_equal(bits(found), bits(wanted)), level

@@ -13,6 +13,7 @@ from tests.kernels.recurrent.images import (
     Entry,
     Weights,
     bits,
+    check_levels,
     formula,
     random_rows,
     random_weights,
@@ -34,17 +35,7 @@ def shape_of(sizes: tuple[int, ...], n_layer: int = 1) -> K.StateShape:
 def test_every_level_computes_the_formula(pool: K.Pool, sizes: tuple[int, ...]) -> None:
     shape = shape_of(sizes)
     weights, rows = random_weights(shape, 1), random_rows(shape, 9, 2)
-    wanted, wanted_s, wanted_conv = formula(shape, weights, rows)
-    for level in LEVELS:
-        K.set_isa(level)
-        for cuts in ([], range(1, 9)):
-            entry = Entry(shape, weights)
-            for part in np.split(rows, list(cuts)):
-                step(pool, [entry], [part])
-            s, conv = entry.state()
-            assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(wanted)), level
-            assert np.array_equal(bits(s), bits(wanted_s)), level
-            assert np.array_equal(bits(conv), bits(wanted_conv)), level
+    check_levels(pool, shape, weights, rows, *formula(shape, weights, rows))
 
 
 def test_the_formula_is_the_gated_delta_rule(pool: K.Pool) -> None:

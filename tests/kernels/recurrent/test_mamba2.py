@@ -12,6 +12,7 @@ from tests.kernels.recurrent.images import (
     LEVELS,
     Entry,
     bits,
+    check_levels,
     mamba2_formula,
     random_mamba2,
     random_rows,
@@ -35,17 +36,7 @@ def test_every_level_computes_the_formula(pool: K.Pool, index: int) -> None:
     has_bias, is_normed = VARIANTS[index % len(VARIANTS)]
     weights = random_mamba2(shape, 1, has_bias=has_bias, is_normed=is_normed)
     rows = random_rows(shape, 7, 2)
-    wanted, wanted_s, wanted_conv = mamba2_formula(shape, weights, rows)
-    for level in LEVELS:
-        K.set_isa(level)
-        for cuts in ([], range(1, 7)):
-            entry = Entry(shape, weights)
-            for part in np.split(rows, list(cuts)):
-                step(pool, [entry], [part])
-            s, conv = entry.state()
-            assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(wanted)), level
-            assert np.array_equal(bits(s), bits(wanted_s)), level
-            assert np.array_equal(bits(conv), bits(wanted_conv)), level
+    check_levels(pool, shape, weights, rows, *mamba2_formula(shape, weights, rows))
 
 
 def test_the_formula_is_mamba_2(pool: K.Pool) -> None:

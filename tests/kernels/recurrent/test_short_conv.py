@@ -8,13 +8,11 @@ import pytest
 import kernels as K
 from tests.kernels.recurrent.images import (
     LEVELS,
-    Entry,
-    bits,
+    check_levels,
     conv_formula,
     random_conv,
     random_rows,
     run,
-    step,
 )
 
 SHAPES = [(32, 2), (224, 3), (2048, 3), (96, 4)]  # width, conv_kernel
@@ -28,16 +26,7 @@ def shape_of(sizes: tuple[int, int], n_layer: int = 1) -> K.StateShape:
 def test_every_level_computes_the_formula(pool: K.Pool, sizes: tuple[int, int]) -> None:
     shape = shape_of(sizes)
     weights, rows = random_conv(shape, 1), random_rows(shape, 9, 2)
-    wanted, wanted_conv = conv_formula(weights, rows)
-    for level in LEVELS:
-        K.set_isa(level)
-        for cuts in ([], range(1, 9)):
-            entry = Entry(shape, weights)
-            for part in np.split(rows, list(cuts)):
-                step(pool, [entry], [part])
-            _, conv = entry.state()
-            assert np.array_equal(bits(np.concatenate(entry.outputs)), bits(wanted)), level
-            assert np.array_equal(bits(conv), bits(wanted_conv)), level
+    check_levels(pool, shape, weights, rows, *conv_formula(weights, rows))
 
 
 @pytest.mark.parametrize("level", LEVELS)
