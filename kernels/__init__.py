@@ -16,6 +16,7 @@ from kernels._native import (
     Activations,
     Batch,
     ExpertPairs,
+    HeadActivations,
     KvRows,
     LayerShape,
     Matrix,
@@ -34,6 +35,7 @@ from kernels._native import (
     attend,
     attend_partials,
     cap_rows,
+    copy_heads,
     delta_net,
     embed,
     finish,
@@ -51,6 +53,7 @@ from kernels._native import (
     linear,
     linear_add,
     linear_gated,
+    linear_heads,
     mamba2,
     mix_inputs,
     multiply_then_add,
@@ -68,6 +71,7 @@ from kernels._native import (
     philox,
     place_kv,
     quantise,
+    quantise_heads,
     quantise_pairs,
     rmsnorm,
     row_digests,
@@ -97,6 +101,7 @@ __all__ = [
     "Activations",
     "Batch",
     "ExpertPairs",
+    "HeadActivations",
     "KvRows",
     "LayerShape",
     "Matrix",
@@ -117,6 +122,7 @@ __all__ = [
     "attend",
     "attend_partials",
     "cap_rows",
+    "copy_heads",
     "delta_net",
     "embed",
     "finish",
@@ -134,6 +140,7 @@ __all__ = [
     "linear",
     "linear_add",
     "linear_gated",
+    "linear_heads",
     "mamba2",
     "mix_inputs",
     "multiply_then_add",
@@ -151,6 +158,7 @@ __all__ = [
     "philox",
     "place_kv",
     "quantise",
+    "quantise_heads",
     "quantise_pairs",
     "rmsnorm",
     "row_digests",
@@ -183,7 +191,7 @@ LATER_PARTS = {
     "mamba2": "3837676f9fd22adee25e09437665be9fdac0c728d783f4d8f8c0c9e2f89efa63",
     "short_conv": "7b14729a2420c11916b120b87bc7a0367454f4dd948f36ea463ca85261d4b97c",
 }
-NARROW_HEAD_DIM_MAX, HEAD_DIM_MAX = 256, 512  # "wide_heads" has heads of more dims than the former
+NARROW_HEAD_DIM_MAX, HEAD_DIM_MAX = 256, 576  # "wide_heads" has heads of more dims than the former
 
 
 def arith_id(pool: Pool | None = None) -> str:

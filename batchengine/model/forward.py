@@ -31,6 +31,8 @@ from batchengine.model.layers import (
     LayerEmbeddings,
     LayerInputBuffers,
     LayerInputs,
+    MlaAttention,
+    MlaBuffers,
     MoeBuffers,
     MoeFfn,
     PairedBuffers,
@@ -52,6 +54,8 @@ from batchengine.weights import (
     FfnWeights,
     LayerWeights,
     Mamba2Spec,
+    MlaRoles,
+    MlaWeights,
     MoeRoles,
     MoeSpec,
     MoeWeights,
@@ -125,7 +129,7 @@ def _state_shape(spec: RecurrentSpec, n_layer: int) -> kernels.StateShape:
     return kernels.StateShape.short_conv(n_layer, spec.width, spec.conv_kernel)
 
 
-Mixer = Attention | Recurrent
+Mixer = Attention | MlaAttention | Recurrent
 Ffn = DenseFfn | MoeFfn | PairedFfn
 
 
@@ -230,8 +234,12 @@ def _make_mixers(
     spec, eps = model.spec, model.spec.eps
     weights = {index: model.weights.layer[index].mixer for index in model.layers}
     attending = {i: w for i, w in weights.items() if isinstance(w, AttentionRoles)}
-    recurrent = {i: w for i, w in weights.items() if not isinstance(w, AttentionRoles)}
+    latent = {i: w for i, w in weights.items() if isinstance(w, MlaRoles)}
+    recurrent = {
+        i: w for i, w in weights.items() if not isinstance(w, AttentionRoles | MlaRoles)
+    }
     mixers: dict[int, Mixer] = {}
+    mixers |= _make_latent(ops, model, rows, latent, tokens_max, wanted_max)
     attentions = {
         i: mixer for i in attending if isinstance(mixer := spec.layers[i].mixer, AttentionSpec)
     }
@@ -250,6 +258,27 @@ def _make_mixers(
         for layer, (index, of) in enumerate(recurrent.items()):
             mixers[index] = Recurrent(ops, of, eps, model.states, layer, buffers)
     return {index: mixers[index] for index in model.layers}
+
+
+def _make_latent(
+    ops: Ops,
+    model: Model,
+    rows: kernels.KvRows,
+    weights: Mapping[int, MlaWeights],
+    tokens_max: int,
+    wanted_max: int,
+) -> dict[int, MlaAttention]:
+    """The layers of a model with MLA, all of one shape."""
+    spec = model.spec.attention
+    if spec.mla is None or not weights:
+        return {}
+    buffers = MlaBuffers(ops, spec, spec.mla, weights.values(), tokens_max, wanted_max)
+    rope = model.ropes[spec.rope, spec.head_dim]
+    made: dict[int, MlaAttention] = {}
+    for layer, (index, of) in enumerate(weights.items()):
+        at = rope, model.shape, rows, layer, buffers
+        made[index] = MlaAttention(ops, spec, spec.mla, of, model.spec.eps, *at)
+    return made
 
 
 def _make_attention_buffers(

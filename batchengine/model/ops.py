@@ -19,8 +19,8 @@ Bias = kernels.Vector | None
 
 # The operations that may be long.
 LONG = (
-    "linear", "linear_add", "linear_gated", "pairs_gated", "pairs_add", "place_kv", "attend",
-    "delta_net", "mamba2", "short_conv",
+    "linear", "linear_add", "linear_gated", "pairs_gated", "pairs_add", "linear_heads", "place_kv",
+    "attend", "delta_net", "mamba2", "short_conv",
 )  # fmt: skip
 
 
@@ -42,6 +42,9 @@ class Ops(Protocol):
     def make_expert_pairs(
         self, tokens_max: int, n_expert: int, n_used: int
     ) -> kernels.ExpertPairs: ...
+    def make_head_activations(
+        self, tokens_max: int, n_head: int, width: int, keep_float: bool
+    ) -> kernels.HeadActivations: ...
 
     def embed(self, matrix: Weight, tokens: I32, out: kernels.Rows, scale: float = 1.0) -> None: ...
     def norm_add(
@@ -124,6 +127,28 @@ class Ops(Protocol):
         rows: kernels.KvRows | None = None,
         v_norm: kernels.Vector | None = None,
         has_kv: bool = True,
+        v_first: int = 0,
+    ) -> None: ...
+    def quantise_heads(
+        self, x: kernels.Rows, column: int, tokens: int, out: kernels.HeadActivations
+    ) -> None: ...
+    def linear_heads(
+        self,
+        x: kernels.HeadActivations,
+        bank: Weight,
+        tokens: int,
+        out: kernels.Rows,
+        column: int,
+        stride: int,
+    ) -> None: ...
+    def copy_heads(
+        self,
+        x: kernels.Rows,
+        n_head: int,
+        tokens: int,
+        out: kernels.Rows,
+        column: int,
+        stride: int,
     ) -> None: ...
     def attend(
         self,
@@ -219,6 +244,7 @@ class CpuOps:
         self.make_batch = kernels.Batch
         self.make_kv_rows = kernels.KvRows
         self.make_expert_pairs = kernels.ExpertPairs
+        self.make_head_activations = kernels.HeadActivations
         self.embed = partial(kernels.embed, pool)
         self.norm_add = partial(kernels.norm_add, pool)
         self.norm_quantise = partial(kernels.norm_quantise, pool)
@@ -231,6 +257,9 @@ class CpuOps:
         self.pairs_gated = partial(kernels.pairs_gated, pool)
         self.quantise_pairs = partial(kernels.quantise_pairs, pool)
         self.pairs_add = partial(kernels.pairs_add, pool)
+        self.quantise_heads = partial(kernels.quantise_heads, pool)
+        self.linear_heads = partial(kernels.linear_heads, pool)
+        self.copy_heads = partial(kernels.copy_heads, pool)
         self.place_kv = partial(kernels.place_kv, pool)
         self.delta_net = partial(kernels.delta_net, pool)
         self.mamba2 = partial(kernels.mamba2, pool)

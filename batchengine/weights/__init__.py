@@ -6,7 +6,7 @@ packed (matrices for the kernels), cache (the file that lanes share).
 
 from __future__ import annotations
 
-from batchengine.weights.attention import AttentionSpec, AttentionWidths, RopeSpec
+from batchengine.weights.attention import AttentionSpec, AttentionWidths, MlaSpec, RopeSpec
 from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.packed import (
     AttentionWeights,
@@ -15,6 +15,7 @@ from batchengine.weights.packed import (
     LayerEmbeddingWeights,
     LayerInputWeights,
     LayerWeights,
+    MlaWeights,
     MoeWeights,
     PairedWeights,
     RecurrentWeights,
@@ -28,6 +29,7 @@ from batchengine.weights.roles import (
     DeltaNetRoles,
     DenseRoles,
     Mamba2Roles,
+    MlaRoles,
     MoeRoles,
     PairedRoles,
 )
@@ -51,6 +53,9 @@ __all__ = [
     "LayerWeights",
     "Mamba2Roles",
     "Mamba2Spec",
+    "MlaRoles",
+    "MlaSpec",
+    "MlaWeights",
     "ModelSpec",
     "MoeRoles",
     "MoeSpec",

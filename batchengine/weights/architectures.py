@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "oai", "relu2"]
-Gating = Literal["softmax", "sigmoid", "normed_sigmoid"]
-Sigmoid = Literal["none", "by_key", "normed"]
+Gating = Literal["softmax", "sigmoid", "normed_sigmoid", "softmax_all"]
+Sigmoid = Literal["none", "by_key", "normed", "by_function"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ModelArchitecture:
     blocks of a file may predict further tokens (nextn_predict_layers); they are not used. sigmoid:
     experts are chosen and weighted by sigmoids of the selector's logits (expert_gating_func 2),
     "normed" by their sum or as a key says (expert_weights_norm), and a bias may count in the
-    choice. starts_dense: the first layers may have no experts (leading_dense_block_count).
+    choice; "by_function": as a key says, or by softmaxes (expert_gating_func). starts_dense: the first layers may have no experts (leading_dense_block_count).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
@@ -56,7 +56,7 @@ class ModelArchitecture:
     keys may scale embeddings, what each part of a layer adds, and logits (embedding_scale,
     residual_scale, logit_scale). splits_layers: each block of the file is a mixer or a feed-forward
     part, and those with a width are the latter (feed_forward_length). output_norm: the tensor that
-    norms the input of the head.
+    norms the input of the head. has_mla: K and V are latent rows (kv_lora_rank).
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -95,6 +95,7 @@ class ModelArchitecture:
     has_scales: bool = False
     splits_layers: bool = False
     output_norm: str = "output_norm.weight"
+    has_mla: bool = False
 
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
@@ -155,6 +156,17 @@ ARCHITECTURES = {
         experts="all",
         rotates_part=True,
         sigmoid="normed",
+    ),
+    "deepseek2": ModelArchitecture(
+        pairs="norm",
+        experts="some",
+        has_log_multiplier=True,
+        scales_queries=True,
+        shared_expert="plain",
+        has_mtp=True,
+        sigmoid="by_function",
+        starts_dense=True,
+        has_mla=True,
     ),
     "phi3": ModelArchitecture(rotates_part=True, rope_factors="long"),
     "granite": _GRANITE,

@@ -25,7 +25,7 @@ from batchengine.weights.keys import (
     unsupported,
 )
 
-HEAD_DIM_MAX = 512
+HEAD_DIM_MAX = 576
 
 # A factor per rotated pair: those of Llama 3, or those of LongRoPE for contexts longer than the
 # first training, which has others for shorter ones.
@@ -65,6 +65,22 @@ class AttentionWidths(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """Multi-head latent attention: K and V of a token are one latent row of kv_rank values, which all
+    heads share, beside the rotated values of K (rule 16 of docs/numerics.md).
+
+    q_rank: width of the projection that queries are made of; 0 = they are made of the row itself.
+    nope_dim: values of a head of q that are not rotated, before its matrix maps them to kv_rank.
+    value_dim: values of a head of the output.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
@@ -74,7 +90,8 @@ class AttentionSpec:
     positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
     sink, which takes a share of the weight of its tokens. has_post_norm: the output is normed
     before it is added. has_gate: the output is multiplied by a sigmoid of another product of the
-    input.
+    input. mla: how q, K, V and the output are made of latent rows; then there is one KV head, whose
+    first rope.n_rot dims are rotated, and V is the rest of K.
     """
 
     n_head: int
@@ -91,6 +108,7 @@ class AttentionSpec:
     has_v_norm: bool = False
     norms_whole_qk: bool = False
     kv_from: int = -1
+    mla: MlaSpec | None = None
 
     @property
     def has_kv(self) -> bool:
@@ -117,6 +135,8 @@ class AttentionSpec:
 def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[AttentionSpec]:
     """The attention of each layer, as if all had some."""
     row = ARCHITECTURES[arch]
+    if row.has_mla:
+        return [_read_mla(gguf, arch, n_layer)] * n_layer
     n_head = same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
     kv_heads = _kv_heads(gguf, arch, n_head, n_layer)
     head_dim = _head_dim(gguf, arch, "", n_embd // n_head)
@@ -152,6 +172,71 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
         for index in range(n_layer)
     ]
     return _share_kv(gguf, arch, specs)
+
+
+def _read_mla(gguf: GgufFile, arch: str, n_layer: int) -> AttentionSpec:
+    """The attention of all layers of a model with MLA, in its absorbed form: queries are mapped to the
+    latent rows."""
+    prefix = f"{arch}.attention."
+    key = prefix + "key_length_mla"
+    if key not in gguf.values:
+        why = "K and V of its heads are one matrix (attn_kv_b) in this file"
+        raise unsupported(gguf, key, "not given", why, "convert it again with a newer llama.cpp")
+    n_head = same_for_all_layers(gguf, prefix + "head_count", None, n_layer)
+    n_rot = _multiple_of_32(gguf, f"{arch}.rope.dimension_count")
+    mla = MlaSpec(
+        q_rank=_query_rank(gguf, arch),
+        kv_rank=_multiple_of_32(gguf, prefix + "kv_lora_rank"),
+        nope_dim=_multiple_of_32(gguf, key) - n_rot,
+        value_dim=_multiple_of_32(gguf, prefix + "value_length_mla"),
+    )
+    if mla.nope_dim < 32:
+        why = f"{n_rot} values of each head are rotated, and some others are needed"
+        raise unsupported(gguf, key, mla.nope_dim + n_rot, why)
+    head_dim = n_rot + mla.kv_rank
+    for name, only in (("head_count_kv", 1), ("key_length", head_dim), ("value_length", mla.kv_rank)):
+        if (value := same_for_all_layers(gguf, prefix + name, only, n_layer)) != only:
+            raise unsupported(gguf, prefix + name, value, f"{only} is needed beside the latent rows")
+    if head_dim > HEAD_DIM_MAX:
+        why = f"with {n_rot} rotated values they are {head_dim}, {HEAD_DIM_MAX} at most"
+        raise unsupported(gguf, prefix + "kv_lora_rank", mla.kv_rank, why)
+    base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
+    rope = _rope(gguf, arch, n_rot, base)
+    return AttentionSpec(
+        n_head=n_head,
+        n_kv_head=1,
+        head_dim=head_dim,
+        scale=_mla_scale(gguf, arch, rope, mla.nope_dim + n_rot),
+        has_qk_norm=False,
+        rope=rope,
+        mla=mla,
+    )
+
+
+def _multiple_of_32(gguf: GgufFile, key: str) -> int:
+    if (value := count_of(gguf, key)) % 32:
+        raise unsupported(gguf, key, value, "a multiple of 32 is needed")
+    return value
+
+
+def _query_rank(gguf: GgufFile, arch: str) -> int:
+    """Width of what queries are made of; 0: of the row itself, as the tensors say."""
+    has_direct = "blk.0.attn_q.weight" in gguf.tensors
+    return 0 if has_direct else _multiple_of_32(gguf, f"{arch}.attention.q_lora_rank")
+
+
+def _mla_scale(gguf: GgufFile, arch: str, rope: RopeSpec, width: int) -> float:
+    """The scale of q·k. Q and K grow with the factor of YaRN, by a key that is a tenth of what the
+    model's own configuration says."""
+    growth = rope.attn_factor
+    if gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn":
+        factor = number_between(gguf, f"{arch}.rope.scaling.factor", None, 1.0, 1e6)
+        multiplier = gguf.number(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)
+        growth *= yarn.log_growth(factor, multiplier)
+    elif rope.position_scale != 1.0:
+        key = f"{arch}.rope.scaling.type"
+        raise unsupported(gguf, key, "linear", "only yarn scales positions here")
+    return growth * growth / math.sqrt(width)
 
 
 def _kv_heads(gguf: GgufFile, arch: str, n_head: int, n_layer: int) -> list[int]:
@@ -312,7 +397,7 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
     )
     if ARCHITECTURES[arch].scales_queries:
         log = number_between(gguf, f"{arch}.attention.temperature_scale", 0.0, 0.0, 1e3)
-        rope = replace(rope, query_log=log, query_span=_first_context(gguf, arch))
+        rope = replace(rope, query_log=log, query_span=_query_span(gguf, arch, log))
     is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
 
@@ -362,6 +447,8 @@ def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
             raise unsupported(gguf, prefix + key, value, f"{only:g} is supported")
     if has_log:
         log_multiplier = number_between(gguf, prefix + "yarn_log_multiplier", 0.0, 0.0, 1e3)
+    if ARCHITECTURES[arch].has_mla and log_multiplier:
+        log_multiplier = 1.0  # cos and sin have no factor then: the scale of q·k has it
     if rope.has_factors:
         why = "it has factors per pair (rope_freqs.weight) as well"
         raise unsupported(gguf, prefix + "type", "yarn", why)
@@ -377,6 +464,13 @@ def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
         attn_factor=rope.attn_factor * yarn.magnitude(factor, log_multiplier),
         factors=yarn.frequency_divisors(rope.n_rot, rope.base, factor, trained, fast, slow),
     )
+
+
+def _query_span(gguf: GgufFile, arch: str, log: float) -> int:
+    """Positions after which queries are scaled further."""
+    if not ARCHITECTURES[arch].has_mla:
+        return _first_context(gguf, arch)
+    return count_of(gguf, f"{arch}.attention.temperature_length", None if log else 1)
 
 
 def _first_context(gguf: GgufFile, arch: str) -> int:

@@ -20,6 +20,8 @@ from batchengine.weights.keys import (
 )
 
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
+SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+GLM_FLASH_VOCAB = 154880
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
 
 
@@ -41,8 +43,8 @@ class MoeSpec:
     """A mixture of experts: n_expert feed-forward parts of n_ff values each.
 
     A selector chooses n_used of them for each token. Their outputs are summed with weights, times
-    scale: by `gating` the softmax over the chosen, or the sigmoid of each one's logit, "normed" by
-    the sum over the chosen. activation: what becomes of the gate and up products, by the name that
+    scale: by `gating` the softmax over the chosen, over all experts ("softmax_all"), or the sigmoid
+    of each one's logit, "normed" by the sum over the chosen. activation: what becomes of the gate and up products, by the name that
     kernels have for it; "relu2" has no gate. has_bias: the products of the selector and of each
     expert have biases. n_ff_shared: width of one more expert, which every token uses; 0 = there is
     none. has_shared_weight: it has a weight of its own for each token. n_latent: width of the
@@ -177,10 +179,21 @@ def _latent_width(gguf: GgufFile, arch: str) -> int:
 def _gating(gguf: GgufFile, arch: str) -> Gating:
     """How the weights of experts come from the selector's logits."""
     kind = ARCHITECTURES[arch].sigmoid
+    if kind == "by_function" and _gating_function(gguf, arch) == SOFTMAX:
+        return "softmax" if gguf.values.get(f"{arch}.expert_weights_norm", False) else "softmax_all"
     if kind == "none":
         return "softmax"
     is_normed = kind == "normed" or gguf.values.get(f"{arch}.expert_weights_norm", False)
     return "normed_sigmoid" if is_normed else "sigmoid"
+
+
+def _gating_function(gguf: GgufFile, arch: str) -> int:
+    """SOFTMAX or SIGMOID, of a file that may have either. Older files of DeepSeek V2 and GLM-4.7-Flash
+    do not say; those of the latter have its vocabulary."""
+    function = gguf.integer(f"{arch}.expert_gating_func", 0)
+    if function:
+        return function
+    return SIGMOID if gguf.integer(f"{arch}.vocab_size", 0) == GLM_FLASH_VOCAB else SOFTMAX
 
 
 def _shared_width(gguf: GgufFile, arch: str, n_ff: int, n_layer: int) -> int:
@@ -225,8 +238,10 @@ def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
             raise unsupported(gguf, f"{arch}.{name}", value, why)
     function = gguf.integer(f"{arch}.expert_gating_func", 0)
     if row.sigmoid != "none":
-        if function not in (0, 2):
-            why = "the weights of experts must come from a sigmoid (2)"
+        known = (0, SIGMOID) if row.sigmoid != "by_function" else (0, SOFTMAX, SIGMOID)
+        if function not in known:
+            also = " or a softmax (1)" if SOFTMAX in known else ""
+            why = f"the weights of experts must come from a sigmoid (2){also}"
             raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)
         norm = gguf.values.get(f"{arch}.expert_weights_norm", False)
         if not isinstance(norm, bool):

@@ -34,6 +34,7 @@ from batchengine.weights.roles import (
     LayerInputRoles,
     LayerRoles,
     Mamba2Roles,
+    MlaRoles,
     MoeRoles,
     PairedRoles,
     ShortConvRoles,
@@ -61,6 +62,7 @@ Progress = Callable[[float], None]
 
 # The tensors of a layer, ready for the kernels.
 AttentionWeights = AttentionRoles[kernels.Matrix, kernels.Vector, kernels.Sinks]
+MlaWeights = MlaRoles[kernels.Matrix, kernels.Vector]
 RecurrentWeights = (
     DeltaNetRoles[kernels.Matrix, kernels.Vector]
     | Mamba2Roles[kernels.Matrix, kernels.Vector]

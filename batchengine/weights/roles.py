@@ -37,6 +37,32 @@ class AttentionRoles(Generic[M, V, S]):
 
 
 @dataclass(frozen=True)
+class MlaRoles(Generic[M, V]):
+    """The tensors of an AttentionSpec with MLA by role.
+
+    q_down, q_norm: what queries are made of, if it is not the normed row. queries: the matrices of
+    the values of all heads that are not rotated, then of those that are. kv: those of the rotated
+    values of K, then of the latent row, which kv_norm norms. key_bank maps queries of each head to
+    latent rows, value_bank maps such rows to outputs of heads.
+    """
+
+    norm: V
+    q_down: M | None
+    q_norm: V | None
+    queries: list[M]
+    kv: list[M]
+    kv_norm: V
+    key_bank: M
+    value_bank: M
+    output: M
+
+    @property
+    def readers(self) -> list[M]:
+        """The matrices that read the normed row."""
+        return [*([self.q_down] if self.q_down is not None else self.queries), *self.kv]
+
+
+@dataclass(frozen=True)
 class DeltaNetRoles(Generic[M, V]):
     """The tensors of a DeltaNetSpec by role. inputs: the matrices of q, k and v, as one or three,
     then those of the output's gate, of beta and of alpha."""
@@ -209,7 +235,7 @@ class LayerRoles(Generic[M, V, S]):
     """The tensors of one layer; ffn is None where it has no feed-forward part. scale: one value, by
     which the residual stream is multiplied behind it."""
 
-    mixer: AttentionRoles[M, V, S] | RecurrentRoles[M, V]
+    mixer: AttentionRoles[M, V, S] | MlaRoles[M, V] | RecurrentRoles[M, V]
     ffn: DenseRoles[M, V] | MoeRoles[M, V] | PairedRoles[M, V] | None
     inputs: LayerInputRoles[M, V] | None = None
     scale: V | None = None

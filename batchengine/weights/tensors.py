@@ -23,6 +23,7 @@ from batchengine.weights.architectures import ARCHITECTURES
 from batchengine.weights.attention import (
     ROPE_FACTORS_SHORT,
     AttentionSpec,
+    MlaSpec,
     rope_factors_of,
 )
 from batchengine.weights.ffn import DenseSpec, FfnSpec, MoeSpec, PairedSpec
@@ -36,6 +37,7 @@ from batchengine.weights.roles import (
     LayerInputRoles,
     LayerRoles,
     Mamba2Roles,
+    MlaRoles,
     MoeRoles,
     PairedRoles,
     SharedRoles,
@@ -114,6 +116,7 @@ class SinksPlan(VectorPlan):
 
 
 AttentionPlan = AttentionRoles[MatrixPlan, VectorPlan, SinksPlan]
+MlaPlan = MlaRoles[MatrixPlan, VectorPlan]
 DeltaNetPlan = DeltaNetRoles[MatrixPlan, VectorPlan]
 Mamba2Plan = Mamba2Roles[MatrixPlan, VectorPlan]
 ShortConvPlan = ShortConvRoles[MatrixPlan, VectorPlan]
@@ -206,13 +209,15 @@ def _plan_layer_inputs(
 
 def _plan_mixer(
     find: _Finder, spec: MixerSpec, n_embd: int, prefix: str
-) -> AttentionPlan | DeltaNetPlan | Mamba2Plan | ShortConvPlan:
+) -> AttentionPlan | MlaPlan | DeltaNetPlan | Mamba2Plan | ShortConvPlan:
     if isinstance(spec, DeltaNetSpec):
         return _plan_delta_net(find, spec, n_embd, prefix)
     if isinstance(spec, Mamba2Spec):
         return _plan_mamba2(find, spec, n_embd, prefix)
     if isinstance(spec, ShortConvSpec):
         return _plan_short_conv(find, spec, n_embd, prefix)
+    if spec.mla is not None:
+        return _plan_mla(find, spec, spec.mla, n_embd, prefix)
     return _plan_attention(find, spec, n_embd, prefix)
 
 
@@ -307,6 +312,34 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
         post_norm=_post_norm(find, spec, prefix + "post_attention_norm.weight", n_embd),
         gate=gate,
         v_norm=find.ones(spec.head_dim) if spec.has_v_norm and spec.has_kv else None,
+    )
+
+
+def _plan_mla(
+    find: _Finder, spec: AttentionSpec, mla: MlaSpec, n_embd: int, prefix: str
+) -> MlaPlan:
+    heads, n_rot, rank = spec.n_head, spec.rope.n_rot, mla.kv_rank
+    q_down: MatrixPlan | None = None
+    q_norm: VectorPlan | None = None
+    q_name, q_width = prefix + "attn_q.weight", n_embd
+    if mla.q_rank:
+        q_down = find.matrix(prefix + "attn_q_a.weight", mla.q_rank, n_embd)
+        q_norm = find.vector(prefix + "attn_q_a_norm.weight", mla.q_rank)
+        q_name, q_width = prefix + "attn_q_b.weight", mla.q_rank
+    of_head = mla.nope_dim, n_rot
+    queries = find.parts(q_name, heads, of_head, q_width, heads * sum(of_head))
+    kv_name = prefix + "attn_kv_a_mqa.weight"
+    latent, rotated = find.parts(kv_name, 1, (rank, n_rot), n_embd, rank + n_rot)
+    return MlaPlan(
+        norm=find.vector(prefix + "attn_norm.weight", n_embd),
+        q_down=q_down,
+        q_norm=q_norm,
+        queries=queries,
+        kv=[rotated, latent],
+        kv_norm=find.vector(prefix + "attn_kv_a_norm.weight", rank),
+        key_bank=find.bank(prefix + "attn_k_b.weight", heads, rank, mla.nope_dim),
+        value_bank=find.bank(prefix + "attn_v_b.weight", heads, mla.value_dim, rank),
+        output=find.matrix(prefix + "attn_output.weight", n_embd, heads * mla.value_dim),
     )
 
 

@@ -39,6 +39,12 @@ def magnitude(factor: float, log_multiplier: float = 0.0) -> float:
         return float((1 + tenth) / (1 + Decimal(log_multiplier) * tenth))
 
 
+def log_growth(factor: float, multiplier: float) -> float:
+    """1 + multiplier · ln(factor), the growth of queries and keys of models with MLA."""
+    with localcontext(prec=_DIGITS):
+        return float(1 + Decimal(multiplier) * Decimal(factor).ln())
+
+
 def _pair_that_turns(n_rot: int, base: float, trained: int, turns: float) -> Decimal:
     """The pair, as a number with a fraction, that turns so often within `trained` positions."""
     with localcontext(prec=_DIGITS):

@@ -51,6 +51,9 @@ class Shape:
     of what parts of layers add, of logits and of attention; empty = none. n_k_head groups of
     n_v_head heads of value_dim values have states of state_dim values each. n_latent: width of the
     projection that experts of nemotron_h_moe read.
+    Of deepseek2, whose head_dim is kv_rank + n_rot: q_rank, kv_rank: widths of what queries, and K
+    and V, are made of; q_rank 0: of the row itself. nope_dim: values of a head of q that are not
+    rotated, value_dim: those of its output. gating: of experts, "softmax" or "sigmoid".
     """
 
     arch: str = "qwen3"
@@ -111,6 +114,10 @@ class Shape:
     scales: tuple[float, ...] = ()
     value_dim: int = 64
     n_latent: int = 0
+    q_rank: int = 0
+    kv_rank: int = 0
+    nope_dim: int = 0
+    gating: str = "sigmoid"
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}
@@ -234,6 +241,18 @@ PRESETS = {
         n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=16, tied=False,
         bias=0.3, k_bias=0.3, choice_bias=0.2, weights_scale=2.5, qk_norm=True, n_mtp=1,
     ),
+    "glm47-flash": Shape(
+        arch="deepseek2", n_layer=47, n_embd=2048, n_ff=1536, n_expert=64, n_used=4,
+        n_ff_shared=1536, n_dense=1, n_ff_dense=10240, n_head=20, n_kv_head=1, head_dim=576,
+        n_rot=64, q_rank=768, kv_rank=512, nope_dim=192, value_dim=256, n_vocab=154880,
+        rope_base=1e6, context=202752, tied=False, choice_bias=0.1, weights_scale=1.8,
+    ),
+    "deepseek2-tiny": Shape(
+        arch="deepseek2", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=64,
+        n_dense=1, n_ff_dense=96, n_head=3, n_kv_head=1, head_dim=160, n_rot=32, q_rank=64,
+        kv_rank=128, nope_dim=64, value_dim=32, tied=False, choice_bias=0.2, weights_scale=1.8,
+        yarn_factor=4.0,
+    ),
     "granite-tiny": Shape(
         arch="granite", n_layer=3, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
         scales=(12.0, 0.22, 8.0, 0.0625),
@@ -293,6 +312,8 @@ PRESETS = {
 PRESETS["0.6b-q4_k_m"] = replace(PRESETS["0.6b"], base="q4_k", more_bits=_Q4_K_M)
 PRESETS["0.1b-q4_k_m"] = replace(PRESETS["0.1b"], base="q4_k", more_bits=_Q4_K_M, n_ff=2080)
 PRESETS["30b-a3b-q4_k_m"] = replace(PRESETS["30b-a3b"], base="q4_k", more_bits=_Q4_K_M)
+# Six of its layers, 2.1 GiB.
+PRESETS["glm47-small"] = replace(PRESETS["glm47-flash"], n_layer=6, n_vocab=32000)
 # Thirteen of its blocks, 3.8 GiB.
 PRESETS["nemotron3-small"] = replace(
     PRESETS["nemotron3-30b-a3b"], n_layer=13, pattern="MEMEM*EMEMEM*", n_vocab=32000

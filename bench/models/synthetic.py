@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchengine.weights.architectures import ARCHITECTURES
-from bench.models import synthetic_gemma4, synthetic_hybrid
+from bench.models import synthetic_gemma4, synthetic_hybrid, synthetic_mla
 from bench.models.shapes import PRESETS, TYPES, RandomTensor, Shape
 from bench.models.tensors import block_width
 
@@ -162,6 +162,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield from _delta_net(shape, p, matrix, vector)
         elif is_gemma4:
             yield from synthetic_gemma4.attention(shape, i, matrix, vector)
+        elif synthetic_mla.has_mla(shape):
+            yield from synthetic_mla.attention(shape, p, matrix, vector)
         elif shape.fused:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         elif has_attention:
@@ -169,7 +171,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         if has_attention:
             yield from _biases(shape, p)
-        is_other = not has_attention or is_gemma4
+        is_other = not has_attention or is_gemma4 or synthetic_mla.has_mla(shape)
         if (ARCHITECTURES[shape.arch].has_qk_norm or shape.qk_norm) and not is_other:
             is_whole = ARCHITECTURES[shape.arch].norms_whole_qk
             yield vector(p + "attn_q_norm.weight", q if is_whole else shape.head_dim)
@@ -411,7 +413,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     writer.add_context_length(shape.context)
     writer.add_embedding_length(shape.n_embd)
     row = ARCHITECTURES[shape.arch]
-    if row.experts == "all":
+    if row.experts == "all" or (synthetic_mla.has_mla(shape) and shape.n_expert):
         if not row.splits_layers:
             writer.add_feed_forward_length(shape.n_ff_dense or shape.n_ff * shape.n_used)
         writer.add_expert_feed_forward_length(shape.n_ff)
@@ -423,8 +425,9 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     elif not synthetic_hybrid.is_hybrid(shape):
         writer.add_head_count_kv(shape.n_kv_head)
     synthetic_hybrid.write_keys(writer, shape)
+    synthetic_mla.write_keys(writer, shape)
     writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
+    writer.add_value_length(shape.kv_rank or shape.head_dim)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(shape.n_rot or shape.head_dim)
@@ -432,8 +435,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
         writer.add_expert_used_count(shape.n_used)
-    if ARCHITECTURES[shape.arch].sigmoid != "none":
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if row.sigmoid != "none" and shape.n_expert:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[shape.gating.upper()])
         writer.add_expert_weights_norm(shape.weights_norm)
         writer.add_expert_weights_scale(shape.weights_scale)
         writer.add_leading_dense_block_count(shape.n_dense)
@@ -476,7 +479,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_rope_scaling_factor(shape.yarn_factor)
         writer.add_rope_scaling_orig_ctx_len(shape.yarn_trained)
         if ARCHITECTURES[shape.arch].has_log_multiplier:
-            writer.add_rope_scaling_yarn_log_mul(1.0)
+            of_mla = synthetic_mla.LOG_MULTIPLIER
+            writer.add_rope_scaling_yarn_log_mul(of_mla if row.has_mla else 1.0)
 
 
 def _write_vocabulary(writer: gguf.GGUFWriter, shape: Shape) -> None:

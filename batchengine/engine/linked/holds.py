@@ -36,7 +36,7 @@ log = logging.getLogger("batchengine.linked")
 
 HOLDS_MAX = 4096  # of one peer: its table here stays small, whatever it asks for
 MODELS_MAX = 8  # other models whose pages a daemon keeps at a time
-HEAD_DIM_MAX = 512  # of the kernels
+HEAD_DIM_MAX = 576  # of the kernels
 QUERY_DIMS_MAX = 1 << 15  # of all query heads: twice those of the largest models in use
 PAGE_BYTES_MAX = 128 << 20  # 256 tokens of such a model; some pages on their way lie in memory
 KV_HEADS_MAX = 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 from batchengine.model.layers.attention import Attend, Attention, AttentionBuffers
 from batchengine.model.layers.embeddings import LayerEmbeddings, LayerInputBuffers, LayerInputs
 from batchengine.model.layers.ffn import DenseBuffers, DenseFfn
+from batchengine.model.layers.mla import MlaAttention, MlaBuffers
 from batchengine.model.layers.moe import MoeBuffers, MoeFfn
 from batchengine.model.layers.paired import PairedBuffers, PairedFfn
 from batchengine.model.layers.recurrent import Recurrent, RecurrentBuffers
@@ -18,6 +19,8 @@ __all__ = [
     "LayerEmbeddings",
     "LayerInputBuffers",
     "LayerInputs",
+    "MlaAttention",
+    "MlaBuffers",
     "MoeBuffers",
     "MoeFfn",
     "PairedBuffers",

@@ -19,10 +19,12 @@ struct PlaceParams {
     double scale;           // 1/sqrt(head_dim) or the model's own
     const Vector* v_norm = nullptr;
     bool has_kv = true;  // false: another layer has put K and V there
+    // Above 0, V is K as it is in qkv, in dims from v_first on; its dims before these are 0.
+    size_t v_first = 0;
 };
 
-// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied; without K and V
-// they are q heads. What goes to the pages is copied to `rows` too, if there are any.
+// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied; with v_first they
+// have no v heads, without K and V they are q heads. What goes to the pages is copied to `rows` too, if there are any.
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const LayerShape& shape,
               const PlaceParams& params, Queries& queries, KvRows* rows = nullptr);
 

@@ -12,7 +12,7 @@
 namespace batchengine {
 
 constexpr int ATTENTION_ROWS_MAX = 32;  // rows of one call: enough to amortise a page read from L2
-constexpr int HEAD_BLOCKS_MAX = 16;     // blocks of 32 dims of a head
+constexpr int HEAD_BLOCKS_MAX = 18;     // blocks of 32 dims of a head
 
 struct PageView {
     const int8_t* k;

@@ -115,7 +115,11 @@ struct PlaceJob {
         normalise(k, params.k_norm, y);
         rotate(y, batch.position(token));
         ops.quantise_kv8(y, shape.blocks(), 32, out.k, out.k_scale);
-        if (params.v_norm) {
+        if (params.v_first) {
+            std::fill_n(y, params.v_first, 0.0f);
+            std::copy(k + params.v_first, k + shape.head_dim, y + params.v_first);
+            v = y;
+        } else if (params.v_norm) {
             normalise(v, params.v_norm, y);
             v = y;
         }
@@ -146,7 +150,7 @@ struct PlaceJob {
         for (size_t i = 0; i < group * head_dim; i += line) __builtin_prefetch(q + i);
         for (size_t i = 0; i < head_dim; i += line) {
             __builtin_prefetch(k + i);
-            __builtin_prefetch(v + i);
+            if (!params.v_first) __builtin_prefetch(v + i);
         }
     }
 

@@ -29,7 +29,7 @@ constexpr size_t SUPERPAGE_PAGES = size_t{1} << 20;  // see free_order.h
 #else
 constexpr size_t SUPERPAGE_PAGES = ca::SUPERPAGE_PAGES;
 #endif
-constexpr size_t HEAD_DIM_MAX = 512;
+constexpr size_t HEAD_DIM_MAX = 576;
 
 // The KV heads of one layer, and where the layer begins in a page and in a token's row.
 struct LayerShape {

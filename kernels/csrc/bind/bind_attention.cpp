@@ -73,7 +73,7 @@ void bind_shape(nb::module_& module) {
         .def_prop_ro("row_bytes", &LayerShape::row_bytes);
     nb::class_<PageShape>(module, "PageShape",
                           "Bytes of a KV page: 256 tokens of layers of KV heads, all alike or "
-                          "(n_kv_head, head_dim) each. head_dim must be a multiple of 32 up to 512 "
+                          "(n_kv_head, head_dim) each. head_dim must be a multiple of 32 up to 576 "
                           "(ValueError otherwise).")
         .def(nb::init<size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
              nb::arg("head_dim"))
@@ -306,13 +306,17 @@ void bind_place(nb::module_& module) {
         "place_kv",
         [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& pages, size_t layer,
            size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
-           double scale, Queries& queries, KvRows* rows, const Vector* v_norm, bool has_kv) {
+           double scale, Queries& queries, KvRows* rows, const Vector* v_norm, bool has_kv,
+           size_t v_first) {
             const LayerShape& shape = checked_layer(pages, layer, "place_kv");
             attention_checks(pool, queries, batch, shape, shape.n_kv_head, "place_kv");
             require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
             require_tokens(batch.n_tokens, qkv.tokens_max, "place_kv");
             require_written_pages(batch, "place_kv");
-            const size_t n_heads = n_head + (has_kv ? 2 * shape.n_kv_head : 0);
+            require(v_first == 0 || (has_kv && !v_norm && v_first < shape.head_dim),
+                    "place_kv: V of K has no norm, and dims of K");
+            const size_t n_kv = (v_first ? 1 : 2) * shape.n_kv_head;
+            const size_t n_heads = n_head + (has_kv ? n_kv : 0);
             require_width(qkv.width, n_heads * shape.head_dim, "place_kv");
             if (q_norm) require_width(q_norm->size, shape.head_dim, "place_kv: q_norm");
             if (k_norm) require_width(k_norm->size, shape.head_dim, "place_kv: k_norm");
@@ -329,17 +333,19 @@ void bind_place(nb::module_& module) {
                     const BatchEntry& entry = batch.entries[e];
                     rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
                 }
-            const PlaceParams params = {q_norm, k_norm, eps, rope, scale, v_norm, has_kv};
+            const PlaceParams params = {q_norm, k_norm, eps, rope, scale, v_norm, has_kv, v_first};
             place_kv(pool, qkv, batch, shape, params, queries, rows);
         },
         nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("n_head"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
         nb::arg("rope").none(), nb::arg("scale"), nb::arg("queries"),
         nb::arg("rows").none() = nb::none(), nb::arg("v_norm").none() = nb::none(),
-        nb::arg("has_kv") = true,
+        nb::arg("has_kv") = true, nb::arg("v_first") = 0,
         "Rows of q heads, k heads, v heads (biases applied): per-head norm, and rope for q and k; "
         "K and V appended to the batch's pages as kv8 and copied to rows, q quantised into queries. "
-        "Without has_kv the rows are q heads, and another layer has put K and V there.");
+        "Without has_kv the rows are q heads, and another layer has put K and V there. With v_first > 0 "
+        "they have no v heads: V is what k heads have in dims from v_first on, without norm and rope, and 0 "
+        "in those before.");
     module.def(
         "attend",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& pages, size_t layer,

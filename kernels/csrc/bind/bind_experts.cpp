@@ -1,15 +1,16 @@
-// Bindings of mixtures of experts.
+// Bindings of mixtures of experts, and of products of heads.
 #include <nanobind/stl/string.h>
 
 #include "bind/bind_common.h"
 #include "bind/held_matrix.h"
 #include "experts/experts.h"
+#include "experts/heads.h"
 #include "linear/tiles.h"
 
 namespace batchengine {
 namespace {
 
-constexpr size_t EXPERTS_MAX = 1024;
+constexpr size_t EXPERTS_MAX = 1024, HEADS_MAX = 1024;
 
 // A bank has whole row tiles of each expert, and the activations have what its kind reads.
 LinearPart checked_bank(const char* op, const Activations& x, const HeldMatrix& held,
@@ -159,11 +160,91 @@ void bind_operations(nb::module_& module) {
         "ascending.\n\nThe bias has n_expert * out.width values, those of expert 0 first.");
 }
 
+// Columns from `column` on, `count` of each head's, `stride` apart.
+void require_columns(const Rows& rows, size_t n_head, size_t column, size_t stride, size_t count,
+                     const char* name) {
+    require(count <= stride && column <= rows.width && (n_head - 1) * stride + count <= rows.width - column,
+            std::string(name) + ": rows of " + number(rows.width) + " have no " + number(n_head) +
+                " heads of " + number(count) + " values, " + number(stride) + " apart, from " +
+                number(column) + " on");
+}
+
+void bind_heads(nb::module_& module) {
+    nb::class_<HeadActivations>(module, "HeadActivations",
+                                "Quantised parts of rows, `width` values of each head.")
+        .def(
+            "__init__",
+            [](HeadActivations* self, size_t tokens_max, size_t n_head, size_t width, bool keep_float) {
+                require(n_head >= 1 && n_head <= HEADS_MAX,
+                        "HeadActivations: " + number(n_head) + " heads are not in 1..1024");
+                new (self) HeadActivations(tokens_max, n_head, width, keep_float);
+            },
+            nb::arg("tokens_max"), nb::arg("n_head"), nb::arg("width"), nb::arg("keep_float"))
+        .def_prop_ro("tokens_max", [](const HeadActivations& self) { return self.tokens_max; })
+        .def_prop_ro("n_head", [](const HeadActivations& self) { return self.n_head; })
+        .def_prop_ro("width", [](const HeadActivations& self) { return self.panels.width; });
+    module.def(
+        "quantise_heads",
+        [](Pool& pool, const Rows& x, size_t column, size_t tokens, HeadActivations& out) {
+            require_open(pool);
+            require_tokens(tokens, x.tokens_max, "quantise_heads");
+            require_tokens(tokens, out.tokens_max, "quantise_heads");
+            require(x.width % out.n_head == 0, "quantise_heads: the rows are no whole heads");
+            require(column <= x.width / out.n_head && out.panels.width <= x.width / out.n_head - column,
+                    "quantise_heads: heads of " + number(x.width / out.n_head) + " values have no " +
+                        number(out.panels.width) + " from " + number(column) + " on");
+            const nb::gil_scoped_release released;
+            quantise_heads(pool, x, column, tokens, out);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("column"), nb::arg("tokens"), nb::arg("out"),
+        "Quantises, of each head of the first rows, out.width values from `column` on.");
+    module.def(
+        "linear_heads",
+        [](Pool& pool, const HeadActivations& x, const HeldMatrix& held, size_t tokens, Rows& out,
+           size_t column, size_t stride) {
+            const Matrix& bank = held.view;
+            require_open(pool);
+            require_tokens(tokens, x.tokens_max, "linear_heads");
+            require_tokens(tokens, out.tokens_max, "linear_heads");
+            require(bank.cols == x.panels.width, "linear_heads: the activations are " +
+                                                     number(x.panels.width) + " wide, the bank has " +
+                                                     number(bank.cols) + " cols");
+            require(bank.rows % (x.n_head * TILE_ROWS) == 0,
+                    "linear_heads: " + number(bank.rows) + " rows are not " + number(x.n_head) +
+                        " heads of a multiple of 16");
+            require(bank.kind < Kind::f16 || x.panels.keep_float,
+                    "linear_heads: float weights need HeadActivations(keep_float=True)");
+            require_columns(out, x.n_head, column, stride, bank.rows / x.n_head, "linear_heads");
+            const nb::gil_scoped_release released;
+            linear_heads(pool, x, bank, tokens, out, column, stride);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("bank"), nb::arg("tokens"), nb::arg("out"),
+        nb::arg("column"), nb::arg("stride"),
+        "out values from column + head * stride on = the head's matrix of the bank times its activations.");
+    module.def(
+        "copy_heads",
+        [](Pool& pool, const Rows& x, size_t n_head, size_t tokens, Rows& out, size_t column,
+           size_t stride) {
+            require_open(pool);
+            require_tokens(tokens, x.tokens_max, "copy_heads");
+            require_tokens(tokens, out.tokens_max, "copy_heads");
+            require(&x != &out, "copy_heads: x and out must differ");
+            require(n_head >= 1 && x.width % n_head == 0, "copy_heads: the rows are no whole heads");
+            require_columns(out, n_head, column, stride, x.width / n_head, "copy_heads");
+            const nb::gil_scoped_release released;
+            copy_heads(pool, x, n_head, tokens, out, column, stride);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("n_head"), nb::arg("tokens"), nb::arg("out"),
+        nb::arg("column"), nb::arg("stride"),
+        "out values from column + head * stride on = those of the head in x.");
+}
+
 }  // namespace
 
 void bind_experts(nb::module_& module) {
     bind_pairs(module);
     bind_operations(module);
+    bind_heads(module);
 }
 
 }  // namespace batchengine

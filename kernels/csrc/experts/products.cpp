@@ -1,40 +1,16 @@
 // The products of pairs of tokens and experts; see experts.h.
 #include <algorithm>
 
+#include "experts/bank_pieces.h"
 #include "experts/experts.h"
 #include "linear/pack.h"
 
 namespace batchengine {
 namespace {
 
-// Pieces per thread, because all threads wait for the last piece; each piece of a step of few tokens
-// streams its weights from memory, which takes 10 us or more.
-constexpr size_t PIECES_PER_THREAD = 16;
-
-// Row tiles of a piece, of `tiles` of one expert and `all` that the step reads. Whole runs, so that
-// only the last run of an expert is not; few enough to stay in the cache for all groups of the expert.
-size_t piece_tiles(size_t tiles, size_t all, size_t bytes_per_tile, size_t run, int threads) {
-    const size_t wanted = threads == 1 ? 1 : PIECES_PER_THREAD * static_cast<size_t>(threads);
-    const size_t least = round_up(div_up(STREAM_BYTES, bytes_per_tile), run);
-    const size_t most = std::max(run, REREAD_BYTES / bytes_per_tile / run * run);
-    const size_t balanced = std::max(least, all / wanted / run * run);
-    return std::min(std::min(balanced, most), round_up(tiles, run));
-}
-
-// Calls body(tile, tiles, group, pairs, whether the group is the run's first) for the row tiles [first, end)
-// of one expert and all of its groups, at most `groups_max` at a time from `group` on. All groups of an
-// expert but its last are full.
-template <class Body>
-void walk(const ExpertPairs& pairs, const ExpertPairs::Run& of, size_t first, size_t end, size_t run,
-          size_t groups_max, Body&& body) {
-    const size_t groups_end = of.group + of.groups;
-    for (size_t group = of.group; group < groups_end; group += groups_max) {
-        const size_t last = std::min(group + groups_max, groups_end) - 1;
-        const size_t rows =
-            (last - group) * GROUP_TOKENS + static_cast<size_t>(pairs.group_pairs[last]);
-        for (size_t tile = first; tile < end; tile += run)
-            body(tile, std::min(run, end - tile), group, rows, group == of.group);
-    }
+// The rows of pairs of a run: all groups of an expert but its last are full.
+size_t rows_of(const ExpertPairs& pairs, const ExpertPairs::Run& of) {
+    return (of.groups - 1) * GROUP_TOKENS + static_cast<size_t>(pairs.group_pairs[of.group + of.groups - 1]);
 }
 
 // The bias of a row tile of a bank, or null.
@@ -54,10 +30,10 @@ void run_pairs(Pool& pool, const ExpertPairs& pairs, size_t tiles, size_t bytes_
         for (size_t piece; shares.take(ith, &piece);) {
             const ExpertPairs::Run& of = pairs.runs[piece / cuts];
             const size_t first = piece % cuts * cut, bank = of.expert * tiles;
-            walk(pairs, of, first, std::min(tiles, first + cut), run, groups_max,
-                 [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
-                     body(bank, tile, count, group, rows, cold);
-                 });
+            walk_bank(of.group, rows_of(pairs, of), first, std::min(tiles, first + cut), run, groups_max,
+                      [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
+                          body(bank, tile, count, group, rows, cold);
+                      });
         }
     });
 }
@@ -132,19 +108,20 @@ void pairs_add(Pool& pool, const Activations& x, const LinearPart& down_part,
             for (size_t i = 0; i < pairs.n_runs; ++i) {
                 const ExpertPairs::Run& of = pairs.runs[i];
                 const size_t bank = of.expert * tiles;
-                walk(pairs, of, first, end, run, kernels.groups_max,
-                     [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
-                         multiply_tiles(kernels, down, x, bank + tile, count, group, rows, cold, results.of);
-                         each_group(group, rows, count, [&](size_t g, size_t of_group, size_t place) {
-                             const size_t row = g * GROUP_TOKENS;
-                             for (size_t t = 0; t < count; ++t)
-                                 kernels.add_pairs(
-                                     results.of[place + t],
-                                     {pairs.row_token.data() + row, pairs.row_weight.data() + row,
-                                      bias_of(down_part, bank + tile + t), of_group,
-                                      sums.data() + (tile - first + t) * TILE_ROWS, stride});
-                         });
-                     });
+                walk_bank(
+                    of.group, rows_of(pairs, of), first, end, run, kernels.groups_max,
+                    [&](size_t tile, size_t count, size_t group, size_t rows, bool cold) {
+                        multiply_tiles(kernels, down, x, bank + tile, count, group, rows, cold, results.of);
+                        each_group(group, rows, count, [&](size_t g, size_t of_group, size_t place) {
+                            const size_t row = g * GROUP_TOKENS;
+                            for (size_t t = 0; t < count; ++t)
+                                kernels.add_pairs(
+                                    results.of[place + t],
+                                    {pairs.row_token.data() + row, pairs.row_weight.data() + row,
+                                     bias_of(down_part, bank + tile + t), of_group,
+                                     sums.data() + (tile - first + t) * TILE_ROWS, stride});
+                        });
+                    });
             }
             for (size_t token = 0; token < pairs.tokens; ++token) {
                 float* to = out.row(token) + first * TILE_ROWS;
