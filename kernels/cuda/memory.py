@@ -150,14 +150,14 @@ class BadRows(Sequence[int]):
 class Activations:
     """Quantised activations of one step, as activations.h has them.
 
-    Float matrices read fp32 rows at `values`: those that were quantised, or, with `keep_float`,
-    the normed ones, which have memory of their own. gathered: the activations of tokens that
+    Float matrices read fp32 rows at `values`, `stride` values apart: those that were quantised, or,
+    with `keep_float`, the normed ones, which have memory of their own. gathered: the activations of tokens that
     products of pairs read instead (experts.py); then these have no memory, nor before they are
     written.
     """
 
     def __init__(self, gpu: Gpu, tokens_max: int, width: int, keep_float: bool) -> None:
-        self.tokens_max, self.width = tokens_max, width
+        self.tokens_max, self.width, self.stride = tokens_max, width, width
         self._gpu, self._keep_float = gpu, keep_float
         self.gathered: Activations | None = None
         self.values = 0

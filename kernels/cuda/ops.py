@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 import kernels
 from kernels.cuda.experts import ExpertOps, ExpertPairs
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.heads import HeadOps
 from kernels.cuda.memory import (
     I32,
     LINE_BYTES,
@@ -130,6 +131,10 @@ class CudaOps:
         experts = ExpertOps(gpu, self._products, self._address)
         self.select_experts, self.gather_pairs = experts.select_experts, experts.gather_pairs
         self.pairs_gated, self.pairs_add = experts.pairs_gated, experts.pairs_add
+        heads = HeadOps(gpu, self._products, self._address)
+        self.make_head_activations = heads.make_head_activations
+        self.quantise_heads, self.linear_heads = heads.quantise_heads, heads.linear_heads
+        self.copy_heads, self.begin_heads = heads.copy_heads, heads.begin
         recurrent = RecurrentOps(gpu, self._address)
         self.delta_net, self.mamba2 = recurrent.delta_net, recurrent.mamba2
         self.short_conv = recurrent.short_conv
@@ -186,6 +191,7 @@ class CudaOps:
 
         taken: the tokens that are those of the last `begin_sample`.
         """
+        self.begin_heads(batch.n_tokens)
         sent = batch.send((tokens, wanted), _arrays_of(taken))
         self._staged = [(tokens, sent[0]), (wanted, sent[1])]
         self._take_samples(taken, sent[2:], sent[0])
@@ -348,6 +354,7 @@ class CudaOps:
         rows: KvRows,
         v_norm: kernels.Vector | None = None,
         has_kv: bool = True,
+        v_first: int = 0,
     ) -> None:
         """As `kernels.place_kv`, with rows in any case."""
         at = shape.layer(layer)
@@ -364,7 +371,7 @@ class CudaOps:
                 *(self._address(q_norm), self._address(k_norm), self._address(v_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
                 *(LOG2_E * scale / hadamard_width, self._query_scales.get(rope, 0)),
-                *(queries.q, queries.scale, rows.address),
+                *(queries.q, queries.scale, rows.address, v_first),
             ],
         )
 

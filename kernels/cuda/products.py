@@ -177,7 +177,7 @@ class Products:
         )
         threads = FLOAT_THREADS * min(segments, -(-matrix.cols // SEGMENT))
         weights = [matrix.address, matrix.rows, matrix.cols]
-        arguments = [*weights, x.values, x.width, x.scale, n, *out, *_sorted(pairs)]
+        arguments = [*weights, x.values, x.stride, x.scale, n, *out, *_sorted(pairs)]
         name = ("linear", "linear_many")[index]
         self._gpu.launch(f"{name}_{matrix.kind}", grid, threads, arguments)
 

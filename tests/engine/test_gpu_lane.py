@@ -231,6 +231,7 @@ async def test_a_stream_goes_to_the_gpu_and_back(site: Site, reference: Referenc
         pytest.param("qwen35-tiny", QUEUED, marks=pytest.mark.slow),
         ("qwen35moe-tiny", GOOD),
         pytest.param("glm4moe-tiny", GOOD, marks=pytest.mark.slow),
+        ("deepseek2-tiny", GOOD),
         ("nemotron_h_moe-tiny", QUEUED),
     ],
 )

@@ -54,6 +54,7 @@ SHAPES = {
     "qwen35": PRESETS["qwen35-tiny"],
     "qwen35moe": PRESETS["qwen35moe-tiny"],
     "glm4moe": PRESETS["glm4moe-tiny"],
+    "deepseek2": PRESETS["deepseek2-tiny"],
     "qwen3next": PRESETS["qwen3next-tiny"],
     "minimax-m2": PRESETS["minimax-m2-tiny"],
     "glm4": PRESETS["glm4-tiny"],

@@ -61,6 +61,7 @@ SHAPES = {
     "gemma4": PRESETS["gemma4-tiny"],
     "qwen35": PRESETS["qwen35-tiny"],
     "glm4moe": PRESETS["glm4moe-tiny"],
+    "deepseek2": PRESETS["deepseek2-tiny"],
     "qwen3next": PRESETS["qwen3next-tiny"],
     "minimax_m2": PRESETS["minimax-m2-tiny"],
     "glm4": PRESETS["glm4-tiny"],

@@ -24,6 +24,7 @@ from bench.cuda.cases.attention import (
     random_page,
 )
 from bench.cuda.cases.experts import experts_case, select_case
+from bench.cuda.cases.heads import heads_case
 from bench.cuda.cases.linear import embed_case, linear_case, norm_add_case, quantise_case
 from bench.cuda.cases.recurrent import delta_net_case, mamba2_case, short_conv_case
 from bench.cuda.cases.rows import gates_case, values_case
@@ -72,4 +73,5 @@ def cases() -> dict[str, Case]:
         table[f"linear {kind}"] = partial(linear_case, kind=kind)
         table[f"embed {kind}"] = partial(embed_case, kind=kind)
         table[f"experts {kind}"] = partial(experts_case, kind=kind)
+        table[f"heads {kind}"] = partial(heads_case, kind=kind)
     return table

@@ -56,9 +56,9 @@ def attention_small_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator)
 
 
 def attention_wide_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
-    """Heads of up to 512 dims, at times with a window and with a scale of 1; the rows of a tile are
+    """Heads of up to 576 dims, at times with a window and with a scale of 1; the rows of a tile are
     of one token to sixteen."""
-    head_dim = int(rng.choice([512, 512, 288, 320, 384]))
+    head_dim = int(rng.choice([512, 576, 288, 320, 384]))
     group, n_kv = int(rng.integers(1, 10)), int(rng.integers(1, 3))
     window = int(rng.choice([0, 0, *WINDOWS]))
     n = int(rng.choice([1, 1, 3, 33 // group + 1]))
@@ -195,12 +195,19 @@ class Attention:
         )
         self.scale = 1 / math.sqrt(head_dim) if rng.integers(4) else 1.0
         self.tokens = sum(n for n, _ in entries)
-        self.width = (n_head + (2 * n_kv if self.has_kv else 0)) * head_dim
+        # Above 0, V is K from there on.
+        self.v_first = 0
+        if self.has_kv and rng.random() < 0.2:
+            self.v_first = int(rng.integers(1, head_dim))
+        n_of_kv = (1 if self.v_first else 2) * n_kv if self.has_kv else 0
+        self.width = (n_head + n_of_kv) * head_dim
         self.qkv = self._some_rows(rng)
         self.norms = [
             rng.standard_normal(head_dim).astype(np.float32) if rng.integers(2) else None
             for _ in range(3)
         ]
+        if self.v_first:
+            self.norms[2] = None
         self.has_rope = rng.random() < 0.75
         if rng.random() < 0.4:
             self.norms, self.has_rope = [None] * 3, False
@@ -279,6 +286,7 @@ class Attention:
             kept,
             norms[2],
             self.has_kv,
+            self.v_first,
         )
         self.kept = kept.view(tokens).copy()
         out = kernels.Rows(tokens, self.n_head * self.head_dim)
@@ -433,7 +441,7 @@ class Attention:
             factor = float(np.float32(LOG2_E * self.scale / (head_dim & -head_dim)))
             gpu.launch(
                 "place_kv",
-                (tokens, self.width // head_dim, 1),
+                (tokens, n_head + (2 * n_kv if self.has_kv else 0), 1),
                 64,
                 [
                     arrays.put(self.qkv).address,
@@ -449,6 +457,7 @@ class Attention:
                     q.address,
                     scale.address,
                     rows.address,
+                    self.v_first,
                 ],
             )
             if self.has_kv:

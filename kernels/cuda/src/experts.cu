@@ -186,6 +186,22 @@ KERNEL(sort_pairs, THREADS_MAX, gpu::In<int32_t> ids, gpu::In<int32_t> counts, i
                {portions, portions_max, columns, order});
 }
 
+// Sorts rows of heads as sort_pairs does those of experts: every token has chosen each of n_head heads, and
+// row `head` of a token has the number token * n_head + head. Grid: blocks that share the rows.
+KERNEL(sort_heads, 256, int n_head, int tokens, int columns, gpu::Out<gpu::Words4> portions,
+       gpu::Out<int32_t> order) {
+    gpu::begin();
+    const int i = gpu::block() * gpu::threads() + gpu::thread();
+    if (i >= n_head * tokens) return;
+    const int head = i / tokens, token = i % tokens;
+    order[i] = token * n_head + head;
+    if (token % columns != 0) return;
+    const int each = (tokens + columns - 1) / columns, part = token / columns;
+    const int left = tokens - token, count = left < columns ? left : columns;
+    portions[head * each + part] = gpu::Words4{{static_cast<uint32_t>(head), static_cast<uint32_t>(i),
+                                                static_cast<uint32_t>(count), static_cast<uint32_t>(part)}};
+}
+
 // out row of a token += the sum of weight * y of its pairs, experts ascending; y: a row of `width` for each
 // pair. Grid: tokens, blocks that share the columns.
 KERNEL(add_pairs, 256, gpu::In<float> y, gpu::In<float> weights, int n_used, int width,

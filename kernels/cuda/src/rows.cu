@@ -122,6 +122,17 @@ KERNEL(zero_rows, 256, gpu::Out<float> out, int stride, int width) {
     if (k < width) out[static_cast<int64_t>(gpu::block()) * stride + k] = 0.0f;
 }
 
+// out value head * out_run + i = value i of the head's run of x; x: n_head runs of `run` values a token. Grid:
+// tokens, blocks that share a row.
+KERNEL(copy_heads, 256, gpu::In<float> x, int run, int n_head, gpu::Out<float> out, int out_stride,
+       int out_run) {
+    gpu::begin();
+    const int64_t token = gpu::block();
+    const int i = gpu::block_y() * gpu::threads() + gpu::thread();
+    if (i >= n_head * run) return;
+    out[token * out_stride + i / run * out_run + i % run] = x[token * n_head * run + i];
+}
+
 // out = out * factor, value by value. Grid: tokens, blocks that share a row.
 KERNEL(scale_rows, 256, float factor, gpu::Out<float> out, int stride, int width) {
     gpu::begin();

@@ -41,6 +41,7 @@ OTHER_MODELS = [
     "gemma3-tiny",
     "qwen35-tiny",
     "glm4moe-tiny",
+    "deepseek2-tiny",
     "qwen3next-tiny",
     "granitehybrid-tiny",
     "lfm2moe-tiny",

@@ -336,6 +336,16 @@ def gelu_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def sort_heads(_: Move, _arguments: Arguments) -> tuple[int, int, int]:
+    """See `select_experts`."""
+    return 0, 0, 0
+
+
+def copy_heads(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1] * a[2], 3: 4 * FAR * a[4]})
+    return FAR, 0, 0
+
+
 def mix_inputs(_: Move, a: Arguments) -> tuple[int, int, int]:
     back(a, {0: 4 * FAR * a[1], 6: 4 * FAR * a[7]})
     return FAR, 0, 0
@@ -354,6 +364,7 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
     | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs, norm_columns)}
+    | {one.__name__: one for one in (sort_heads, copy_heads)}
     | {"cap_rows": scale_rows, "scaled_add": gelu_rows}
     | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
     | {one.__name__: one for one in (convolve_channels, recur_mamba2, gate_groups, convolve_gated)}
@@ -361,7 +372,7 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
 QUICK = (
     *("quantise", "norm add", "sample", "linear q4_0", "linear q4_k", "linear f16", "embed f32"),
     *("experts q4_0", "experts q6_k", "experts f16", "delta net", "mamba 2", "short conv"),
-    *("gates", "values"),
+    *("gates", "values", "heads q4_0", "heads f16"),
 )
 NEAR = {"take samples", "select experts"}  # their numbers are those of the tokens of a step
 SEEDS = 3, 4, 5, 6

@@ -5,7 +5,7 @@
 
 namespace gpu {
 
-constexpr int HEAD_DIM_MAX = 512;
+constexpr int HEAD_DIM_MAX = 576;
 constexpr int PAGE_TOKENS = ca::PAGE_TOKENS;
 
 // Offsets inside one KV head of one layer of a page: K, K scales, V, V scales.
