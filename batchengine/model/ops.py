@@ -85,6 +85,8 @@ class Ops(Protocol):
         gating: str = "softmax",
         bias: Bias = None,
         scales: Bias = None,
+        n_group: int = 1,
+        n_group_used: int = 1,
     ) -> None: ...
     def gather_pairs(
         self, x: kernels.Activations, pairs: kernels.ExpertPairs, out: kernels.Activations

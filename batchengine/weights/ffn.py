@@ -21,7 +21,9 @@ from batchengine.weights.keys import (
 
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
+SIGMOIDS = "sigmoid", "normed_sigmoid"  # gatings
 GLM_FLASH_VOCAB = 154880
+GROUPS_MAX = 32  # EXPERT_GROUPS_MAX of choice.h
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
 
 
@@ -49,6 +51,8 @@ class MoeSpec:
     expert have biases. n_ff_shared: width of one more expert, which every token uses; 0 = there is
     none. has_shared_weight: it has a weight of its own for each token. n_latent: width of the
     projection that experts read, and of their sum, which is projected back; 0 = there is none.
+    n_group, n_group_used: of so many groups of experts those of so many can be chosen for a token:
+    of those whose best two have the largest sums.
     """
 
     n_expert: int
@@ -61,6 +65,8 @@ class MoeSpec:
     gating: Gating = "softmax"
     has_shared_weight: bool = False
     n_latent: int = 0
+    n_group: int = 1
+    n_group_used: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +142,26 @@ def _read_experts(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> MoeSp
         _gating(gguf, arch),
         row.shared_expert == "weighted",
         _latent_width(gguf, arch),
+        *_groups(gguf, arch, n_expert, n_used),
     )
+
+
+def _groups(gguf: GgufFile, arch: str, n_expert: int, n_used: int) -> tuple[int, int]:
+    """Groups of experts, and how many of them a token uses; (1, 1): there are none."""
+    key, used_key = f"{arch}.expert_group_count", f"{arch}.expert_group_used_count"
+    n_group = gguf.integer(key, 0)
+    if n_group in (0, 1):
+        return 1, 1
+    if ARCHITECTURES[arch].sigmoid == "none" or _gating(gguf, arch) not in SIGMOIDS:
+        raise unsupported(gguf, key, n_group, "groups are supported of experts chosen by sigmoids")
+    if not 2 <= n_group <= GROUPS_MAX or n_expert % n_group or n_expert // n_group < 2:
+        why = f"{n_expert} experts are in 2 to {GROUPS_MAX} groups of equal size, two at least in each"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=n_group, why=why)
+    n_group_used = gguf.integer(used_key, 0)
+    if not 1 <= n_group_used <= n_group or n_group_used * (n_expert // n_group) < n_used:
+        why = f"of {n_group} groups, as many as have {n_used} experts are needed"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=used_key, value=n_group_used, why=why)
+    return n_group, n_group_used
 
 
 def _read_dense(gguf: GgufFile, arch: str, n_layer: int) -> list[DenseSpec | None]:
@@ -222,7 +247,6 @@ _SHARED_KEYS = {
 _ALL_HAVE = ("leading_dense_block_count", 0, "every layer must have experts")
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
 _OTHER_MIXTURES = (
-    ("expert_group_count", 1, "experts that are chosen by groups are not supported"),
     ("interleave_moe_layer_step", 1, "every layer must have experts"),
 )
 

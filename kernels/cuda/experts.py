@@ -34,7 +34,7 @@ from kernels.cuda.products import (
 )
 
 EXPERTS_MAX = CHUNK_PAIRS_MAX = 1024  # THREADS_MAX and PAIRS_MAX of experts.cu
-GATINGS = "softmax", "sigmoid", "normed_sigmoid"  # in the order of ca::Gating
+GATINGS = "softmax", "sigmoid", "normed_sigmoid", "softmax_all"  # in the order of ca::Gating
 CHUNK_TOKENS = 16  # that a block chooses for, a warp for each
 PORTION_WORDS = 4
 # A portion has room for so many times the pairs that an expert has on average, since they differ.
@@ -109,6 +109,8 @@ class ExpertOps:
         gating: str = "softmax",
         bias: kernels.Vector | None = None,
         scales: kernels.Vector | None = None,
+        n_group: int = 1,
+        n_group_used: int = 1,
     ) -> None:
         """As `kernels.select_experts`."""
         if gating not in GATINGS:
@@ -126,7 +128,7 @@ class ExpertOps:
             [
                 *(logits.address, logits.width, *counts, float(scale)),
                 *(GATINGS.index(gating), self._address_of(bias), self._address_of(scales)),
-                *(pairs.ids, pairs.weights, pairs.counts, *sorted_to),
+                *(pairs.ids, pairs.weights, pairs.counts, *sorted_to, n_group, n_group_used),
             ],
         )
         if blocks > 1:

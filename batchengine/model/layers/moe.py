@@ -100,7 +100,7 @@ class MoeFfn:
         to = hidden if out is None else out
         ops.norm_quantise(hidden, w.selector_norm or w.norm, self.eps, n, normed)
         ops.linear(normed, [w.selector], [w.selector_bias], n, buffers.logits)
-        gating = spec.gating, w.choice_bias, w.scales
+        gating = spec.gating, w.choice_bias, w.scales, spec.n_group, spec.n_group_used
         ops.select_experts(buffers.logits, n, spec.scale, pairs, *gating)
         if w.selector_norm is not None:
             ops.norm_quantise(hidden, w.norm, self.eps, n, normed)

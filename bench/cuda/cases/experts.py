@@ -24,6 +24,7 @@ from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
 from kernels.cuda.products import FLOATS, GATE_OF
 
+SOFTMAXES, GROUPS_MAX = ("softmax", "softmax_all"), 32
 GROUP = 16  # rows of pairs of the CPU that have one expert
 BANK_VALUES, PAIR_VALUES = 1 << 20, 6 << 20  # of a bank, and of the products of all pairs with one
 
@@ -92,6 +93,7 @@ def chosen(
     gating: str = "softmax",
     bias: kernels.Vector | None = None,
     scales: kernels.Vector | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[CudaOps, ExpertPairs, kernels.ExpertPairs]:
     """Both selections, once they are equal."""
     ops, (tokens, n_expert) = CudaOps(gpu, pool), logits.shape
@@ -99,10 +101,11 @@ def chosen(
     on_cpu = kernels.ExpertPairs(tokens, n_expert, n_used)
     gpu.copy_in(rows.address, logits)
     ops.upload(*[vector for vector in (bias, scales) if vector is not None])
-    ops.select_experts(rows, tokens, scale, pairs, gating, bias, scales)
-    kernels.select_experts(pool, rows_of(logits), tokens, scale, on_cpu, gating, bias, scales)
+    given = gating, bias, scales, *groups
+    ops.select_experts(rows, tokens, scale, pairs, *given)
+    kernels.select_experts(pool, rows_of(logits), tokens, scale, on_cpu, *given)
     of = f"of {tokens} tokens, {n_used} of {n_expert}, {gating}, bias {bias is not None}"
-    of += f", scales {scales is not None}"
+    of += f", scales {scales is not None}, {groups[1]} of {groups[0]} groups"
     for got, want, what in zip(pairs.unpack(), on_cpu.unpack(), ("ids", "weights"), strict=True):
         compare(got, want, f"select_experts: {what} {of}")
     return ops, pairs, on_cpu
@@ -111,10 +114,22 @@ def chosen(
 def some_gating(rng: np.random.Generator, n_expert: int) -> tuple[str, kernels.Vector | None]:
     """A gating, and at times a bias, of which some values are equal."""
     gating = str(rng.choice(GATINGS))
-    if gating == "softmax" or rng.random() < 0.4:
+    if gating in SOFTMAXES or rng.random() < 0.4:
         return gating, None
     bias = rng.choice([0.1, 1.0, 30.0]) * rng.standard_normal(n_expert)
     return gating, kernels.Vector(np.round(bias, int(rng.integers(0, 6))).astype(np.float32))
+
+
+def some_groups(
+    rng: np.random.Generator, gating: str, n_expert: int, n_used: int
+) -> tuple[int, int]:
+    """Groups of experts and how many are kept, of gatings that may have some."""
+    sizes = [n for n in range(2, GROUPS_MAX + 1) if n_expert % n == 0 and n_expert // n >= 2]
+    if gating in SOFTMAXES or not sizes or rng.random() < 0.3:
+        return 1, 1
+    n_group = int(rng.choice(sizes))
+    least = -(-n_used // (n_expert // n_group))
+    return n_group, int(rng.integers(least, n_group + 1))
 
 
 def select_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -128,7 +143,8 @@ def select_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
     if rng.integers(2):
         scales = kernels.Vector(rng.standard_normal(n_expert).astype(np.float32))
     with Owned(gpu) as own:
-        _, pairs, on_cpu = chosen(own, pool, logits, n_used, scale, gating, bias, scales)
+        groups = some_groups(rng, gating, n_expert, n_used)
+        _, pairs, on_cpu = chosen(own, pool, logits, n_used, scale, gating, bias, scales, groups)
         ids, at = on_cpu.unpack()[0].reshape(-1), pairs.at(1)
         order = np.empty(tokens * n_used, np.int32)
         portions = np.empty((at.portions_max, 4), np.uint32)

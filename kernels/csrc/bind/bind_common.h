@@ -9,6 +9,7 @@
 
 #include "common/pool.h"
 #include "common/types.h"
+#include "experts/choice.h"
 
 namespace batchengine {
 
@@ -69,7 +70,7 @@ inline bool is_ungated(const char* op, const std::string& activation, bool has_g
 }
 
 inline ca::Gating gating_of(const char* op, const std::string& name) {
-    const char* const names[ca::GATINGS] = {"softmax", "sigmoid", "normed_sigmoid"};
+    const char* const names[ca::GATINGS] = {"softmax", "sigmoid", "normed_sigmoid", "softmax_all"};
     for (int i = 0; i < ca::GATINGS; ++i)
         if (name == names[i]) return static_cast<ca::Gating>(i);
     throw std::invalid_argument(std::string(op) + ": no gating is named " + name);

@@ -69,16 +69,31 @@ void bind_pairs(nb::module_& module) {
             "Ids and weights (tokens, n_used) of the last selection, as aliases, for tests.");
 }
 
+// Groups are of equal size, of two experts at least, and those that are kept have enough.
+void require_groups(const ExpertChoice& choice, const ExpertPairs& pairs) {
+    const ca::ExpertGroups& groups = choice.groups;
+    if (groups.n == 1 && groups.kept == 1) return;
+    const size_t n = static_cast<size_t>(groups.n), kept = static_cast<size_t>(groups.kept);
+    require(groups.n >= 1 && groups.n <= ca::EXPERT_GROUPS_MAX && groups.kept >= 1 && groups.kept <= groups.n,
+            "select_experts: 1 to 32 groups, of which some are kept");
+    require(pairs.n_expert % n == 0 && pairs.n_expert / n >= 2 && pairs.n_expert / n * kept >= pairs.n_used,
+            "select_experts: the groups that are kept have not enough experts, or they are no groups");
+    require(!ca::is_softmax(choice.gating), "select_experts: experts of a softmax have no groups");
+}
+
 void bind_operations(nb::module_& module) {
     module.def(
         "select_experts",
         [](Pool& pool, const Rows& logits, size_t tokens, float scale, ExpertPairs& pairs,
-           const std::string& gating, const Vector* bias, const Vector* scales) {
-            const ExpertChoice choice{gating_of("select_experts", gating), scale, bias, scales};
+           const std::string& gating, const Vector* bias, const Vector* scales, int n_group,
+           int n_group_used) {
+            const ExpertChoice choice{gating_of("select_experts", gating), scale, bias, scales,
+                                      {n_group, n_group_used}};
             require_tokens(tokens, logits.tokens_max, "select_experts");
             require_tokens(tokens, pairs.tokens_max, "select_experts");
             require_width(logits.width, pairs.n_expert, "select_experts");
-            require(!bias || choice.gating != ca::Gating::softmax,
+            require_groups(choice, pairs);
+            require(!bias || !ca::is_softmax(choice.gating),
                     "select_experts: a softmax has no bias of the choice");
             require(!bias || bias->size == pairs.n_expert,
                     "select_experts: the bias has one value per expert");
@@ -89,11 +104,13 @@ void bind_operations(nb::module_& module) {
         },
         nb::arg("pool"), nb::arg("logits"), nb::arg("tokens"), nb::arg("scale"), nb::arg("pairs"),
         nb::arg("gating") = "softmax", nb::arg("bias") = nb::none(),
-        nb::arg("scales") = nb::none(),
+        nb::arg("scales") = nb::none(), nb::arg("n_group") = 1, nb::arg("n_group_used") = 1,
         "Chooses the experts of each token by the selector's logits; weights are times `scale`.\n\n"
-        "The gating is \"softmax\", \"sigmoid\" or \"normed_sigmoid\": rule 11 of docs/numerics.md. "
+        "The gating is \"softmax\", \"sigmoid\", \"normed_sigmoid\" or \"softmax_all\": rule 11 of "
+        "docs/numerics.md. "
         "The bias, of a sigmoid alone, is added to what experts are chosen by; `scales` are what "
-        "weights are multiplied by, one for each expert. ValueError if they do not fit.");
+        "weights are multiplied by, one for each expert. Of n_group groups of experts, of a sigmoid, those of "
+        "n_group_used can be chosen. ValueError if they do not fit.");
     module.def(
         "gather_pairs",
         [](Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out) {

@@ -599,72 +599,7 @@ CA_FN float log_probability(float x, float largest, float log_sum) {
     return sub_rn(sub_rn(x, largest), log_sum);
 }
 
-// ------------------------------------------------------------------------------- rule 11: experts
-
-// How the weights of a token's experts come from the selector's logits: softmax over the chosen ones; the
-// logistic function of each, as it is or divided by the sum over the chosen ones.
-enum class Gating : int { softmax, sigmoid, normed_sigmoid };
-constexpr int GATINGS = 3;
-// Sums of logistic functions below this one divide by it.
-constexpr float WEIGHT_SUM_MIN = 0x1p-14f;
-
-// The key of an expert: those with the largest keys are chosen. It is the logit; of gatings with the logistic
-// function it is that function and a bias, which is finite. Not finite where the logit is not.
-CA_FN float choice_key(Gating gating, float logit, float bias) {
-    return gating == Gating::softmax ? logit : add_rn(sigmoid(logit), bias);
-}
-
-// The part of a chosen expert, before weight_of_part; largest: the largest logit.
-CA_FN float weight_part(Gating gating, float logit, float largest) {
-    return gating == Gating::softmax ? expc(sub_rn(logit, largest)) : sigmoid(logit);
-}
-
-// The weight of an expert; sum: of the parts of the chosen ones, by ascending id.
-CA_FN float weight_of_part(Gating gating, float part, float sum, float scale) {
-    float divisor = sum;
-    if (gating == Gating::sigmoid) divisor = 1.0f;
-    if (gating == Gating::normed_sigmoid && sum < WEIGHT_SUM_MIN) divisor = WEIGHT_SUM_MIN;
-    return mul_rn(div_rn(part, divisor), scale);
-}
-
-// The experts of a token and their weights, by ascending id: the n_used largest of n keys, of equal ones
-// those with lower ids. A key that is not finite: the first experts, weights NaN. logit: of the selector.
-// scales: of the output of each expert, or null.
-CA_FN void select_experts(Gating gating, const float* logit, const float* key_of, int n, int n_used,
-                          float scale, const float* scales, int32_t* id, float* weight) {
-    bool finite = true;
-    for (int i = 0; i < n; i++) finite = is_finite(key_of[i]) && finite;
-    for (int j = 0; j < n_used; j++) {
-        id[j] = j;
-        weight[j] = canonical_nan();
-    }
-    if (!finite) return;
-    uint32_t last_key = 0;
-    int last = -1, top = 0;
-    for (int j = 0; j < n_used; j++) {
-        uint32_t best_key = 0xFFFFFFFFu;
-        int best = -1;
-        for (int i = 0; i < n; i++) {
-            const uint32_t key = falling_key(key_of[i]);
-            const bool is_left = key > last_key || (key == last_key && i > last);
-            if (is_left && (best < 0 || key < best_key)) best = i, best_key = key;
-        }
-        if (j == 0) top = best;
-        int at = j;
-        for (; at > 0 && id[at - 1] > best; at--) id[at] = id[at - 1];
-        id[at] = best;
-        last = best, last_key = best_key;
-    }
-    float sum = 0.0f;
-    for (int j = 0; j < n_used; j++) {
-        weight[j] = weight_part(gating, logit[id[j]], logit[top]);
-        sum = add_rn(sum, weight[j]);
-    }
-    for (int j = 0; j < n_used; j++) {
-        weight[j] = weight_of_part(gating, weight[j], sum, scale);
-        if (scales) weight[j] = mul_rn(weight[j], scales[id[j]]);
-    }
-}
+// ------------------------------------------------------- rule 11: experts; experts/choice.h has their choice
 
 // The sum of a token's experts is the chain of add_expert over them, by ascending id, from +0.
 CA_FN float add_expert(float sum, float weight, float y) { return fma_rn(weight, y, sum); }

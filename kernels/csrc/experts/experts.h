@@ -9,6 +9,7 @@
 
 #include "common/pool.h"
 #include "common/types.h"
+#include "experts/choice.h"
 #include "linear/linear.h"
 
 namespace batchengine {
@@ -52,12 +53,13 @@ struct ExpertPairs {
 
 // How experts are chosen by the selector's logits. bias: of the keys of a gating that is no softmax, a value
 // for each expert, or null; weights are times `scale`, and times the one of `scales` of their expert, unless
-// it is null.
+// it is null. groups: not of a softmax.
 struct ExpertChoice {
     ca::Gating gating;
     float scale;
     const Vector* bias;
     const Vector* scales = nullptr;
+    ca::ExpertGroups groups = {};
 };
 
 // Chooses the experts of each token, and sorts the pairs.

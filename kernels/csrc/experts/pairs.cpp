@@ -13,7 +13,7 @@ constexpr size_t COPIED_ALONE = 4 * VALUES_ALONE;
 
 // The keys of a token's experts; those of a softmax are the logits themselves.
 const float* keys_of(const ExpertChoice& choice, const float* logit, size_t n) {
-    if (choice.gating == ca::Gating::softmax) return logit;
+    if (ca::is_softmax(choice.gating)) return logit;
     static thread_local Buffer<float> keys;
     if (keys.size() < n) keys = Buffer<float>(n);
     for (size_t i = 0; i < n; ++i)
@@ -79,7 +79,7 @@ void select_experts(Pool& pool, const Rows& logits, size_t tokens, const ExpertC
         const float* logit = logits.row(token);
         ca::select_experts(choice.gating, logit, keys_of(choice, logit, pairs.n_expert),
                            static_cast<int>(pairs.n_expert), static_cast<int>(pairs.n_used),
-                           choice.scale, choice.scales ? choice.scales->data.data() : nullptr,
+                           choice.groups, choice.scale, choice.scales ? choice.scales->data.data() : nullptr,
                            pairs.id.data() + at, pairs.weight.data() + at);
     });
     sort_pairs(pairs);

@@ -23,8 +23,9 @@ struct Shape {
 };
 constexpr Shape SHAPES[] = {
     {6, 2, 64, false, true}, {3, 3, 96, true, false}, {4, 1, 128, true, true}, {4, 2, 256, false, false}};
-// A transform of 512 values, and of 32: an odd number of blocks of 32 dims.
-constexpr Shape WIDE_SHAPES[] = {{3, 1, 512, true, true, 1.0}, {2, 1, 288, false, false}};
+// A transform of 512 values, and of 32: an odd number of blocks of 32 dims; and the widest heads.
+constexpr Shape WIDE_SHAPES[] = {
+    {3, 1, 512, true, true, 1.0}, {2, 1, 288, false, false}, {2, 1, 576, false, false}};
 
 void fill(GoldenSource& source, float* x, size_t n, float size) {
     for (size_t i = 0; i < n; i++) x[i] = source.unit() * size;

@@ -110,4 +110,33 @@ void golden_gating(Pool& pool, Golden& golden) {
     record("by normed sigmoid and bias", {ca::Gating::normed_sigmoid, 2.5f, &bias});
 }
 
+void golden_choices(Pool& pool, Golden& golden) {
+    constexpr size_t MANY = 24;
+    GoldenSource source(0x6207);
+    Rows logits(TOKENS, MANY);
+    for (size_t t = 0; t < TOKENS; ++t)
+        for (size_t i = 0; i < MANY; ++i) logits.row(t)[i] = 6.0f * source.unit();
+    for (size_t i = 0; i < MANY; ++i) {
+        logits.row(5)[i] = i % 2 ? 0.0f : -0.0f;
+        logits.row(7)[i] = 20.0f + static_cast<float>(i);  // all of the same logistic function
+        logits.row(9)[i] = -30.0f - static_cast<float>(i);
+    }
+    logits.row(11)[8] = ca::canonical_nan();
+    logits.row(12)[0] = ca::float_of(ca::INFINITY_BITS);
+    std::vector<float> values(MANY);
+    for (float& value : values) value = 0.5f * source.unit();
+    values[3] = values[4] = 0.25f;
+    const Vector bias(values.data(), values.size());
+    ExpertPairs pairs(TOKENS, MANY, USED);
+    const auto record = [&](const std::string& name, const ExpertChoice& choice) {
+        select_experts(pool, logits, TOKENS, choice, pairs);
+        golden.add("experts " + name, pairs.id.data(), pairs.pairs() * sizeof(int32_t));
+        golden.add("weights of experts " + name, pairs.weight.data(),
+                   pairs.pairs() * sizeof(float));
+    };
+    record("by softmax of all", {ca::Gating::softmax_all, 1.25f, nullptr});
+    record("of groups by sigmoid", {ca::Gating::sigmoid, 1.0f, nullptr, nullptr, {6, 2}});
+    record("of groups by sigmoid and bias", {ca::Gating::normed_sigmoid, 2.5f, &bias, nullptr, {8, 4}});
+}
+
 }  // namespace batchengine

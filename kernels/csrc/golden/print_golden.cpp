@@ -20,7 +20,7 @@ namespace batchengine {
 namespace {
 
 constexpr int ROUNDS = 6;  // random shapes per kind of matrix, and of attention
-constexpr size_t WIDE_DIMS[] = {288, 384, 512};  // of heads whose attention takes the scalar level long
+constexpr size_t WIDE_DIMS[] = {288, 384, 576};  // of heads whose attention takes the scalar level long
 constexpr int WIDE_ROUNDS = 2;
 
 class Shapes {
@@ -148,6 +148,8 @@ void print_level(Pool& pool) {
     golden_recurrent(pool, golden);
     for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
     golden_gating(pool, golden);
+    golden_choices(pool, golden);
+    golden_heads(pool, golden);
     golden_many_tokens(golden);
     golden_wide_heads(pool, golden);
     golden_values(pool, golden);

@@ -5,6 +5,7 @@
 // each. One chunk is sorted at once; the counts of several are added up by `sort_pairs`. The host does not
 // learn what was chosen: a product of pairs has a block for each portion that so many tokens may need (see
 // Pairs in products.h), and those that have none leave.
+#include "experts/choice.h"
 #include "gpu.h"
 
 namespace {
@@ -24,17 +25,34 @@ struct Sorted {
     gpu::Out<int32_t> order;
 };
 
-// How experts are chosen; bias: of the keys, scales: of the output of each expert; or null.
+// How experts are chosen; bias: of the keys, scales: of the output of each expert; or null. groups: 1 of 1, or
+// those of a gating that is no softmax.
 struct Choice {
     ca::Gating gating;
     float scale;
     gpu::In<float> bias;
     gpu::In<float> scales;
+    ca::ExpertGroups groups;
 
     GPU_FN float key(gpu::In<float> logits, int expert) const {
         return ca::choice_key(gating, logits[expert], bias ? float(bias[expert]) : 0.0f);
     }
 };
+
+// ca::kept_groups by a warp: a lane has the keys of a group.
+GPU_FN uint32_t kept_groups(gpu::In<float> logits, int n, const Choice& choice) {
+    const int each = n / choice.groups.n, group = gpu::lane();
+    ca::BestTwo best;
+    for (int i = 0; i < each && group < choice.groups.n; i++)
+        ca::add_key(best, choice.key(logits, group * each + i));
+    const uint32_t order = ca::group_order(best);
+    int better = 0;
+    for (int other = 0; other < choice.groups.n; other++) {
+        const uint32_t of_other = gpu::shuffle(order, other);
+        better += of_other < order || (of_other == order && other < group);
+    }
+    return gpu::ballot(group < choice.groups.n && better < choice.groups.kept);
+}
 
 // The experts of a token and their weights, by ascending id, from `at` on; those of the chunk from
 // `in_chunk` on. As ca::select_experts, by a warp.
@@ -43,6 +61,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     bool finite = true;
     for (int i = gpu::lane(); i < n; i += gpu::WARP) finite = ca::is_finite(choice.key(logits, i)) && finite;
     const bool is_poisoned = gpu::any(!finite);
+    const uint32_t kept = choice.groups.n > 1 ? kept_groups(logits, n, choice) : 1u;
+    const int of_group = n / choice.groups.n;
     uint32_t last_key = 0;
     int last = is_poisoned ? n_used - 1 : -1, top = 0;
     for (int j = 0; j < n_used && !is_poisoned; j++) {
@@ -51,7 +71,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
         for (int i = gpu::lane(); i < n; i += gpu::WARP) {
             const uint32_t key = ca::falling_key(choice.key(logits, i));
             const bool is_left = key > last_key || (key == last_key && i > last);
-            if (is_left && key < best_key) best = i, best_key = key;
+            const bool is_kept = kept >> (i / of_group) & 1u;
+            if (is_left && is_kept && key < best_key) best = i, best_key = key;
         }
         last_key = gpu::min_of_lanes(best_key);
         const int candidate = best_key == last_key ? best : n;
@@ -63,7 +84,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     for (int first = 0; first < n; first += gpu::WARP) {
         const int i = first + gpu::lane();
         const uint32_t key = i < n && !is_poisoned ? ca::falling_key(choice.key(logits, i)) : last_key;
-        const bool is_chosen = i < n && (key < last_key || (key == last_key && i <= last));
+        const bool is_kept = is_poisoned || (i < n && (kept >> (i / of_group) & 1u));
+        const bool is_chosen = i < n && is_kept && (key < last_key || (key == last_key && i <= last));
         const uint32_t chosen = gpu::ballot(is_chosen);
         if (is_chosen) {
             const int to = in_chunk + found + gpu::count_bits(chosen & ((1u << gpu::lane()) - 1u));
@@ -75,6 +97,13 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     gpu::warp_barrier();
     float sum = 0.0f;
     for (int j = 0; j < n_used; j++) sum = ca::add_rn(sum, parts[in_chunk + j]);
+    if (choice.gating == ca::Gating::softmax_all) {
+        int32_t all = 0;
+        for (int i = gpu::lane(); i < n && !is_poisoned; i += gpu::WARP)
+            all += ca::part_of_all(ca::weight_part(choice.gating, logits[i], largest));
+        for (int mask = gpu::WARP / 2; mask >= 1; mask /= 2) all += gpu::shuffle_xor(all, mask);
+        sum = ca::sum_of_all(all);
+    }
     for (int j = gpu::lane(); j < n_used; j += gpu::WARP) {
         float weight = ca::weight_of_part(choice.gating, parts[in_chunk + j], sum, choice.scale);
         if (choice.scales) weight = ca::mul_rn(weight, choice.scales[chunk_ids[in_chunk + j]]);
@@ -143,7 +172,7 @@ GPU_FN void sort_chunk(Numbers& ids, Numbers& ranks, Numbers& firsts, PerWarp& s
 KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_expert, int n_used, int tokens,
        int chunk, float scale, int gating, gpu::In<float> bias, gpu::In<float> scales, gpu::Out<int32_t> ids,
        gpu::Out<float> weights, gpu::Out<int32_t> counts, gpu::Out<gpu::Words4> portions, int portions_max,
-       int columns, gpu::Out<int32_t> order) {
+       int columns, gpu::Out<int32_t> order, int n_group, int n_group_kept) {
     __shared__ Numbers chunk_ids, ranks, firsts;
     __shared__ Floats parts;
     __shared__ PerWarp shared;
@@ -151,7 +180,7 @@ KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_exp
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
     for (int i = gpu::warp(); i < n; i += gpu::warps())
         choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used,
-               {static_cast<ca::Gating>(gating), scale, bias, scales}, chunk_ids, parts, i * n_used, ids, weights,
+               {static_cast<ca::Gating>(gating), scale, bias, scales, {n_group, n_group_kept}}, chunk_ids, parts, i * n_used, ids, weights,
                static_cast<int64_t>(first + i) * n_used);
     gpu::barrier();
     const int count = rank_pairs(chunk_ids, ranks, n * n_used);
