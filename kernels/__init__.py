@@ -178,8 +178,9 @@ __all__ = [
 
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
 # choices of experts by sigmoids, of groups of experts and by a softmax over all, steps of so many
-# tokens that a level has other code for them, heads of more than 256 dims, rules 13 to 16, and relu2
-# with residual scales. As part of arith_id they would make the KV of models without these parts useless.
+# tokens that a level has other code for them, heads of more than 256 dims, rules 13 to 16, and
+# relu2 with residual scales. As part of arith_id they would make the KV of models without these
+# parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",

@@ -235,9 +235,7 @@ def _make_mixers(
     weights = {index: model.weights.layer[index].mixer for index in model.layers}
     attending = {i: w for i, w in weights.items() if isinstance(w, AttentionRoles)}
     latent = {i: w for i, w in weights.items() if isinstance(w, MlaRoles)}
-    recurrent = {
-        i: w for i, w in weights.items() if not isinstance(w, AttentionRoles | MlaRoles)
-    }
+    recurrent = {i: w for i, w in weights.items() if not isinstance(w, AttentionRoles | MlaRoles)}
     mixers: dict[int, Mixer] = {}
     mixers |= _make_latent(ops, model, rows, latent, tokens_max, wanted_max)
     attentions = {

@@ -43,7 +43,8 @@ class ModelArchitecture:
     blocks of a file may predict further tokens (nextn_predict_layers); they are not used. sigmoid:
     experts are chosen and weighted by sigmoids of the selector's logits (expert_gating_func 2),
     "normed" by their sum or as a key says (expert_weights_norm), and a bias may count in the
-    choice; "by_function": as a key says, or by softmaxes (expert_gating_func). starts_dense: the first layers may have no experts (leading_dense_block_count).
+    choice; "by_function": so or by softmaxes, as a key says (expert_gating_func). starts_dense: the
+    first layers may have no experts (leading_dense_block_count).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of

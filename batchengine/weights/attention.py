@@ -66,8 +66,8 @@ class AttentionWidths(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
-    """Multi-head latent attention: K and V of a token are one latent row of kv_rank values, which all
-    heads share, beside the rotated values of K (rule 16 of docs/numerics.md).
+    """Multi-head latent attention: K and V of a token are one latent row of kv_rank values, which
+    all heads share, beside the rotated values of K (rule 16 of docs/numerics.md).
 
     q_rank: width of the projection that queries are made of; 0 = they are made of the row itself.
     nope_dim: values of a head of q that are not rotated, before its matrix maps them to kv_rank.
@@ -175,8 +175,8 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
 
 
 def _read_mla(gguf: GgufFile, arch: str, n_layer: int) -> AttentionSpec:
-    """The attention of all layers of a model with MLA, in its absorbed form: queries are mapped to the
-    latent rows."""
+    """The attention of all layers of a model with MLA, in its absorbed form: queries are mapped to
+    the latent rows."""
     prefix = f"{arch}.attention."
     key = prefix + "key_length_mla"
     if key not in gguf.values:
@@ -194,12 +194,17 @@ def _read_mla(gguf: GgufFile, arch: str, n_layer: int) -> AttentionSpec:
         why = f"{n_rot} values of each head are rotated, and some others are needed"
         raise unsupported(gguf, key, mla.nope_dim + n_rot, why)
     head_dim = n_rot + mla.kv_rank
-    for name, only in (("head_count_kv", 1), ("key_length", head_dim), ("value_length", mla.kv_rank)):
-        if (value := same_for_all_layers(gguf, prefix + name, only, n_layer)) != only:
-            raise unsupported(gguf, prefix + name, value, f"{only} is needed beside the latent rows")
     if head_dim > HEAD_DIM_MAX:
         why = f"with {n_rot} rotated values they are {head_dim}, {HEAD_DIM_MAX} at most"
         raise unsupported(gguf, prefix + "kv_lora_rank", mla.kv_rank, why)
+    for name, only in (
+        ("head_count_kv", 1),
+        ("key_length", head_dim),
+        ("value_length", mla.kv_rank),
+    ):
+        if (value := same_for_all_layers(gguf, prefix + name, only, n_layer)) != only:
+            why = f"beside these latent rows it must be {only}"
+            raise unsupported(gguf, prefix + name, value, why)
     base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
     rope = _rope(gguf, arch, n_rot, base)
     return AttentionSpec(

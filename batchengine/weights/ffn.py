@@ -45,14 +45,14 @@ class MoeSpec:
     """A mixture of experts: n_expert feed-forward parts of n_ff values each.
 
     A selector chooses n_used of them for each token. Their outputs are summed with weights, times
-    scale: by `gating` the softmax over the chosen, over all experts ("softmax_all"), or the sigmoid
-    of each one's logit, "normed" by the sum over the chosen. activation: what becomes of the gate and up products, by the name that
-    kernels have for it; "relu2" has no gate. has_bias: the products of the selector and of each
-    expert have biases. n_ff_shared: width of one more expert, which every token uses; 0 = there is
-    none. has_shared_weight: it has a weight of its own for each token. n_latent: width of the
-    projection that experts read, and of their sum, which is projected back; 0 = there is none.
-    n_group, n_group_used: of so many groups of experts those of so many can be chosen for a token:
-    of those whose best two have the largest sums.
+    scale: by `gating` the softmax over the chosen, or over all ("softmax_all"), or the sigmoid of
+    each one's logit, "normed" by the sum over the chosen. activation: what becomes of the gate and
+    up products, by the name that kernels have for it; "relu2" has no gate. has_bias: the products
+    of the selector and of each expert have biases. n_ff_shared: width of one more expert, which
+    every token uses; 0 = there is none. has_shared_weight: it has a weight of its own for each
+    token. n_latent: width of the projection that experts read, and of their sum, which is projected
+    back; 0 = there is none. n_group, n_group_used: of so many groups of experts those of so many
+    can be chosen for a token: of those whose best two have the largest sums.
     """
 
     n_expert: int
@@ -155,7 +155,7 @@ def _groups(gguf: GgufFile, arch: str, n_expert: int, n_used: int) -> tuple[int,
     if ARCHITECTURES[arch].sigmoid == "none" or _gating(gguf, arch) not in SIGMOIDS:
         raise unsupported(gguf, key, n_group, "groups are supported of experts chosen by sigmoids")
     if not 2 <= n_group <= GROUPS_MAX or n_expert % n_group or n_expert // n_group < 2:
-        why = f"{n_expert} experts are in 2 to {GROUPS_MAX} groups of equal size, two at least in each"
+        why = f"{n_expert} experts are in 2 to {GROUPS_MAX} equal groups, two at least in each"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=n_group, why=why)
     n_group_used = gguf.integer(used_key, 0)
     if not 1 <= n_group_used <= n_group or n_group_used * (n_expert // n_group) < n_used:
@@ -213,8 +213,8 @@ def _gating(gguf: GgufFile, arch: str) -> Gating:
 
 
 def _gating_function(gguf: GgufFile, arch: str) -> int:
-    """SOFTMAX or SIGMOID, of a file that may have either. Older files of DeepSeek V2 and GLM-4.7-Flash
-    do not say; those of the latter have its vocabulary."""
+    """SOFTMAX or SIGMOID, of a file that may have either. Older files of DeepSeek V2 and
+    GLM-4.7-Flash do not say; those of the latter have its vocabulary."""
     function = gguf.integer(f"{arch}.expert_gating_func", 0)
     if function:
         return function
@@ -246,9 +246,7 @@ _SHARED_KEYS = {
 }
 _ALL_HAVE = ("leading_dense_block_count", 0, "every layer must have experts")
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.
-_OTHER_MIXTURES = (
-    ("interleave_moe_layer_step", 1, "every layer must have experts"),
-)
+_OTHER_MIXTURES = (("interleave_moe_layer_step", 1, "every layer must have experts"),)
 
 
 def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:

@@ -23,6 +23,8 @@ from batchengine.weights import (
     DenseWeights,
     FfnWeights,
     LayerWeights,
+    MlaSpec,
+    MlaWeights,
     ModelSpec,
     MoeRoles,
     MoeSpec,
@@ -69,22 +71,24 @@ class RandomMatrices:
 
 
 def random_model(shape: Shape, pool: kernels.Pool) -> Model:
-    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts and delta
-    networks if the shape has them. ValueError for other recurrent layers."""
+    """A model of matrices of `shape.base`, with a head of HEAD_KIND, and with experts, latent
+    attention and delta networks if the shape has them. ValueError for other recurrent layers."""
     matrices, rng = RandomMatrices(pool), np.random.default_rng(12)
     architecture = ARCHITECTURES[shape.arch]
     if architecture.recurrent not in ("none", "delta"):
         raise ValueError(f"no random layers of {architecture.recurrent}")
+    mla = MlaSpec(shape.q_rank, shape.kv_rank, shape.nope_dim, shape.value_dim)
     attention = AttentionSpec(
         n_head=shape.n_head,
         n_kv_head=shape.n_kv_head,
         head_dim=shape.head_dim,
         scale=shape.head_dim**-0.5,
-        has_qk_norm=True,
+        has_qk_norm=not shape.kv_rank,
         rope=RopeSpec(
             "neox", shape.rope_base, shape.n_rot or shape.head_dim, 1.0, 1.0, has_factors=False
         ),
         has_gate=architecture.has_gate,
+        mla=mla if shape.kv_rank else None,
     )
     net = DeltaNetSpec(shape.n_k_head, shape.n_v_head, shape.state_dim, shape.conv_kernel)
     every = shape.full_every or architecture.full_every
@@ -131,6 +135,21 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
             gate=matrix(q, n) if attention.has_gate else None,
         )
 
+    def latent_part() -> MlaWeights:
+        n, heads, rank, n_rot = shape.n_embd, shape.n_head, mla.kv_rank, shape.n_rot
+        source = mla.q_rank or n
+        return MlaWeights(
+            norm=ones(n),
+            q_down=matrix(mla.q_rank, n) if mla.q_rank else None,
+            q_norm=ones(mla.q_rank) if mla.q_rank else None,
+            queries=[matrix(heads * mla.nope_dim, source), matrix(heads * n_rot, source)],
+            kv=[matrix(n_rot, n), matrix(rank, n)],
+            kv_norm=ones(rank),
+            key_bank=matrix(heads * rank, mla.nope_dim),
+            value_bank=matrix(heads * mla.value_dim, rank),
+            output=matrix(n, heads * mla.value_dim),
+        )
+
     def recurrent_part() -> DeltaNetRoles[kernels.Matrix, kernels.Vector]:
         n, width, heads = shape.n_embd, net.value_width, net.n_v_head
         return DeltaNetRoles(
@@ -144,7 +163,9 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
         )
 
     def layer(index: int) -> LayerWeights:
-        mixer = attention_part() if mixers[index] is attention else recurrent_part()
+        if mixers[index] is not attention:
+            return LayerWeights(recurrent_part(), ffn_part())
+        mixer = latent_part() if attention.mla is not None else attention_part()
         return LayerWeights(mixer, ffn_part())
 
     def ffn_part() -> FfnWeights:

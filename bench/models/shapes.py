@@ -53,7 +53,8 @@ class Shape:
     projection that experts of nemotron_h_moe read.
     Of deepseek2, whose head_dim is kv_rank + n_rot: q_rank, kv_rank: widths of what queries, and K
     and V, are made of; q_rank 0: of the row itself. nope_dim: values of a head of q that are not
-    rotated, value_dim: those of its output. gating: of experts, "softmax" or "sigmoid".
+    rotated, value_dim: those of its output. gating: of experts, "softmax" or "sigmoid"; n_group,
+    n_group_used: expert_group_count and expert_group_used_count.
     """
 
     arch: str = "qwen3"
@@ -118,6 +119,8 @@ class Shape:
     kv_rank: int = 0
     nope_dim: int = 0
     gating: str = "sigmoid"
+    n_group: int = 0
+    n_group_used: int = 0
 
 
 _Q4_K_M = {"attn_v": "q6_k", "ffn_down": "q6_k"}

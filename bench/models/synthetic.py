@@ -440,6 +440,9 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_weights_norm(shape.weights_norm)
         writer.add_expert_weights_scale(shape.weights_scale)
         writer.add_leading_dense_block_count(shape.n_dense)
+        if shape.n_group:
+            writer.add_expert_group_count(shape.n_group)
+            writer.add_expert_group_used_count(shape.n_group_used)
         is_plain = row.shared_expert == "plain"
         writer.add_expert_shared_count(shape.n_ff_shared // shape.n_ff if is_plain else 0)
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with

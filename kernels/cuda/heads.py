@@ -1,7 +1,7 @@
 """Products of heads on a GPU: each head's part of a row with the head's own matrix of a bank.
 
-The products are those of pairs of tokens and experts (experts.py), where every token has chosen each head: a
-row of a head has the number token * n_head + head, and lies where this says.
+The products are those of pairs of tokens and experts (experts.py), where every token has chosen
+each head: a row of a head has the number token * n_head + head, and lies where this says.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class HeadActivations(Activations):
 
 
 class HeadOps:
-    """The functions of `kernels` for products of heads, on one GPU. address_of: where weights lie."""
+    """The functions of `kernels` for products of heads, on one GPU. address_of: where weights lie
+    there."""
 
     def __init__(
         self, gpu: Gpu, products: Products, address_of: Callable[[kernels.Matrix | None], int]

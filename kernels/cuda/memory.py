@@ -151,9 +151,9 @@ class Activations:
     """Quantised activations of one step, as activations.h has them.
 
     Float matrices read fp32 rows at `values`, `stride` values apart: those that were quantised, or,
-    with `keep_float`, the normed ones, which have memory of their own. gathered: the activations of tokens that
-    products of pairs read instead (experts.py); then these have no memory, nor before they are
-    written.
+    with `keep_float`, the normed ones, which have memory of their own. gathered: the activations of
+    tokens that products of pairs read instead (experts.py); then these have no memory, nor before
+    they are written.
     """
 
     def __init__(self, gpu: Gpu, tokens_max: int, width: int, keep_float: bool) -> None:

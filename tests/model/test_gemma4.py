@@ -145,7 +145,7 @@ REFUSED: dict[str, tuple[str, Any, list[Any], str, str]] = {
     "no counts": ("attention.head_count_kv", [1.0] * 8, FLOATS, "BE1322", "array of integers"),
     "a count of zero": ("attention.head_count_kv", [2] * 7 + [0], COUNTS, "BE1322", "range"),
     "odd heads": ("attention.key_length_swa", 48, U32, "BE1323", "multiple of 32"),
-    "wide heads": ("attention.key_length", 544, U32, "BE1323", "512 at most"),
+    "wide heads": ("attention.key_length", 608, U32, "BE1323", "576 at most"),
     "other values": ("attention.value_length_swa", 64, U32, "BE1323", "key_length is 32"),
     "a part rotates": ("rope.dimension_count", 32, U32, "BE1323", "head_dim is 64"),
     "odd embeddings": ("embedding_length_per_layer_input", 33, U32, "BE1323", "multiple of 32"),

@@ -309,6 +309,12 @@ SHAPES: dict[str, Shape] = {
     "mla_576_f32": replace(MLA, base="f32", head_dim=576, kv_rank=512, n_rot=64, nope_dim=192),
     "mla_experts": MLA_EXPERTS,
     "mla_experts_f32": replace(MLA_EXPERTS, base="f32"),
+    "mla_mtp_f32": replace(MLA_EXPERTS, base="f32", n_mtp=1),
+    "mla_softmax_f32": replace(
+        MLA_EXPERTS, base="f32", gating="softmax", weights_norm=False, choice_bias=0.0
+    ),
+    "mla_groups_f32": replace(MLA_EXPERTS, base="f32", n_group=4, n_group_used=2),
+    "glm4moe_groups": replace(GLM4MOE, n_group=4, n_group_used=3),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
     # 256 values in llama.cpp, the worst rows on the same file are below the tolerance.
@@ -418,7 +424,7 @@ def test_logits_agree(name: str, tmp_path: Path, cache_dir: Path) -> None:
         f"AGREEMENT {name} on F32 values: min={exact.min():.6f} median={np.median(exact):.6f}; "
         f"on the file: min={same.min():.6f} median={np.median(same):.6f}"
     )
-    # With MLA twice as many products follow each other in a layer, and scores are sums of more values.
+    # With MLA twice as many products follow each other in a layer; scores are sums of more values.
     depth = 2 if shape.kv_rank else 1
     middle, worst = depth * (1 - EXACT_MEDIAN), depth * (1 - EXACT_WORST)
     # Of the file llama.cpp rounds activations its own way, which differs between processors.

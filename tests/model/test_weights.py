@@ -128,10 +128,10 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
         put("qwen3.embedding_length", "64", TEXT),
     ),
     "head_dim_48": ("BE1323", ("key_length = 48",), put("qwen3.attention.key_length", 48, U32)),
-    "head_dim_544": (
+    "head_dim_608": (
         "BE1323",
-        ("key_length = 544", "512 at most"),
-        put("qwen3.attention.key_length", 544, U32),
+        ("key_length = 608", "576 at most"),
+        put("qwen3.attention.key_length", 608, U32),
     ),
     "value_dim": (
         "BE1323",

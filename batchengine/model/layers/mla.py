@@ -83,7 +83,16 @@ class MlaAttention:
         ops.norm_columns(n_rot, w.kv_norm, self.eps, n, buffers.kv)
         ops.copy_heads(buffers.kv, 1, n, buffers.qk, spec.q_rows, spec.head_dim)
         norms = None, None, self.eps
-        at = buffers.qk, batch, self.shape, self.kv_layer, spec.n_head, *norms, self.rope, spec.scale
+        at = (
+            buffers.qk,
+            batch,
+            self.shape,
+            self.kv_layer,
+            spec.n_head,
+            *norms,
+            self.rope,
+            spec.scale,
+        )
         ops.place_kv(*at, buffers.queries, self.rows, v_first=n_rot)
         if attend is None:
             ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.attended)
@@ -96,7 +105,7 @@ class MlaAttention:
             ops.quantise(buffers.mixed, n, buffers.mixed_q8)
 
     def _project_queries(self, n: int, normed: kernels.Activations) -> None:
-        """normed -> the heads of q in buffers.qk: rotated values in front of those for latent rows."""
+        """normed -> the heads of q in buffers.qk: rotated values, then those for latent rows."""
         ops, spec, w, buffers = self.ops, self.spec, self.weights, self.buffers
         source = normed
         if w.q_down is not None and w.q_norm is not None:

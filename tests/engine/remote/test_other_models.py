@@ -267,7 +267,7 @@ def link_of(descriptor: Descriptor | str, n_head: int = 3, **ids: str) -> PeerLi
         (link_of(SAID, n_head=4), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(1, 256, 32)), 256), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(5000, 1, 32)), 1), "cannot be used"),
-        (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 544)), 1), "not computed here"),
+        (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 608)), 1), "not computed here"),
         (link_of(replace(SAID, layout=PageLayout.uniform(1, 1, 256)), 1000), "not computed here"),
         (link_of(replace(SAID, layout=MIXED), 6), "not computed here"),
         (link_of(SAID.to_json().replace('"n_layer":"3"', f'"n_layer":"{1 << 40}"')), "no '10995"),

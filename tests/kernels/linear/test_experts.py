@@ -42,10 +42,12 @@ def selected(
     scale: float = 1.0,
     gating: str = "softmax",
     bias: F32 | None = None,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[k.ExpertPairs, I32, F32]:
     pairs = k.ExpertPairs(len(logits), logits.shape[1], n_used)
     of_choice = None if bias is None else k.Vector(bias)
-    k.select_experts(pool, rows_of(logits), len(logits), scale, pairs, gating, of_choice)
+    given = gating, of_choice, None, *groups
+    k.select_experts(pool, rows_of(logits), len(logits), scale, pairs, *given)
     ids, weights = pairs.unpack()
     return pairs, ids.copy(), weights.copy()
 
@@ -121,6 +123,70 @@ def test_selection_by_sigmoids_is_rule_11(data: st.DataObject) -> None:
     with_threads.close()
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_weights_of_a_softmax_over_all_are_rule_11(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 40))
+    n_used = data.draw(st.integers(1, n))
+    few = st.sampled_from([0.0, -0.0, 1.0, -3.0, 30.0, -14.0, -87.5, -89.0])
+    row = data.draw(st.lists(few | st.floats(-30, 30, width=32), min_size=n, max_size=n))
+    pool, logits = k.Pool(1), np.array([row], np.float32)
+    _, ids, weights = selected(pool, logits, n_used, 2.5, "softmax_all")
+    _, same, _ = selected(pool, logits, n_used, 2.5)
+    assert ids.tolist() == same.tolist()
+    largest = max(logits[0].tolist())
+    parts = [exp(max(add(x, -largest), -88.0)) for x in logits[0].tolist()]
+    total = mul(rn(float(sum(round(part * 2**20) for part in parts))), 2.0**-20)
+    assert_bits(weights, [[mul(div(parts[i], total), 2.5) for i in ids[0].tolist()]])
+    pool.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_groups_of_experts_are_rule_11(data: st.DataObject) -> None:
+    """The groups that are kept are chosen first; the rest is a choice among their experts."""
+    n_group, each = data.draw(st.integers(2, 8)), data.draw(st.integers(2, 6))
+    kept = data.draw(st.integers(1, n_group))
+    n, n_used = n_group * each, data.draw(st.integers(1, kept * each))
+    few = st.sampled_from([0.0, -0.0, 1.0, -3.0, 30.0])
+    row = data.draw(st.lists(few | st.floats(-20, 20, width=32), min_size=n, max_size=n))
+    some = st.sampled_from([0.0, 0.5, -0.5]) | st.floats(-2, 2, width=32)
+    bias = data.draw(st.lists(some, min_size=n, max_size=n))
+    pool, logits = k.Pool(1), np.array([row], np.float32)
+    given_bias, groups = np.array(bias, np.float32), (n_group, kept)
+    _, ids, weights = selected(pool, logits, n_used, 2.5, "normed_sigmoid", given_bias, groups)
+    gates = [div(1.0, add(1.0, exp(-x) if x > -88 else INFINITY)) for x in logits[0].tolist()]
+    keys = [add(gate, b) for gate, b in zip(gates, given_bias.tolist(), strict=True)]
+    best = [sorted(keys[g * each : (g + 1) * each])[-2:] for g in range(n_group)]
+    ranked = sorted(range(n_group), key=lambda g: (-add(best[g][1], best[g][0]), g))
+    hidden = [i for g in ranked[kept:] for i in range(g * each, (g + 1) * each)]
+    lowered = [-(2.0**60) if i in hidden else b for i, b in enumerate(given_bias.tolist())]
+    wanted = by_sigmoid(logits[0].tolist(), n_used, 2.5, lowered, is_normed=True)
+    assert ids[0].tolist() == wanted[0]
+    assert_bits(weights, [wanted[1]])
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("gating", "groups", "why"),
+    [
+        ("sigmoid", (5, 2), "not enough experts"),
+        ("sigmoid", (6, 2), "not enough experts"),
+        ("sigmoid", (12, 12), "not enough experts"),
+        ("sigmoid", (4, 0), "1 to 32 groups"),
+        ("sigmoid", (4, 5), "1 to 32 groups"),
+        ("sigmoid", (-1, 1), "1 to 32 groups"),
+        ("softmax", (3, 2), "have no groups"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(
+    pool: k.Pool, gating: str, groups: tuple[int, int], why: str
+) -> None:
+    logits = np.zeros((1, 12), np.float32)
+    with pytest.raises(ValueError, match=why):
+        selected(pool, logits, 5, 1.0, gating, None, groups)
+
+
 def test_the_bias_of_a_choice_changes_no_weight(pool: k.Pool) -> None:
     """Of four experts the first two have the largest logits; a bias makes it the last two, whose
     weights are those of their own logits."""
@@ -134,7 +200,7 @@ def test_the_bias_of_a_choice_changes_no_weight(pool: k.Pool) -> None:
     assert float(weights.sum()) == pytest.approx(3.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "normed_sigmoid"])
+@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "normed_sigmoid", "softmax_all"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_logit_that_is_no_number_poisons_its_token_alone(
     pool: k.Pool, bad: float, gating: str

@@ -107,6 +107,46 @@ def test_v_is_normed_as_by_a_norm_before(pool: K.Pool, level: str) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("n_kv", "dim", "first"), [(1, 576, 64), (2, 96, 32), (1, 64, 1)])
+def test_v_may_be_a_part_of_k(pool: K.Pool, level: str, n_kv: int, dim: int, first: int) -> None:
+    """V is K before its norm and its RoPE, and 0 in its first dims: as if these were columns."""
+    K.set_isa(level)
+    shape, qkv = K.PageShape(1, n_kv, dim), qkv_of(7, n_kv, dim)
+    norm = K.Vector(np.linspace(0.5, 1.5, dim).astype(np.float32))
+    rope = K.RopeTable("norm", dim, 2 * (first // 2) or 2, 1e4)
+    of_k = slice(N_HEAD * dim, (N_HEAD + n_kv) * dim)
+    qkv[5, of_k] *= 1e-30
+    qkv[9, of_k.stop - 1] = np.inf
+    qkv[:, of_k.stop :] = qkv[:, of_k]
+    for head in range(n_kv):
+        qkv[:, of_k.stop + head * dim :][:, :first] = 0
+    found = []
+    for values, v_first in ((qkv[:, : of_k.stop].copy(), first), (qkv, 0)):
+        line = Timeline(shape)
+        queries = K.Queries(TOKENS, N_HEAD, dim)
+        at = line.batch, shape, 0, N_HEAD, norm, norm, EPS, rope, 1.0, queries, line.rows
+        K.place_kv(pool, rows_of(values), *at, v_first=v_first)
+        pages = b"".join(page.tobytes() for page in line.pages)
+        found.append(pages + line.rows.view(TOKENS).tobytes())
+    assert found[0] == found[1]
+
+
+def test_v_of_k_has_no_norm_and_dims_of_k(pool: K.Pool) -> None:
+    shape, qk = K.PageShape(1, 1, 64), qkv_of(7, 1, 64)[:, : (N_HEAD + 1) * 64].copy()
+    norm, line = K.Vector(np.ones(64, np.float32)), Timeline(shape)
+    at = line.batch, shape, 0, N_HEAD, None, None, EPS, None, 1.0, K.Queries(TOKENS, N_HEAD, 64)
+    for kwargs in (
+        {"v_norm": norm, "v_first": 8},
+        {"has_kv": False, "v_first": 8},
+        {"v_first": 64},
+    ):
+        with pytest.raises(ValueError, match="V of K has no norm"):
+            K.place_kv(pool, rows_of(qk), *at, **kwargs)
+    with pytest.raises(ValueError, match="width"):
+        K.place_kv(pool, rows_of(qk), *at)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_layer_without_kv_reads_that_of_another(pool: K.Pool, level: str) -> None:
     """It writes no byte of a page, and its output is that of a layer with the same K and V."""
     K.set_isa(level)
@@ -128,7 +168,7 @@ def test_a_layer_without_kv_reads_that_of_another(pool: K.Pool, level: str) -> N
 
 
 def test_shapes_that_are_refused() -> None:
-    for heads in ([], [(0, 32)], [(1, 32), (1, 48)], [(1, 0)], [(1, 544)]):
+    for heads in ([], [(0, 32)], [(1, 32), (1, 48)], [(1, 0)], [(1, 608)]):
         with pytest.raises(ValueError, match="PageShape"):
             K.PageShape(heads)
     with pytest.raises(ValueError, match="layer 2 of 2"):
