@@ -114,6 +114,7 @@ MLA_EXPERTS = replace(
     MLA, n_ff=128, n_expert=16, n_used=4, n_ff_shared=256, n_dense=1, n_ff_dense=320,
     choice_bias=0.3, weights_scale=1.8, kinds={"token_embd": "f32"},
 )  # fmt: skip
+MLA_SOFTMAX = replace(MLA_EXPERTS, gating="softmax", weights_norm=False, choice_bias=0.0)
 LLAMA_EXPERTS = replace(LLAMA, n_expert=8, n_used=2, tied=False, kinds={"token_embd": "f32"})
 
 # Odd sizes, every head_dim and GQA ratio, both heads, every storage type
@@ -308,12 +309,8 @@ SHAPES: dict[str, Shape] = {
     "mla_temperature_f32": replace(MLA, base="f32", temperature=0.1, yarn_factor=0.0),
     "mla_576_f32": replace(MLA, base="f32", head_dim=576, kv_rank=512, n_rot=64, nope_dim=192),
     "mla_experts": MLA_EXPERTS,
-    "mla_experts_f32": replace(MLA_EXPERTS, base="f32"),
-    "mla_mtp_f32": replace(MLA_EXPERTS, base="f32", n_mtp=1),
-    "mla_softmax_f32": replace(
-        MLA_EXPERTS, base="f32", gating="softmax", weights_norm=False, choice_bias=0.0
-    ),
-    "mla_groups_f32": replace(MLA_EXPERTS, base="f32", n_group=4, n_group_used=2),
+    "mla_softmax_f32": replace(MLA_SOFTMAX, base="f32"),
+    "mla_groups_f32": replace(MLA_EXPERTS, base="f32", n_group=4, n_group_used=2, n_mtp=1),
     "glm4moe_groups": replace(GLM4MOE, n_group=4, n_group_used=3),
     "llama_experts": LLAMA_EXPERTS,
     # Experts as in Q4_K_M. Attention stays Q4_0: with Q5_K, whose activations have one scale per
