@@ -18,7 +18,9 @@ from bench.models.synthetic_mla import LOG_MULTIPLIER
 from tests.model.test_expert_files import BOOL, F32, U32, Edit, drop, put, read, written
 
 SHAPE = replace(PRESETS["deepseek2-tiny"], n_vocab=288)
-FLASH = replace(PRESETS["glm47-flash"], n_layer=2, n_embd=64, n_ff=32, n_expert=4, n_used=2, n_vocab=288)
+FLASH = replace(
+    PRESETS["glm47-flash"], n_layer=2, n_embd=64, n_ff=32, n_expert=4, n_used=2, n_vocab=288
+)
 DENSE = replace(SHAPE, n_expert=0, n_used=0, n_ff_shared=0, n_dense=0)
 
 
@@ -80,7 +82,7 @@ def test_pages_of_glm_4_7_flash_have_the_widest_heads(tmp_path: Path) -> None:
 
 
 def test_yarn_scales_scores_and_not_positions(tmp_path: Path) -> None:
-    """With a multiplier cos and sin have no factor; without, they have that of YaRN, and so have the
+    """With a multiplier cos and sin have no factor; without, they have that of YaRN, and so have
     scores."""
     plain = read(written(replace(SHAPE, yarn_factor=0.0), tmp_path)).attention
     assert plain.scale == pytest.approx(1 / math.sqrt(96), rel=1e-12)
