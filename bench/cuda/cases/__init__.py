@@ -45,6 +45,8 @@ __all__ = [
     "rows_of",
 ]
 
+# Of each way in which a product reads weights one: the kernels are those of experts.
+HEAD_KINDS = "q4_0", "q8_0", "q6_k", "f16", "f32"
 Case = Callable[[Gpu, kernels.Pool, np.random.Generator], None]
 
 
@@ -73,5 +75,6 @@ def cases() -> dict[str, Case]:
         table[f"linear {kind}"] = partial(linear_case, kind=kind)
         table[f"embed {kind}"] = partial(embed_case, kind=kind)
         table[f"experts {kind}"] = partial(experts_case, kind=kind)
+    for kind in HEAD_KINDS:
         table[f"heads {kind}"] = partial(heads_case, kind=kind)
     return table
