@@ -310,6 +310,22 @@ def _then(operation: Callable[..., None], between: Callable[[], None]) -> Callab
     return both
 
 
+def read_row(
+    ops: Ops,
+    x: kernels.Rows,
+    norm: kernels.Vector | None,
+    eps: float,
+    tokens: int,
+    out: kernels.Activations,
+) -> None:
+    """What a part of a layer reads of the residual stream: the first rows, normed if it has a norm,
+    and quantised."""
+    if norm is None:
+        ops.quantise(x, tokens, out)
+    else:
+        ops.norm_quantise(x, norm, eps, tokens, out)
+
+
 def is_float(matrix: kernels.Matrix) -> bool:
     """Whether a matrix has unquantised weights, whose activations must keep their floats."""
     return matrix.kind in ("f16", "bf16", "f32")

@@ -39,7 +39,8 @@ class ModelArchitecture:
     that follow each other use the same keys. has_gate: what attention gives is multiplied by a
     sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
     shared_expert: beside the experts that are chosen there is one for every token, "weighted" by a
-    sigmoid or "plain"; the width of a "sized" one, which is plain, is in a key. has_mtp: the last
+    sigmoid or "plain"; the width of a "sized" one, which is plain, is in a key, and so is that of
+    each of "counted" ones. has_mtp: the last
     blocks of a file may predict further tokens (nextn_predict_layers); they are not used. sigmoid:
     experts are chosen and weighted by sigmoids of the selector's logits (expert_gating_func 2),
     "normed" by their sum or as a key says (expert_weights_norm), and a bias may count in the
@@ -53,11 +54,15 @@ class ModelArchitecture:
     "long": it may have those of a long context, beside those of a short one, which are not used.
     caps_logits: logits may have a soft bound (final_logit_softcapping). has_layer_embeddings: each
     layer may have embeddings of its own (embedding_length_per_layer_input). rotates: whether heads
-    are rotated, "by_key" unless one says that they are not (rope.scaling.finetuned). has_scales:
-    keys may scale embeddings, what each part of a layer adds, and logits (embedding_scale,
-    residual_scale, logit_scale). splits_layers: each block of the file is a mixer or a feed-forward
+    are rotated, "by_key" unless one says that they are not (rope.scaling.finetuned), "windowed":
+    in models with windows only those of layers with a window. has_scales: keys may scale
+    embeddings, what each part of a layer adds, and logits (embedding_scale, residual_scale,
+    logit_scale). splits_layers: each block of the file is a mixer or a feed-forward
     part, and those with a width are the latter (feed_forward_length). output_norm: the tensor that
-    norms the input of the head. has_mla: K and V are latent rows (kv_lora_rank).
+    norms the input of the head. has_mla: K and V are latent rows (kv_lora_rank). has_pre_norms: the
+    row that attention and feed-forward part read is normed. windows: which models with a
+    window_every have windows, those whose file has the key or those of 64 layers.
+    unscales_windows: positions are not scaled in layers with a window.
     """
 
     pairs: Literal["norm", "neox"] = "neox"
@@ -82,7 +87,7 @@ class ModelArchitecture:
     groups_values: bool = False
     has_gate: bool = False
     rotates_part: bool = False
-    shared_expert: Literal["none", "weighted", "plain", "sized"] = "none"
+    shared_expert: Literal["none", "weighted", "plain", "sized", "counted"] = "none"
     has_mtp: bool = False
     sigmoid: Sigmoid = "none"
     starts_dense: bool = False
@@ -92,12 +97,17 @@ class ModelArchitecture:
     rope_factors: Literal["none", "some", "all", "long"] = "none"
     caps_logits: bool = False
     has_layer_embeddings: bool = False
-    rotates: Literal["all", "none", "by_key"] = "all"
+    rotates: Literal["all", "none", "by_key", "windowed"] = "all"
     has_scales: bool = False
     splits_layers: bool = False
     output_norm: str = "output_norm.weight"
     has_mla: bool = False
+    has_pre_norms: bool = True
+    windows: Literal["all", "by_key", "of_64_layers"] = "all"
+    unscales_windows: bool = False
 
+
+OTHERS_BASE = -1.0  # of RoPE in layers with a window: that of the others, whatever a key says
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
 _QWEN3_MOE = ModelArchitecture(has_qk_norm=True, experts="all")
@@ -170,6 +180,37 @@ ARCHITECTURES = {
         has_mla=True,
     ),
     "phi3": ModelArchitecture(rotates_part=True, rope_factors="long"),
+    "olmo2": ModelArchitecture(
+        has_qk_norm=True,
+        norms_whole_qk=True,
+        window_every=4,
+        has_post_norms=True,
+        window_base=OTHERS_BASE,
+        has_pre_norms=False,
+        windows="by_key",
+        unscales_windows=True,
+    ),
+    "exaone4": ModelArchitecture(
+        has_qk_norm=True,
+        window_every=4,
+        has_post_norms=True,
+        window_base=OTHERS_BASE,
+        rope_factors="some",
+        rotates="windowed",
+        has_mtp=True,
+        has_pre_norms=False,
+        windows="of_64_layers",
+    ),
+    "dots1": replace(_QWEN3_MOE, shared_expert="plain", sigmoid="by_key", starts_dense=True),
+    "bailingmoe2": replace(
+        _QWEN3_MOE,
+        rotates_part=True,
+        shared_expert="counted",
+        has_mtp=True,
+        sigmoid="by_key",
+        starts_dense=True,
+    ),
+    "ernie4_5": ModelArchitecture(pairs="norm"),
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
     "granitehybrid": replace(_GRANITE_MOE, recurrent="mamba2"),

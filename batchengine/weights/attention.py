@@ -14,7 +14,7 @@ import numpy as np
 from batchengine import errors
 from batchengine.gguf import GgufFile
 from batchengine.weights import yarn
-from batchengine.weights.architectures import ARCHITECTURES
+from batchengine.weights.architectures import ARCHITECTURES, OTHERS_BASE
 from batchengine.weights.keys import (
     count_of,
     each_layer,
@@ -26,6 +26,7 @@ from batchengine.weights.keys import (
 )
 
 HEAD_DIM_MAX = 576
+WINDOWS = {"of_64_layers": 4096}  # of files that do not say
 
 # A factor per rotated pair: those of Llama 3, or those of LongRoPE for contexts longer than the
 # first training, which has others for shorter ones.
@@ -88,7 +89,8 @@ class AttentionSpec:
     has_v_norm: heads of V are normed, too, without weights. kv_from: the layer whose K and V this
     one reads instead of its own; -1 = it has some. has_rope: heads are rotated. window: how many
     positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
-    sink, which takes a share of the weight of its tokens. has_post_norm: the output is normed
+    sink, which takes a share of the weight of its tokens. has_pre_norm: the row that is read is
+    normed. has_post_norm: the output is normed
     before it is added. has_gate: the output is multiplied by a sigmoid of another product of the
     input. mla: how q, K, V and the output are made of latent rows; then there is one KV head, whose
     first rope.n_rot dims are rotated, and V is the rest of K.
@@ -108,6 +110,7 @@ class AttentionSpec:
     has_v_norm: bool = False
     norms_whole_qk: bool = False
     kv_from: int = -1
+    has_pre_norm: bool = True
     mla: MlaSpec | None = None
 
     @property
@@ -160,14 +163,18 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
         has_gate=row.has_gate,
         has_v_norm=row.has_v_norm,
         norms_whole_qk=row.norms_whole_qk,
+        has_pre_norm=row.has_pre_norms,
     )
-    windowed = _with_window(gguf, arch, whole) if row.window_every else whole
     is_windowed = _windowed_layers(gguf, arch, n_layer)
+    windowed = _with_window(gguf, arch, whole) if _has_windows(gguf, arch, n_layer) else whole
+    rotates_whole = row.rotates != "windowed" or not any(is_windowed)
     specs = [
         replace(
             windowed if is_windowed[index] else whole,
             n_kv_head=kv_heads[index],
-            has_rope=rotates and not is_last_of(row.rope_every, index),
+            has_rope=rotates
+            and not is_last_of(row.rope_every, index)
+            and (is_windowed[index] or rotates_whole),
         )
         for index in range(n_layer)
     ]
@@ -293,7 +300,7 @@ def _rotates(gguf: GgufFile, arch: str) -> bool:
     """Whether heads of Q and K are rotated."""
     row, key = ARCHITECTURES[arch].rotates, f"{arch}.rope.scaling.finetuned"
     if row != "by_key":
-        return row == "all"
+        return row != "none"
     value = gguf.values.get(key, True)
     if not isinstance(value, bool):
         why = "it must be true or false"
@@ -353,10 +360,18 @@ def _refuse_other_sections(gguf: GgufFile, arch: str, n_rot: int) -> None:
             raise unsupported(gguf, f"{arch}.rope.dimension_sections", sections, why)
 
 
+def _has_windows(gguf: GgufFile, arch: str, n_layer: int) -> bool:
+    """Whether some layers of a model have a window."""
+    row = ARCHITECTURES[arch]
+    if row.windows == "by_key":
+        return gguf.integer(f"{arch}.attention.sliding_window", 0) != 0
+    return row.window_every > 0 and (row.windows == "all" or n_layer == 64)
+
+
 def _windowed_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
     """Whether queries of each layer see a window: by a flag per layer, or all but the last of a
     run."""
-    every = ARCHITECTURES[arch].window_every
+    every = ARCHITECTURES[arch].window_every if _has_windows(gguf, arch, n_layer) else 0
     key = f"{arch}.attention.sliding_window_pattern"
     if not every or key not in gguf.values:
         return [every > 0 and not is_last_of(every, index) for index in range(n_layer)]
@@ -386,7 +401,7 @@ def _with_window(gguf: GgufFile, arch: str, whole: AttentionSpec) -> AttentionSp
     return replace(
         whole,
         head_dim=head_dim,
-        window=count_of(gguf, f"{arch}.attention.sliding_window"),
+        window=count_of(gguf, f"{arch}.attention.sliding_window", WINDOWS.get(row.windows)),
         rope=_window_rope(gguf, arch, whole.rope, n_rot),
     )
 
@@ -428,9 +443,13 @@ def _has_factors(gguf: GgufFile, arch: str) -> bool:
 
 def _window_rope(gguf: GgufFile, arch: str, others: RopeSpec, n_rot: int) -> RopeSpec:
     """RoPE of the layers that have a window."""
-    own_base = ARCHITECTURES[arch].window_base
-    base = number_between(gguf, f"{arch}.rope.freq_base_swa", own_base or others.base, 1.0, 1e15)
-    if not own_base:
+    row, base = ARCHITECTURES[arch], others.base
+    own_base = row.window_base
+    if own_base != OTHERS_BASE:
+        base = number_between(gguf, f"{arch}.rope.freq_base_swa", own_base or base, 1.0, 1e15)
+    if row.unscales_windows:
+        return RopeSpec(others.style, base, n_rot, 1.0, 1.0, has_factors=False)
+    if own_base <= 0:
         return _rope(gguf, arch, n_rot, base)
     factor = _attn_factor(gguf, arch)
     return RopeSpec(others.style, base, n_rot, 1.0, factor, has_factors=False)

@@ -32,12 +32,13 @@ class DenseSpec:
     """A feed-forward part: down(activation(gate·x) * (up·x)), n_ff values wide in between; of the
     activation "relu2", which has no gate, down(relu(up·x)²).
 
-    has_post_norm: the output is normed before it is added.
+    has_post_norm: the output is normed before it is added; has_pre_norm: the row that is read is.
     """
 
     n_ff: int
     activation: Activation = "silu"
     has_post_norm: bool = False
+    has_pre_norm: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +176,8 @@ def _read_dense(gguf: GgufFile, arch: str, n_layer: int) -> list[DenseSpec | Non
     for width in widths:
         if width:
             _check_ffn_width(gguf, key, width, 1)
-        specs.append(DenseSpec(width, row.activation, row.has_post_norms) if width else None)
+        norms = row.has_post_norms, row.has_pre_norms
+        specs.append(DenseSpec(width, row.activation, *norms) if width else None)
     return specs
 
 
@@ -226,7 +228,11 @@ def _shared_width(gguf: GgufFile, arch: str, n_ff: int, n_layer: int) -> int:
     kind, key = ARCHITECTURES[arch].shared_expert, f"{arch}.expert_shared_feed_forward_length"
     if kind == "weighted" or (kind == "sized" and gguf.integer(key, 0)):
         return _ffn_width(gguf, key, n_layer)
-    return gguf.integer(f"{arch}.expert_shared_count", 0) * n_ff if kind == "plain" else 0
+    if kind not in ("plain", "counted"):
+        return 0
+    width = gguf.integer(key, 0) if kind == "counted" else 0
+    n_shared = gguf.integer(f"{arch}.expert_shared_count", 0)
+    return _check_ffn_width(gguf, key, n_shared * (width or n_ff), 1) if n_shared else 0
 
 
 _SHARED = (
@@ -243,6 +249,7 @@ _SHARED_KEYS = {
     "weighted": _ONE_SHARED,
     "plain": _SOME_SHARED,
     "sized": (),  # another key has their width
+    "counted": _SOME_SHARED[:1],
 }
 _ALL_HAVE = ("leading_dense_block_count", 0, "every layer must have experts")
 # Keys of other mixtures: the largest value with which a file is one of ours, and what more means.

@@ -18,7 +18,7 @@ S = TypeVar("S")  # sinks: planned, or packed
 class AttentionRoles(Generic[M, V, S]):
     """The tensors of an AttentionSpec by role. qkv has one fused matrix or three, or that of q."""
 
-    norm: V
+    norm: V | None
     qkv: list[M]
     qkv_bias: list[V | None]
     q_norm: V | None
@@ -122,7 +122,7 @@ class ShortConvRoles(Generic[M, V]):
 class DenseRoles(Generic[M, V]):
     """The tensors of a DenseSpec by role; there is no gate where the activation has none."""
 
-    norm: V
+    norm: V | None
     gate: M | None
     up: M
     down: M

@@ -301,7 +301,7 @@ def _plan_attention(find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
     n_q, n_kv = (spec.n_head, spec.n_kv_head) if spec.norms_whole_qk else (1, 1)
     q_norm, k_norm = prefix + "attn_q_norm.weight", prefix + "attn_k_norm.weight"
     return AttentionPlan(
-        norm=find.vector(prefix + "attn_norm.weight", n_embd),
+        norm=find.vector(prefix + "attn_norm.weight", n_embd) if spec.has_pre_norm else None,
         qkv=qkv,
         qkv_bias=qkv_bias,
         q_norm=find.vector(q_norm, n_q * spec.head_dim) if qk_norm else None,
@@ -467,7 +467,7 @@ def _plan_dense(
     else:
         gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
     return DensePlan(
-        norm=find.vector(prefix + norm, n_embd),
+        norm=find.vector(prefix + norm, n_embd) if spec.has_pre_norm else None,
         gate=gate,
         up=up,
         down=find.matrix(prefix + "ffn_down.weight", n_embd, spec.n_ff),

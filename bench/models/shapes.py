@@ -250,6 +250,15 @@ PRESETS = {
         n_rot=64, q_rank=768, kv_rank=512, nope_dim=192, value_dim=256, n_vocab=154880,
         rope_base=1e6, context=202752, tied=False, choice_bias=0.1, weights_scale=1.8,
     ),
+    "olmo2-tiny": Shape(
+        arch="olmo2", n_layer=5, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
+        tied=False, window=40, rope_base=5e5, yarn_factor=4.0,
+    ),
+    "bailingmoe2-tiny": Shape(
+        arch="bailingmoe2", n_layer=3, n_embd=128, n_ff=64, n_expert=12, n_used=3, n_ff_shared=64,
+        n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=16, tied=False,
+        fused=True, choice_bias=0.2, weights_scale=2.5, n_group=4, n_group_used=2,
+    ),
     "deepseek2-tiny": Shape(
         arch="deepseek2", n_layer=4, n_embd=96, n_ff=64, n_expert=10, n_used=3, n_ff_shared=64,
         n_dense=1, n_ff_dense=96, n_head=3, n_kv_head=1, head_dim=160, n_rot=32, q_rank=64,

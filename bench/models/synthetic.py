@@ -136,7 +136,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             lambda rng: rng.normal(mean, shape.bias, dims).astype(np.float32),
         )
 
-    has_expert_bias = ARCHITECTURES[shape.arch].has_expert_bias
+    row = ARCHITECTURES[shape.arch]
+    has_expert_bias = row.has_expert_bias
     has_post_norms = ARCHITECTURES[shape.arch].has_post_norms
     yield matrix(
         "token_embd", "token_embd", shape.n_vocab, n, shape.head_gain if shape.tied else 1.0
@@ -152,7 +153,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     has_gate = ARCHITECTURES[shape.arch].has_gate
     for i in range(shape.n_layer + shape.n_mtp):
         p = f"blk.{i}."
-        yield vector(p + "attn_norm.weight", n)
+        if row.has_pre_norms:
+            yield vector(p + "attn_norm.weight", n)
         is_recurrent = _is_recurrent(shape, i)
         has_ffn = synthetic_hybrid.has_ffn(shape, i)
         has_attention = synthetic_hybrid.has_mixer(shape, i) and not is_recurrent
@@ -185,8 +187,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield vector(p + "post_attention_norm.weight", n)
         if not has_ffn:
             continue
-        if has_attention or is_recurrent:
-            yield vector(p + ARCHITECTURES[shape.arch].ffn_norm, n)
+        if (has_attention or is_recurrent) and row.has_pre_norms:
+            yield vector(p + row.ffn_norm, n)
         if is_gemma4 and shape.n_expert:
             yield from synthetic_gemma4.experts(shape, i, matrix, vector)
         n_expert = shape.n_expert if i >= shape.n_dense and not is_gemma4 else 0
@@ -443,8 +445,11 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         if shape.n_group:
             writer.add_expert_group_count(shape.n_group)
             writer.add_expert_group_used_count(shape.n_group_used)
-        is_plain = row.shared_expert == "plain"
-        writer.add_expert_shared_count(shape.n_ff_shared // shape.n_ff if is_plain else 0)
+        is_plain, is_counted = row.shared_expert == "plain", row.shared_expert == "counted"
+        n_shared = shape.n_ff_shared // shape.n_ff if is_plain else 0
+        if is_counted and shape.n_ff_shared:
+            n_shared = 1
+        writer.add_expert_shared_count(n_shared)
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])
@@ -464,7 +469,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_ssm_inner_size(shape.n_v_head * shape.state_dim)
     if shape.n_mtp:
         writer.add_uint32(f"{shape.arch}.nextn_predict_layers", shape.n_mtp)
-    if shape.n_ff_shared and row.shared_expert in ("weighted", "sized"):
+    if shape.n_ff_shared and row.shared_expert in ("weighted", "sized", "counted"):
         writer.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     if shape.window:
         writer.add_sliding_window(shape.window)

@@ -42,7 +42,9 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
             "n_v_head": 2,
             "pattern": "M*EM*" if row.splits_layers else "MM*MM",
         }
-    window = 40 if row.window_every else 0
+    if row.has_mla:
+        mixture |= {"head_dim": 96, "n_rot": 32, "kv_rank": 64, "nope_dim": 32}
+    window = 40 if row.window_every and arch != "exaone4" else 0
     every = 5 if arch == "gemma4" else 0
     shape = replace(TINY, arch=arch, window=window, full_every=every, **mixture)
     spec = spec_of(tmp_path / "m.gguf", shape)
@@ -61,11 +63,15 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert type(spec.recurrent) is kinds.get(row.recurrent, type(None))
     windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
+    expected["olmo2"] = [40, 40, 40, 0, 40]
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
     assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4"))
-    assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4", "glm4"))
-    assert spec.attention.norms_whole_qk == (arch == "minimax-m2")
+    only_post = arch in ("olmo2", "exaone4")
+    assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4", "glm4") or only_post)
+    assert spec.attention.has_pre_norm == (not only_post)
+    assert spec.attention.norms_whole_qk == (arch in ("minimax-m2", "olmo2"))
+    assert (spec.attention.mla is not None) == (arch == "deepseek2")
 
 
 def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:
@@ -76,6 +82,26 @@ def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:
     ropes = [(mixer.rope.base, mixer.rope.position_scale) for mixer in spec.attentions]
     assert ropes == [(10000.0, 1.0)] * 5 + [(1e6, 0.125), (10000.0, 1.0)]
     assert spec.n_layer_whole == 1
+
+
+def test_windows_of_olmo_are_those_of_the_key_and_scale_no_position(tmp_path: Path) -> None:
+    shape = replace(TINY, arch="olmo2", yarn_factor=4.0, rope_base=5e5)
+    spec = spec_of(tmp_path / "m.gguf", shape)
+    assert [mixer.window for mixer in spec.attentions] == [0] * 5
+    assert all(mixer.rope.factors for mixer in spec.attentions)
+    spec = spec_of(tmp_path / "w.gguf", replace(shape, window=40))
+    assert [bool(mixer.rope.factors) for mixer in spec.attentions] == [False] * 3 + [True, False]
+    assert {mixer.rope.base for mixer in spec.attentions} == {5e5}
+
+
+def test_of_exaone_4_the_model_of_64_layers_has_windows(tmp_path: Path) -> None:
+    """There the layers that see everything turn nothing."""
+    shape = replace(TINY, arch="exaone4", n_layer=64)
+    spec = spec_of(tmp_path / "m.gguf", shape)
+    assert [mixer.window for mixer in spec.attentions] == [4096, 4096, 4096, 0] * 16
+    assert [mixer.has_rope for mixer in spec.attentions] == [True, True, True, False] * 16
+    spec = spec_of(tmp_path / "s.gguf", replace(shape, n_layer=3))
+    assert {(mixer.window, mixer.has_rope) for mixer in spec.attentions} == {(0, True)}
 
 
 def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:

@@ -305,8 +305,8 @@ def test_a_step_of_glm4moe_counts_dense_layers_and_the_shared_expert_whole(tmp_p
 # name -> (code, words of the message, edit of a glm4moe file)
 WRONG_GLM: dict[str, tuple[str, tuple[str, ...], Edit]] = {
     "groups": (
-        "BE1323",
-        ("glm4moe.expert_group_count = 2", "by groups"),
+        "BE1322",
+        ("glm4moe.expert_group_used_count = 0", "of 2 groups"),
         put("glm4moe.expert_group_count", 2),
     ),
     "softmax": (
@@ -519,7 +519,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Edit]] = {
     ),
     "groups": (
         "BE1323",
-        ("qwen3moe.expert_group_count = 2", "by groups"),
+        ("qwen3moe.expert_group_count = 2", "chosen by sigmoids"),
         put("qwen3moe.expert_group_count", 2),
     ),
     "sigmoid": (

@@ -62,6 +62,8 @@ SHAPES = {
     "qwen35": PRESETS["qwen35-tiny"],
     "glm4moe": PRESETS["glm4moe-tiny"],
     "deepseek2": PRESETS["deepseek2-tiny"],
+    "olmo2": PRESETS["olmo2-tiny"],
+    "bailingmoe2": PRESETS["bailingmoe2-tiny"],
     "qwen3next": PRESETS["qwen3next-tiny"],
     "minimax_m2": PRESETS["minimax-m2-tiny"],
     "glm4": PRESETS["glm4-tiny"],

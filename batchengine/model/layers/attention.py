@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import kernels
-from batchengine.model.ops import Ops, is_float
+from batchengine.model.ops import Ops, is_float, read_row
 from batchengine.weights import AttentionSpec, AttentionWeights
 
 # Queries of a step, KV layer, where its rows go, window and sinks: attention to pages that lie
@@ -73,7 +73,7 @@ class Attention:
         """
         ops, spec, w, buffers = self.ops, self.spec, self.weights, self.buffers
         n = batch.n_tokens
-        ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
+        read_row(ops, hidden, w.norm, self.eps, n, normed)
         ops.linear(normed, w.qkv, w.qkv_bias, n, buffers.qkv)
         norms = w.q_norm, w.k_norm
         if spec.norms_whole_qk and w.q_norm is not None and w.k_norm is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import kernels
-from batchengine.model.ops import Ops, is_float
+from batchengine.model.ops import Ops, is_float, read_row
 from batchengine.weights import DenseSpec, DenseWeights
 
 
@@ -52,7 +52,7 @@ class DenseFfn:
         """
         ops, w, buffers = self.ops, self.weights, self.buffers
         to = hidden if out is None else out
-        ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
+        read_row(ops, hidden, w.norm, self.eps, n, normed)
         biases = w.gate_bias, w.up_bias
         ops.linear_gated(normed, w.gate, w.up, *biases, n, buffers.gated, self.spec.activation)
         ops.quantise(buffers.gated, n, buffers.gated_q8)
