@@ -20,15 +20,15 @@ class ModelArchitecture:
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
     sections_are_neox: in files with sections of RoPE, for images, they are those of "neox".
     has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
-    norms_whole_qk: all heads of Q are normed as one row, and those of K.
-    experts: whether a model has experts, "beside" a dense part in each layer if it has any.
-    ffn_norm: the tensor that norms the input of the feed-forward part. rope_every: of so many
-    layers the last one has no RoPE; 0 = all have it. has_log_multiplier: YaRN's magnitude is
-    divided by the one that a key gives. scales_queries: queries are scaled by their position, which
-    a key says (attention.temperature_scale). window_every: of so many layers all but the last see a
-    window of positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head
-    has a sink. activation: of the gate of feed-forward parts. has_expert_bias: experts and their
-    selector have biases. has_post_norms: what attention and feed-forward part add is normed before.
+    norms_whole_qk: all heads of Q are normed as one row, and those of K. experts: whether a model
+    has experts, "beside" a dense part in each layer if it has any. ffn_norm: the tensor that norms
+    the input of the feed-forward part. rope_every: of so many layers the last one has no RoPE; 0 =
+    all have it. has_log_multiplier: YaRN's magnitude is divided by the one that a key gives.
+    scales_queries: queries are scaled by their position, which a key says
+    (attention.temperature_scale). window_every: of so many layers all but the last see a window of
+    positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head has a sink.
+    activation: of the gate of feed-forward parts. has_expert_bias: experts and their selector have
+    biases. has_post_norms: what attention and feed-forward part add is normed before.
     scales_embedding: embeddings are multiplied by the square root of their width. window_base:
     RoPE's base in layers with a window, unless a key says so (rope.freq_base_swa), without scaling
     of positions; 0 = layers with a window have the RoPE of the others. embd_scale_layers: in a
@@ -37,15 +37,14 @@ class ModelArchitecture:
     unless a key says so (full_attention_interval); 0 = none is. recurrent: what these layers are;
     "mamba2" and "conv" are those without KV heads. groups_values: value heads of recurrent layers
     that follow each other use the same keys. has_gate: what attention gives is multiplied by a
-    sigmoid. rotates_part: RoPE may leave out the last dimensions of a head.
-    shared_expert: beside the experts that are chosen there is one for every token, "weighted" by a
-    sigmoid or "plain"; the width of a "sized" one, which is plain, is in a key, and so is that of
-    each of "counted" ones. has_mtp: the last
-    blocks of a file may predict further tokens (nextn_predict_layers); they are not used. sigmoid:
-    experts are chosen and weighted by sigmoids of the selector's logits (expert_gating_func 2),
-    "normed" by their sum or as a key says (expert_weights_norm), and a bias may count in the
-    choice; "by_function": so or by softmaxes, as a key says (expert_gating_func). starts_dense: the
-    first layers may have no experts (leading_dense_block_count).
+    sigmoid. rotates_part: RoPE may leave out the last dimensions of a head. shared_expert: beside
+    the experts that are chosen there is one for every token, "weighted" by a sigmoid or "plain";
+    the width of a "sized" one, which is plain, is in a key, and so is that of each of "counted"
+    ones. has_mtp: the last blocks of a file may predict further tokens (nextn_predict_layers); they
+    are not used. sigmoid: experts are chosen and weighted by sigmoids of the selector's logits
+    (expert_gating_func 2), "normed" by their sum or as a key says (expert_weights_norm), and a bias
+    may count in the choice; "by_function": so or by softmaxes, as a key says (expert_gating_func).
+    starts_dense: the first layers may have no experts (leading_dense_block_count).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
@@ -54,15 +53,15 @@ class ModelArchitecture:
     "long": it may have those of a long context, beside those of a short one, which are not used.
     caps_logits: logits may have a soft bound (final_logit_softcapping). has_layer_embeddings: each
     layer may have embeddings of its own (embedding_length_per_layer_input). rotates: whether heads
-    are rotated, "by_key" unless one says that they are not (rope.scaling.finetuned), "windowed":
-    in models with windows only those of layers with a window. has_scales: keys may scale
-    embeddings, what each part of a layer adds, and logits (embedding_scale, residual_scale,
-    logit_scale). splits_layers: each block of the file is a mixer or a feed-forward
-    part, and those with a width are the latter (feed_forward_length). output_norm: the tensor that
-    norms the input of the head. has_mla: K and V are latent rows (kv_lora_rank). has_pre_norms: the
-    row that attention and feed-forward part read is normed. windows: which models with a
-    window_every have windows, those whose file has the key or those of 64 layers.
-    unscales_windows: positions are not scaled in layers with a window.
+    are rotated, "by_key" unless one says that they are not (rope.scaling.finetuned), "windowed": in
+    models with windows only those of layers with a window. has_scales: keys may scale embeddings,
+    what each part of a layer adds, and logits (embedding_scale, residual_scale, logit_scale).
+    splits_layers: each block of the file is a mixer or a feed-forward part, and those with a width
+    are the latter (feed_forward_length). output_norm: the tensor that norms the input of the head.
+    has_mla: K and V are latent rows (kv_lora_rank). has_pre_norms: the row that attention and
+    feed-forward part read is normed. windows: which models with a window_every have windows, those
+    whose file has the key or those of 64 layers. unscales_windows: positions are not scaled in
+    layers with a window.
     """
 
     pairs: Literal["norm", "neox"] = "neox"

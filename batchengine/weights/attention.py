@@ -90,10 +90,10 @@ class AttentionSpec:
     one reads instead of its own; -1 = it has some. has_rope: heads are rotated. window: how many
     positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
     sink, which takes a share of the weight of its tokens. has_pre_norm: the row that is read is
-    normed. has_post_norm: the output is normed
-    before it is added. has_gate: the output is multiplied by a sigmoid of another product of the
-    input. mla: how q, K, V and the output are made of latent rows; then there is one KV head, whose
-    first rope.n_rot dims are rotated, and V is the rest of K.
+    normed. has_post_norm: the output is normed before it is added. has_gate: the output is
+    multiplied by a sigmoid of another product of the input. mla: how q, K, V and the output are
+    made of latent rows; then there is one KV head, whose first rope.n_rot dims are rotated, and V
+    is the rest of K.
     """
 
     n_head: int
