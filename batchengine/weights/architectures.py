@@ -23,7 +23,8 @@ class ModelArchitecture:
     norms_whole_qk: all heads of Q are normed as one row, and those of K. experts: whether a model
     has experts, "beside" a dense part in each layer if it has any. ffn_norm: the tensor that norms
     the input of the feed-forward part. rope_every: of so many layers the last one has no RoPE; 0 =
-    all have it. has_log_multiplier: YaRN's magnitude is divided by the one that a key gives.
+    all have it. log_multiplier: of YaRN: its magnitude is divided by the one that a
+    key gives, "whole" or a "tenth" of it; "flag": with any it is 1.
     scales_queries: queries are scaled by their position, which a key says
     (attention.temperature_scale). window_every: of so many layers all but the last see a window of
     positions (attention.sliding_window); 0 = no layer does. has_sinks: each query head has a sink.
@@ -71,7 +72,7 @@ class ModelArchitecture:
     experts: Literal["none", "some", "all", "beside"] = "none"
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
-    has_log_multiplier: bool = False
+    log_multiplier: Literal["none", "whole", "tenth", "flag"] = "none"
     scales_queries: bool = False
     window_every: int = 0
     has_sinks: bool = False
@@ -131,12 +132,23 @@ _NEMOTRON_H = ModelArchitecture(
     rotates="none",
     splits_layers=True,
 )
+_DEEPSEEK2 = ModelArchitecture(
+    pairs="norm",
+    experts="some",
+    log_multiplier="flag",
+    scales_queries=True,
+    shared_expert="plain",
+    has_mtp=True,
+    sigmoid="by_function",
+    starts_dense=True,
+    has_mla=True,
+)
 _LFM2 = ModelArchitecture(has_qk_norm=True, recurrent="conv", output_norm="token_embd_norm.weight")
 
 # Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
 ARCHITECTURES = {
     "llama": ModelArchitecture(pairs="norm", experts="some", rope_factors="some"),
-    "mistral3": ModelArchitecture(pairs="norm", has_log_multiplier=True, scales_queries=True),
+    "mistral3": ModelArchitecture(pairs="norm", log_multiplier="whole", scales_queries=True),
     "smollm3": ModelArchitecture(pairs="norm", rope_every=4),
     "qwen2": ModelArchitecture(),
     "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),
@@ -167,17 +179,8 @@ ARCHITECTURES = {
         rotates_part=True,
         sigmoid="normed",
     ),
-    "deepseek2": ModelArchitecture(
-        pairs="norm",
-        experts="some",
-        has_log_multiplier=True,
-        scales_queries=True,
-        shared_expert="plain",
-        has_mtp=True,
-        sigmoid="by_function",
-        starts_dense=True,
-        has_mla=True,
-    ),
+    "deepseek2": _DEEPSEEK2,
+    "mistral4": replace(_DEEPSEEK2, log_multiplier="tenth"),
     "phi3": ModelArchitecture(rotates_part=True, rope_factors="long"),
     "olmo2": ModelArchitecture(
         has_qk_norm=True,

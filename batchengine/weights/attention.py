@@ -461,18 +461,20 @@ def _attn_factor(gguf: GgufFile, arch: str) -> float:
 
 def _with_yarn(gguf: GgufFile, arch: str, rope: RopeSpec) -> RopeSpec:
     prefix = f"{arch}.rope.scaling."
-    has_log = ARCHITECTURES[arch].has_log_multiplier
+    kind = ARCHITECTURES[arch].log_multiplier
     log_multiplier = gguf.number(prefix + "yarn_log_multiplier", 0.0)
     for key, only in (
         ("yarn_ext_factor", 1.0),
-        ("yarn_log_multiplier", log_multiplier if has_log else 0.0),
+        ("yarn_log_multiplier", log_multiplier if kind != "none" else 0.0),
     ):
         if (value := gguf.number(prefix + key, only)) != only:
             raise unsupported(gguf, prefix + key, value, f"{only:g} is supported")
-    if has_log:
+    if kind != "none":
         log_multiplier = number_between(gguf, prefix + "yarn_log_multiplier", 0.0, 0.0, 1e3)
-    if ARCHITECTURES[arch].has_mla and log_multiplier:
-        log_multiplier = 1.0  # cos and sin have no factor then: the scale of q·k has it
+    if kind == "tenth":
+        log_multiplier *= 10.0
+    elif kind == "flag" and log_multiplier:
+        log_multiplier = 1.0
     if rope.has_factors:
         why = "it has factors per pair (rope_freqs.weight) as well"
         raise unsupported(gguf, prefix + "type", "yarn", why)

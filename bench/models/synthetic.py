@@ -486,7 +486,7 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(shape.yarn_factor)
         writer.add_rope_scaling_orig_ctx_len(shape.yarn_trained)
-        if ARCHITECTURES[shape.arch].has_log_multiplier:
+        if row.log_multiplier != "none":
             of_mla = synthetic_mla.LOG_MULTIPLIER
             writer.add_rope_scaling_yarn_log_mul(of_mla if row.has_mla else 1.0)
 

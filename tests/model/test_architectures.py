@@ -71,7 +71,7 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4", "glm4") or only_post)
     assert spec.attention.has_pre_norm == (not only_post)
     assert spec.attention.norms_whole_qk == (arch in ("minimax-m2", "olmo2"))
-    assert (spec.attention.mla is not None) == (arch == "deepseek2")
+    assert (spec.attention.mla is not None) == (arch in ("deepseek2", "mistral4"))
 
 
 def test_layers_with_a_window_may_have_another_rope(tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ SHAPES: dict[str, Shape] = {
     "mla": MLA,
     "mla_f32": replace(MLA, base="f32"),
     # llama.cpp takes queries without a projection in models of 26 layers and a few others.
+    "mistral4_f32": replace(MLA, base="f32", arch="mistral4", temperature=0.1, yarn_factor=16.0),
     "mla_direct_f32": replace(MLA, base="f32", n_layer=26, n_embd=96, n_ff=96, n_head=2, q_rank=0),
     "mla_temperature_f32": replace(MLA, base="f32", temperature=0.1, yarn_factor=0.0),
     "mla_576_f32": replace(MLA, base="f32", head_dim=576, kv_rank=512, n_rot=64, nope_dim=192),

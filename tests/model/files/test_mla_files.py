@@ -97,6 +97,16 @@ def test_yarn_scales_scores_and_not_positions(tmp_path: Path) -> None:
     assert without.scale == pytest.approx(factor**2 / math.sqrt(96), rel=1e-12)
 
 
+def test_mistral_4_has_another_factor_of_positions(tmp_path: Path) -> None:
+    """Cos and sin grow with the factor less than they do without a multiplier."""
+    attention = read(written(replace(SHAPE, arch="mistral4"), tmp_path)).attention
+    ten = 10 * float(np.float32(LOG_MULTIPLIER))
+    factor = (1 + math.log(4) / 10) / (1 + ten * math.log(4) / 10)
+    assert attention.rope.attn_factor == pytest.approx(factor, rel=1e-12)
+    grown = factor * (1 + ten / 10 * math.log(4))
+    assert attention.scale == pytest.approx(grown**2 / math.sqrt(96), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("edits", "gating"),
     [
