@@ -216,7 +216,10 @@ class Running:
         self.lane_links = LaneLinks(
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
         )
-        self.linked = LinkedPages(state, store, self.peers, self.lane_links, self.tasks.spawn)
+        n_head = int(made.info.details["n_head"])
+        self.linked = LinkedPages(
+            state, store, self.peers, self.lane_links, self.tasks.spawn, n_head
+        )
         served = ServedStages(
             state.lanes[0],
             self.peers,
@@ -489,7 +492,7 @@ def inspect_model(config: Config) -> ModelInfo:
     with GgufFile(config.model.path) as gguf:
         spec = read_spec(gguf)
         n_params = sum(math.prod(tensor.shape) for tensor in gguf.tensors.values())
-        banks = [tensor for tensor in gguf.tensors.values() if len(tensor.shape) == 3]
+        banks = [tensor for name, tensor in gguf.tensors.items() if "_exps." in name]
         tables = [gguf.tensors[name] for name in spec.tables if name in gguf.tensors]
         n_bytes, found = gguf.size_bytes, Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained

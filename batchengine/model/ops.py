@@ -303,8 +303,8 @@ class CpuOps:
 
 
 def _then(operation: Callable[..., None], between: Callable[[], None]) -> Callable[..., None]:
-    def both(*arguments: Any) -> None:
-        operation(*arguments)
+    def both(*arguments: Any, **named: Any) -> None:
+        operation(*arguments, **named)
         between()
 
     return both

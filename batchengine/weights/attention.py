@@ -25,7 +25,7 @@ from batchengine.weights.keys import (
     unsupported,
 )
 
-HEAD_DIM_MAX = 576
+HEAD_DIM_MAX, LATENT_HEADS_MAX = 576, 1024
 WINDOWS = {"of_64_layers": 4096}  # of files that do not say
 
 # A factor per rotated pair: those of Llama 3, or those of LongRoPE for contexts longer than the
@@ -190,6 +190,9 @@ def _read_mla(gguf: GgufFile, arch: str, n_layer: int) -> AttentionSpec:
         why = "K and V of its heads are one matrix (attn_kv_b) in this file"
         raise unsupported(gguf, key, "not given", why, "convert it again with a newer llama.cpp")
     n_head = same_for_all_layers(gguf, prefix + "head_count", None, n_layer)
+    if n_head > LATENT_HEADS_MAX:
+        why = f"{LATENT_HEADS_MAX:,} heads at most"
+        raise unsupported(gguf, prefix + "head_count", n_head, why)
     n_rot = _multiple_of_32(gguf, f"{arch}.rope.dimension_count")
     mla = MlaSpec(
         q_rank=_query_rank(gguf, arch),
@@ -246,8 +249,9 @@ def _mla_scale(gguf: GgufFile, arch: str, rope: RopeSpec, width: int) -> float:
         multiplier = gguf.number(f"{arch}.rope.scaling.yarn_log_multiplier", 0.0)
         growth *= yarn.log_growth(factor, multiplier)
     elif rope.position_scale != 1.0:
-        key = f"{arch}.rope.scaling.type"
-        raise unsupported(gguf, key, "linear", "only yarn scales positions here")
+        scaling = f"{arch}.rope.scaling.factor"
+        key = scaling if gguf.number(scaling, 0.0) else f"{arch}.rope.scale_linear"
+        raise unsupported(gguf, key, gguf.number(key), "only yarn scales positions here")
     return growth * growth / math.sqrt(width)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchengine import errors
-from batchengine.gguf import GgufFile
+from batchengine.gguf import GgufFile, StringArray
 from batchengine.weights.architectures import ARCHITECTURES, Activation, Gating
 from batchengine.weights.keys import (
     each_layer,
@@ -22,7 +22,7 @@ from batchengine.weights.keys import (
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 SIGMOIDS = "sigmoid", "normed_sigmoid"  # gatings
-GLM_FLASH_VOCAB = 154880
+GLM_FLASH_VOCAB, GLM_FLASH_LAYERS = 154880, (47, 48)
 GROUPS_MAX = 32  # EXPERT_GROUPS_MAX of choice.h
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
 
@@ -216,11 +216,17 @@ def _gating(gguf: GgufFile, arch: str) -> Gating:
 
 def _gating_function(gguf: GgufFile, arch: str) -> int:
     """SOFTMAX or SIGMOID, of a file that may have either. Older files of DeepSeek V2 and
-    GLM-4.7-Flash do not say; those of the latter have its vocabulary."""
+    GLM-4.7-Flash do not say; those of the latter have its vocabulary and layers."""
     function = gguf.integer(f"{arch}.expert_gating_func", 0)
     if function:
         return function
-    return SIGMOID if gguf.integer(f"{arch}.vocab_size", 0) == GLM_FLASH_VOCAB else SOFTMAX
+    n_block = gguf.integer(f"{arch}.block_count", 0)
+    n_layer = n_block - gguf.integer(f"{arch}.nextn_predict_layers", 0)
+    tokens = gguf.values.get("tokenizer.ggml.tokens")
+    n_vocab = gguf.integer(
+        f"{arch}.vocab_size", len(tokens) if isinstance(tokens, StringArray) else 0
+    )
+    return SIGMOID if n_vocab == GLM_FLASH_VOCAB and n_layer in GLM_FLASH_LAYERS else SOFTMAX
 
 
 def _shared_width(gguf: GgufFile, arch: str, n_ff: int, n_layer: int) -> int:

@@ -35,7 +35,13 @@ class LinkedPages:
     """What this daemon and its peers hold for each other. Use: `keeper.run` as a vital task."""
 
     def __init__(
-        self, state: EngineState, store: Store, peers: Peers, links: LaneLinks, spawn: Spawn
+        self,
+        state: EngineState,
+        store: Store,
+        peers: Peers,
+        links: LaneLinks,
+        spawn: Spawn,
+        n_head: int,
     ) -> None:
         loop = state.lanes[0]
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
@@ -50,6 +56,7 @@ class LinkedPages:
             PageMover(store, loop, self.taken, self.pages, links),
             spawn,
             store.pages.layout,
+            n_head,
         )
         self._state = state
         self._peers = peers

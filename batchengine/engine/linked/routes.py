@@ -33,6 +33,7 @@ from batchengine.policy.linked.routes import (
 )
 from batchengine.session import Loss, Session, State
 from batchengine.session_kv import full_pages
+from batchengine.wire.frames import PAYLOAD_BYTES_MAX
 from kv_store.layout import PageLayout
 
 log = logging.getLogger("batchengine.linked")
@@ -50,6 +51,14 @@ RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
 
 
+def is_routable(layout: PageLayout, n_head: int, step_tokens: int) -> bool:
+    """Whether peers can attend to pages of a model: its layers are alike, and what the query heads
+    of one KV head accumulate for all tokens of a step is one message."""
+    n_kv_head, head_dim = layout.layers[0]
+    n_bytes = step_tokens * (n_head // n_kv_head) * 4 * (head_dim + 2)
+    return layout.is_uniform and n_bytes <= PAYLOAD_BYTES_MAX
+
+
 class RouteKeeper:
     """Plans and runs the moves of the linked lane. Use: `run` as a vital task."""
 
@@ -62,6 +71,7 @@ class RouteKeeper:
         mover: PageMover,
         spawn: Spawn,
         layout: PageLayout,
+        n_head: int,
     ) -> None:
         self.moves: dict[Session, PageMove] = {}  # under way
         self.expire: list[Callable[[float], None]] = [taken.expire]  # called at each look
@@ -72,7 +82,8 @@ class RouteKeeper:
         self._mover = mover
         self._spawn = spawn
         self._page_bytes = layout.page_bytes
-        self._is_uniform = layout.is_uniform  # else no peer attends to its pages
+        # Else no peer attends to its pages.
+        self._is_routable = is_routable(layout, n_head, loop.config.tokens_per_step)
         self._wanted: dict[Session, int] = {}  # pages that are to be here
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._slow = SlowPeers()
@@ -242,7 +253,7 @@ class RouteKeeper:
     def _pages_of_peers(self) -> int:
         """Pages that all peers have in all, those of other models half as many; UNKNOWN_PAGES while
         one has not said so."""
-        if not self._is_uniform:
+        if not self._is_routable:
             return 0
         bytes_of = [
             (link.load.kv_bytes >> link.is_of_other_model) * link.state.is_open
@@ -290,7 +301,7 @@ class RouteKeeper:
 
     def is_usable(self, link: PeerLink) -> bool:
         """Whether a peer may get pages of this daemon's sessions now."""
-        return self._is_uniform and self.is_served(link)
+        return self._is_routable and self.is_served(link)
 
     def is_served(self, link: PeerLink) -> bool:
         """Whether a peer is up and keeps pages, as one that computes for others does."""

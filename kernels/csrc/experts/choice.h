@@ -97,7 +97,9 @@ CA_FN void select_experts(Gating gating, const float* logit, const float* key_of
         weight[j] = canonical_nan();
     }
     if (!finite) return;
-    const uint32_t kept = groups.n > 1 ? kept_groups(key_of, n, groups) : 1u;
+    const bool has_groups = groups.n > 1;
+    const uint32_t kept = has_groups ? kept_groups(key_of, n, groups) : 1u;
+    const int each = n / groups.n;
     uint32_t last_key = 0;
     int last = -1, top = 0;
     for (int j = 0; j < n_used; j++) {
@@ -106,8 +108,8 @@ CA_FN void select_experts(Gating gating, const float* logit, const float* key_of
         for (int i = 0; i < n; i++) {
             const uint32_t key = falling_key(key_of[i]);
             const bool is_left = key > last_key || (key == last_key && i > last);
-            const bool is_kept = kept >> (i / (n / groups.n)) & 1u;
-            if (is_left && is_kept && (best < 0 || key < best_key)) best = i, best_key = key;
+            if (!is_left || (best >= 0 && key >= best_key)) continue;
+            if (!has_groups || (kept >> (i / each) & 1u)) best = i, best_key = key;
         }
         if (j == 0) top = best;
         int at = j;

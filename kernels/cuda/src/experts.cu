@@ -61,7 +61,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     bool finite = true;
     for (int i = gpu::lane(); i < n; i += gpu::WARP) finite = ca::is_finite(choice.key(logits, i)) && finite;
     const bool is_poisoned = gpu::any(!finite);
-    const uint32_t kept = choice.groups.n > 1 ? kept_groups(logits, n, choice) : 1u;
+    const bool has_groups = choice.groups.n > 1;
+    const uint32_t kept = has_groups ? kept_groups(logits, n, choice) : 1u;
     const int of_group = n / choice.groups.n;
     uint32_t last_key = 0;
     int last = is_poisoned ? n_used - 1 : -1, top = 0;
@@ -71,8 +72,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
         for (int i = gpu::lane(); i < n; i += gpu::WARP) {
             const uint32_t key = ca::falling_key(choice.key(logits, i));
             const bool is_left = key > last_key || (key == last_key && i > last);
-            const bool is_kept = kept >> (i / of_group) & 1u;
-            if (is_left && is_kept && key < best_key) best = i, best_key = key;
+            if (!is_left || key >= best_key) continue;
+            if (!has_groups || (kept >> (i / of_group) & 1u)) best = i, best_key = key;
         }
         last_key = gpu::min_of_lanes(best_key);
         const int candidate = best_key == last_key ? best : n;
@@ -84,8 +85,8 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     for (int first = 0; first < n; first += gpu::WARP) {
         const int i = first + gpu::lane();
         const uint32_t key = i < n && !is_poisoned ? ca::falling_key(choice.key(logits, i)) : last_key;
-        const bool is_kept = is_poisoned || (i < n && (kept >> (i / of_group) & 1u));
-        const bool is_chosen = i < n && is_kept && (key < last_key || (key == last_key && i <= last));
+        const bool is_kept = i < n && (is_poisoned || !has_groups || (kept >> (i / of_group) & 1u));
+        const bool is_chosen = is_kept && (key < last_key || (key == last_key && i <= last));
         const uint32_t chosen = gpu::ballot(is_chosen);
         if (is_chosen) {
             const int to = in_chunk + found + gpu::count_bits(chosen & ((1u << gpu::lane()) - 1u));

@@ -119,8 +119,11 @@ def test_mistral_4_has_another_factor_of_positions(tmp_path: Path) -> None:
         ),
         ([drop("deepseek2.expert_gating_func", "deepseek2.expert_weights_norm")], "softmax_all"),
         (
-            [drop("deepseek2.expert_gating_func"), put("deepseek2.vocab_size", 154880)],
-            "normed_sigmoid",
+            [
+                drop("deepseek2.expert_gating_func", "deepseek2.expert_weights_norm"),
+                put("deepseek2.vocab_size", 154880),
+            ],
+            "softmax_all",  # GLM-4.7-Flash has other layers
         ),
     ],
 )
@@ -128,6 +131,17 @@ def test_the_gating_is_that_of_the_keys(edits: list[Edit], gating: str, tmp_path
     experts = read(written(replace(SHAPE, choice_bias=0.0), tmp_path, *edits)).experts
     assert experts is not None
     assert experts.gating == gating
+
+
+@pytest.mark.parametrize(("n_layer", "n_mtp"), [(47, 0), (47, 1), (48, 0)])
+def test_older_files_of_glm_4_7_flash_are_known_by_their_sizes(
+    n_layer: int, n_mtp: int, tmp_path: Path
+) -> None:
+    shape = replace(SHAPE, n_layer=n_layer, n_mtp=n_mtp, n_embd=32, n_ff=32, n_ff_shared=32)
+    edits = [drop("deepseek2.expert_gating_func"), put("deepseek2.vocab_size", 154880)]
+    experts = read(written(shape, tmp_path, *edits)).experts
+    assert experts is not None
+    assert experts.gating == "normed_sigmoid"
 
 
 def test_experts_may_be_in_groups(tmp_path: Path) -> None:
@@ -148,6 +162,20 @@ REFUSED: dict[str, tuple[list[Edit], str, str]] = {
         [drop(KEY + "attention.key_length_mla", KEY + "attention.value_length_mla")],
         "BE1323",
         "attn_kv_b",
+    ),
+    "a bias of a softmax over all": (
+        [put(KEY + "expert_gating_func", 1), drop(KEY + "expert_weights_norm")],
+        "BE1323",
+        "bias on the choice",
+    ),
+    "many heads": ([put(KEY + "attention.head_count", 1040)], "BE1323", "1,024 heads at most"),
+    "an older linear factor": (
+        [
+            drop(KEY + "rope.scaling.type", KEY + "rope.scaling.factor"),
+            put(KEY + "rope.scale_linear", 4.0, F32),
+        ],
+        "BE1323",
+        "scale_linear",
     ),
     "no rank": ([drop(KEY + "attention.kv_lora_rank")], "BE1321", "kv_lora_rank"),
     "an odd rank": ([put(KEY + "attention.kv_lora_rank", 100)], "BE1323", "multiple of 32"),
