@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -57,16 +58,23 @@ def compile_kernels(
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"simt-{text.hexdigest()[:16]}.so"
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # others may compile the same
-            objects: list[str] = []
-            for path in (HERE / "simt.cpp", *sources):
-                objects.append(f"{own}/{path.stem}.o")
-                command = [str(COMPILER), *flags, "-c", "-x", "c++", str(path), "-o", objects[-1]]
-                subprocess.run(command, check=True)
-            part = Path(own) / library.name
-            subprocess.run([str(COMPILER), "-shared", *objects, "-o", str(part)], check=True)
-            part.replace(library)
+        with library.with_suffix(".lock").open("w") as lock:  # others may want the same
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                _compile(library, sources, flags)
     return library
+
+
+def _compile(library: Path, sources: Iterable[Path], flags: Iterable[str]) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as own:
+        objects: list[str] = []
+        for path in (HERE / "simt.cpp", *sources):
+            objects.append(f"{own}/{path.stem}.o")
+            command = [str(COMPILER), *flags, "-c", "-x", "c++", str(path), "-o", objects[-1]]
+            subprocess.run(command, check=True)
+        part = Path(own) / library.name
+        subprocess.run([str(COMPILER), "-shared", *objects, "-o", str(part)], check=True)
+        part.replace(library)
 
 
 @dataclass(frozen=True, slots=True)
