@@ -112,6 +112,7 @@ soak: env native
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
 	$(PY) -m tests.simulation --linked --seeds 3000 --start 1000
 	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
+	GPU_MEMORY_SEEDS=1000 $(PY) -m pytest -q tests/lanes/memory/test_gpu_memory_simulation.py
 	$(PY) -m pytest -q -m slow --timeout 3600
 	$(PY) -m bench attack
 	$(PY) -m bench rolling --rounds 10

@@ -318,7 +318,7 @@ async def test_a_gpu_that_computes_later_takes_its_own_samples(
         prompts = await prepared(engine, [words(i, 246 + 3 * i) for i in range(4)])
         sampling = Sampling(temperature=0.7, seed=5, repetition_penalty=1.3)
         asked = [
-            request(prompts[0], 400, session="s0"),
+            request(prompts[0], 1500, session="s0"),
             request(prompts[1], 16, session="s1"),
             request(prompts[2], 16, session="s2", sampling=sampling),
         ]
