@@ -4,6 +4,9 @@ SHELL := /bin/bash
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
+# Python keeps the bytecode of what it compiles, whatever the environment says: tests and benches start
+# hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
 # llama.cpp is the peer of tests and benches; its tools are not needed.
 LLAMA_ARGS := -DLLAVA_BUILD=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_SERVER=OFF
 SANITIZE_ENV = PYTHONPATH=$(CURDIR)/build/sanitize LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1
@@ -75,11 +78,12 @@ wheel: env
 	$(PIP) wheel -q . --no-build-isolation --no-deps -w dist
 	$(PY) tools/check_wheel.py dist
 
-# Tests that measure time run alone, after the others. Plain `pytest` runs all, one by one. Many
-# tests wait for daemons and limits of time, so three run at a time on two cores.
+# Tests that measure time run alone, before the others, which find the bytecode of all tests then.
+# Plain `pytest` runs all, one by one. Many tests wait for daemons and limits of time, so three run at
+# a time on two cores.
 test: env native
-	$(PY) -m pytest -q -n 3 --dist loadfile -m "not slow and not alone"
 	$(PY) -m pytest -q -m "alone and not slow"
+	$(PY) -m pytest -q -n 3 --dist loadfile -m "not slow and not alone"
 
 # The dashboard in headless Chromium (Debian package chromium).
 browser: env native
@@ -108,7 +112,8 @@ soak: env native
 	$(PY) -m tests.simulation --seeds 5000 --start 1000
 	$(PY) -m tests.simulation --linked --seeds 3000 --start 1000
 	$(PY) -m pytest -q --hypothesis-profile soak --timeout 3600 $(RANDOM_TESTS)
-	$(PY) -m pytest -q -m slow --timeout 3600 tests/engine/lane tests/engine/linked tests/engine/test_gpu_lane.py tests/bench tests/kernels/cuda tests/service
+	GPU_MEMORY_SEEDS=1000 $(PY) -m pytest -q tests/lanes/memory/test_gpu_memory_simulation.py
+	$(PY) -m pytest -q -m slow --timeout 3600
 	$(PY) -m bench attack
 	$(PY) -m bench rolling --rounds 10
 

@@ -21,7 +21,7 @@ from batchengine import errors
 from batchengine.child.command import python_command
 from batchengine.child.process import ChildProcess
 from batchengine.core import BatchEngineError, Constraint
-from batchengine.wire.frames import FrameProtocol
+from batchengine.wire.connection import FrameProtocol
 from batchengine.wire.grammar import (
     GRAMMAR_LINK,
     Accept,

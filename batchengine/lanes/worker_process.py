@@ -21,7 +21,8 @@ from batchengine import errors
 from batchengine.child.command import python_command
 from batchengine.child.process import ChildProcess
 from batchengine.wire import lane as wire
-from batchengine.wire.frames import FrameProtocol, WireError
+from batchengine.wire.connection import FrameProtocol
+from batchengine.wire.frames import WireError
 
 log = logging.getLogger("batchengine.lane")
 

@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Callable
 
 from batchengine.peers.channel import Channel
-from batchengine.wire.frames import FrameProtocol
+from batchengine.wire.connection import FrameProtocol
 from batchengine.wire.peer import PEER_LINK, PeerFrame, PeerMessage
 
 QUEUE_BYTES_MAX = 32 << 20

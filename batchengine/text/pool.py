@@ -23,7 +23,7 @@ from batchengine.child.command import python_command
 from batchengine.child.process import ChildProcess
 from batchengine.core import BatchEngineError
 from batchengine.fair_queue import FairQueue
-from batchengine.wire.frames import FrameProtocol
+from batchengine.wire.connection import FrameProtocol
 from batchengine.wire.text import (
     BYTES_PER_CPU_S,
     TEXT_LINK,

@@ -1,4 +1,4 @@
-"""Frames: length-prefixed messages on one link, and the two ends of a link.
+"""Frames: length-prefixed messages on one link, and the end of a link in a process that waits.
 
 A frame is a 48-byte header, a msgpack meta part that decodes into exactly one typed message, and
 raw payload bytes. `LinkSchema` holds the messages that one kind of link carries; `Decoder` is
@@ -12,11 +12,10 @@ message means is defined elsewhere (see `lane`).
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, Union, cast
 
@@ -274,51 +273,3 @@ class BlockingLink(Generic[M]):
 def _at_least(buffer: memoryview, n_bytes: int) -> memoryview:
     """The buffer, or a new one where it is too small; frames may still view the old one."""
     return buffer if len(buffer) >= n_bytes else memoryview(bytearray(n_bytes))
-
-
-class FrameProtocol(asyncio.Protocol, Generic[M]):
-    """The asyncio end of a link: calls `on_frame` per frame and `on_lost` exactly once."""
-
-    def __init__(
-        self,
-        schema: LinkSchema[M],
-        on_frame: Callable[[Frame[M]], None],
-        on_lost: Callable[[Exception | None], None],
-    ) -> None:
-        self._on_frame = on_frame
-        self._on_lost = on_lost
-        self._decoder = Decoder(schema)
-        self._transport: asyncio.Transport | None = None
-        self._error: Exception | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's has no common base
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for frame in self._decoder.feed(data):
-                self._on_frame(frame)
-        except WireError as error:
-            self.fail(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None  # uvloop raises when a closed transport is written to
-        self._on_lost(self._error or exc)
-
-    def send(self, frame: bytes) -> None:
-        """Queue one frame; the transport sends it at once when the socket takes it.
-
-        A frame for a link that has ended is dropped: `on_lost` reports the end.
-        """
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame)
-
-    def fail(self, error: Exception) -> None:
-        """Close the link at once; `on_lost` gets the first error."""
-        self._error = self._error or error
-        self.close()
-
-    def close(self) -> None:
-        """Close the link at once; what is queued is lost."""
-        if self._transport is not None:
-            self._transport.abort()

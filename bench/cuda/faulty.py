@@ -130,7 +130,7 @@ def compiled(folder: Path) -> Emulator:
     sources += [
         _written(fault.source, written, _prefix(name), fault) for name, fault in FAULTS.items()
     ]
-    return Emulator(compile_kernels(folder, sources))
+    return Emulator(compile_kernels(folder, sources, level="-O1"))
 
 
 def is_found(gpu: Emulator, pool: kernels.Pool, name: str | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,35 @@ MIB = 1 << 20
 __all__ = ["cheap_drafts"]  # a fixture
 SHORT = Constraint("regex", "([a-f]{2} ){7}")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+# An eighth of the pocket model: an emulated GPU takes milliseconds for a token of that one.
+SMALL = replace(PRESETS["small"], n_embd=128, n_ff=128, head_dim=32, n_vocab=2000)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
     """The emulator's library is there before a worker has a deadline."""
     compile_kernels(ROOT / "build/simt", is_checked=False)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("small") / "model.gguf"
+    write_synthetic(path, SMALL)
+    return path
+
+
+@pytest.fixture
+def site(small: Path, tmp_path: Path, cache_dir: Path) -> Site:
+    """A model that an emulated GPU computes quickly, and an empty folder."""
+    return Site(small, tmp_path, cache_dir)
+
+
+@pytest.fixture(scope="module")
+def reference(small: Path, cache_dir: Path) -> Iterator[Reference]:
+    """Answers of that model when it computes one timeline alone."""
+    made = Reference(small, cache_dir)
+    yield made
+    made.close()
 
 
 @asynccontextmanager
@@ -296,7 +319,7 @@ async def test_a_gpu_that_computes_later_takes_its_own_samples(
         prompts = await prepared(engine, [words(i, 246 + 3 * i) for i in range(4)])
         sampling = Sampling(temperature=0.7, seed=5, repetition_penalty=1.3)
         asked = [
-            request(prompts[0], 400, session="s0"),
+            request(prompts[0], 1500, session="s0"),
             request(prompts[1], 16, session="s1"),
             request(prompts[2], 16, session="s2", sampling=sampling),
         ]
@@ -366,10 +389,11 @@ async def test_a_page_of_the_gpu_is_the_page_of_the_cpu(site: Site) -> None:
 
 
 async def test_sessions_that_do_not_fit_the_gpu_together_take_turns(
-    site: Site, reference: Reference
+    pocket_path: Path, tmp_path: Path, cache_dir: Path
 ) -> None:
     """Steps are computed in parts, and pages give way to others, when memory is refused too."""
-    prompts = [words(3 + i, 600) for i in range(3)]
+    site, prompts = Site(pocket_path, tmp_path, cache_dir), [words(3 + i, 600) for i in range(3)]
+    reference = Reference(pocket_path, cache_dir)
     async with gpu_engine(site, FULL, 24 * MIB, context=1024) as engine:
         longer = await prepared(engine, prompts)
         asked = [request(p, 4, session=f"s{i}") for i, p in enumerate(longer)]
@@ -378,6 +402,7 @@ async def test_sessions_that_do_not_fit_the_gpu_together_take_turns(
             assert answer.error is None
             assert answer.tokens == reference.tokens(prompt, 4)
         assert engine.lanes()[1]["incarnation"] == 1
+    reference.close()
 
 
 async def test_turns_leave_a_gpu_that_stays_dead(site: Site, reference: Reference) -> None:

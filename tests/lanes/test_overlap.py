@@ -45,6 +45,7 @@ from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.support.arena_rows import rows_left
 
 SLOTS, CONTEXT = 2 * (LATE_ENTRIES_MIN + 1), 512  # two slots of each session
+SHAPE = replace(PRESETS["tiny"], n_layer=2, n_embd=96, n_ff=96, head_dim=32)
 PENALISED = Sampling(temperature=0.8, seed=3, repetition_penalty=1.7, frequency_penalty=0.4)
 LAYOUT = PageLayout.uniform(1, 1, 32)
 FACTS = wire.ModelFacts("", "", 1, LAYOUT.layers, LAYOUT.payload_bytes, 100, {})
@@ -348,7 +349,7 @@ def sides(
         pytest.skip("no g++")
     fake = FakeDriver(Emulator(compile_kernels(ROOT / "build/simt", is_checked=False)))
     monkeypatch.setattr(driver.importlib, "import_module", {"cuda.bindings.driver": fake}.get)
-    write_synthetic(tmp_path / "model.gguf", replace(PRESETS["tiny"], n_layer=2))
+    write_synthetic(tmp_path / "model.gguf", SHAPE)
     gpu = CudaDevice(lambda *_: CudaGpu(0, lambda target: {"all": target.encode()}))
     on_gpu, on_cpu = wire.CudaResources(0, 1 << 28, 0, 1, (), 0), wire.CpuResources(1, (), 0)
     made = [

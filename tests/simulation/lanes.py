@@ -24,7 +24,8 @@ from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker_process import Lane
 from batchengine.wire import lane as wire
-from batchengine.wire.frames import Decoder, FrameProtocol, Payload
+from batchengine.wire.connection import FrameProtocol
+from batchengine.wire.frames import Decoder, Payload
 from bench.models.hashlm import (
     LAYOUT,
     PAGE_TOKENS,

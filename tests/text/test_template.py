@@ -197,7 +197,7 @@ def test_lone_surrogates_and_huge_messages_are_refused(make: Callable[..., Templ
 
 # --- hostile templates ------------------------------------------------------------------------
 
-# Each attack runs for the message "bomb" only, so that the same template must serve the next one.
+# Each attack runs for the message of its name only: the same template must serve the next one.
 ATTACKS = {
     "endless loop": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -230,20 +230,29 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+# Those that end the process have one each.
+DEADLY = [name for name, (_, code) in ATTACKS.items() if code == "BE1513"]
+OTHERS = [name for name in ATTACKS if name not in DEADLY]
+
+
+@pytest.mark.parametrize("names", [*([name] for name in DEADLY), OTHERS])
 def test_a_hostile_template_fails_one_request_only(
-    make: Callable[..., Template], name: str
+    make: Callable[..., Template], names: list[str]
 ) -> None:
-    attack, code = ATTACKS[name]
-    template = make("{% if messages[0].content == 'bomb' %}" + attack + "{% else %}fine{% endif %}")
+    parts = "".join(
+        "{% elif messages[0].content == '" + name + "' %}" + ATTACKS[name][0] for name in names
+    )
+    template = make("{% if messages[0].content == 'hi' %}fine" + parts + "{% endif %}")
     assert run(template) == "fine"
-    before_s = children_cpu_s()
-    with pytest.raises(BatchEngineError) as caught:
-        run(template, [{"role": "user", "content": "bomb"}])
-    assert (caught.value.code, caught.value.kind) == (code, Kind.INTERNAL), str(caught.value)
-    assert children_cpu_s() - before_s < 2 * START_CPU_S + TIGHT.cpu_s + 1
-    assert "/etc" not in str(caught.value) or name == "include"
-    assert run(template) == "fine"
+    for name in names:
+        before_s = children_cpu_s()
+        with pytest.raises(BatchEngineError) as caught:
+            run(template, [{"role": "user", "content": name}])
+        code = caught.value.code, caught.value.kind
+        assert code == (ATTACKS[name][1], Kind.INTERNAL), f"{name}: {caught.value}"
+        assert children_cpu_s() - before_s < 2 * START_CPU_S + TIGHT.cpu_s + 1
+        assert "/etc" not in str(caught.value) or name == "include"
+        assert run(template) == "fine"
 
 
 @pytest.mark.parametrize(

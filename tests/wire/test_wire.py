@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from batchengine import errors
 from batchengine.core import Sampling
 from batchengine.wire import frames
+from batchengine.wire.connection import FrameProtocol
 from batchengine.wire.frames import (
     HEADER,
     BlockingLink,
     Decoder,
     Frame,
-    FrameProtocol,
     LinkSchema,
     Message,
 )

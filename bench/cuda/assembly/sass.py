@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.cuda.compile import compile_unit
+from kernels.cuda.compile import Compiled, compile_unit
 
 PACKAGE, PROGRAM = "nvidia", "nvdisasm"
 FOLDERS = ("cu13/bin", "cuda_nvdisasm/bin")  # of the package, by its version
@@ -88,8 +88,8 @@ def loads_at_once(listing: Iterable[str]) -> int:
     return most
 
 
-def compile_part(source: Path, target: str, keep: str, head: str = "", **changes: Any) -> bytes:
-    """The cubin of a source behind `head`; of the kernels that a macro writes, one a line, it has
+def compile_part(source: Path, target: str, keep: str, head: str = "", **changes: Any) -> Compiled:
+    """A source behind `head`, compiled; of the kernels that a macro writes, one a line, it has
     those of lines that match `keep`, or all."""
     lines = source.read_text().splitlines()
     if keep:
@@ -97,12 +97,12 @@ def compile_part(source: Path, target: str, keep: str, head: str = "", **changes
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / source.name
         part.write_text(head + "\n".join(lines) + "\n")
-        return compile_unit(part, target, **changes).cubin
+        return compile_unit(part, target, **changes)
 
 
 def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[str]:
     """Instructions of kernels that merge, flush or round otherwise, though no source says so."""
-    made = listings(compile_part(source, target, keep, OPAQUE, **changes))
+    made = listings(compile_part(source, target, keep, OPAQUE, **changes).cubin)
     return sorted(
         f"{kernel}: {name}"
         for kernel, listing in made.items()

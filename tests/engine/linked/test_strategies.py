@@ -126,12 +126,12 @@ async def test_a_running_turn_goes_on_growing_with_a_slow_peer_if_there_is_no_ot
     async with daemons(site, "ab", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, _):
         await measured(a)
         ids = words(11, 14 * PAGE_TOKENS)
-        generation = await unread(a.engine, request(ids, 2400, session="s"), 3)
+        generation = await unread(a.engine, request(ids, 1400, session="s"), 3)
         with monkeypatch.context() as patch:
             patch.setattr(a.state.lanes[0].meter, "take_waits", lambda: {"b": 5000.0})
             await until(lambda: bool(a.linked.keeper.why_slow("b")))
         answer = await read(generation)
-        assert answer.tokens == reference.tokens(ids, 2400)
+        assert answer.tokens == reference.tokens(ids, 1400)
 
 
 @pytest.mark.alone

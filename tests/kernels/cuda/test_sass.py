@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,13 @@ QUICK = {
 }
 
 
+@functools.cache
+def listed(name: str) -> dict[str, list[str]]:
+    """The instructions of each kernel of a unit for sm_90, of `linear` for its quick kind."""
+    (unit,) = (unit for unit in units() if unit.stem == name)
+    return listings(compile_part(unit, "sm_90", QUICK.get(name, "")).cubin)
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_sass_has_no_operation_of_its_own(name: str) -> None:
     (unit,) = (unit for unit in units() if unit.stem == name)
@@ -46,8 +54,7 @@ def test_sass_has_no_operation_of_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", [unit.stem for unit in units()])
 def test_no_access_stands_before_the_wait(name: str) -> None:
-    (unit,) = (unit for unit in units() if unit.stem == name)
-    made = listings(compile_part(unit, "sm_90", QUICK.get(name, "")))
+    made = listed(name)
     assert {kernel: found for kernel, listing in made.items() if (found := early(listing))} == {}
 
 
@@ -93,30 +100,26 @@ def test_a_division_of_short_integers_is_none_of_those(tmp_path: Path) -> None:
 
 
 def test_weights_are_loaded_ahead() -> None:
-    (unit,) = (unit for unit in units() if unit.stem == "linear")
-    made = listings(compile_part(unit, "sm_90", QUICK["linear"]))
+    made = listed("linear")
     assert loads_at_once(made["linear_few_q4_0"]) >= 16  # of eight blocks, weights and scales
     assert "LDGSTS" in {name.split(".")[0] for name in made["linear_many_q4_0"]}
 
 
 @pytest.mark.parametrize(("kernel", "products"), [("linear_f32", 32), ("linear_many_f32", 128)])
 def test_no_load_of_global_memory_stands_in_a_chain_of_floats(kernel: str, products: int) -> None:
-    (unit,) = (unit for unit in units() if unit.stem == "floats")
-    listing = listings(compile_unit(unit, "sm_90").cubin)[kernel]
+    listing = listed("floats")[kernel]
     places = [i for i, name in enumerate(listing) if name == "FFMA"]
     assert loads_at_once(listing[places[0] : places[products - 1]]) == 0
     assert "LDGSTS" in {name.split(".")[0] for name in listing[: places[0]]}
 
 
 def test_accumulators_of_a_fold_are_loaded_at_once() -> None:
-    (unit,) = (unit for unit in units() if unit.stem == "attention")
-    made = listings(compile_unit(unit, "sm_90").cubin)
+    made = listed("attention")
     assert loads_at_once(made["fold_attention"]) >= 24  # of eight: m, l and a value of o
 
 
 def test_a_state_is_loaded_at_once() -> None:
-    (unit,) = (unit for unit in units() if unit.stem == "recurrent")
-    made = listings(compile_unit(unit, "sm_90").cubin)
+    made = listed("recurrent")
     for kernel in ("recur_heads", "recur_mamba2"):
         assert loads_at_once(made[kernel]) >= 32  # the rows of a chain
 

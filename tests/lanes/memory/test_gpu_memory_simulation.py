@@ -69,7 +69,7 @@ LOAD = wire.Load("", "", wire.CudaResources(0, 1 << 30, 0, 1, (), 0), TOKENS, EN
 MEMORIES = [(3, 3, 0), (8, 9, 0), (16, 16, 1), (24, 24, 0), (64, 8, 1), (64, 64, 0), (64, 64, 1)]
 STEPS = 60
 ASIDE_BYTES = LAYOUT.payload_bytes  # of one expected page beside each step
-SEEDS = int(os.environ.get("GPU_MEMORY_SEEDS", "40"))
+SEEDS = int(os.environ.get("GPU_MEMORY_SEEDS", "24"))
 
 
 class SteppedWorker(Worker):

@@ -44,6 +44,8 @@ LEVELS = [
     )
 ]
 TOKENS = np.random.default_rng(3).integers(0, 320, 300).tolist()
+# Tokens one by one from the first one on, and past the end of a page.
+SINGLE = [1] * 40 + [200] + [1] * 60
 
 
 @pytest.fixture(params=PRESET_NAMES)
@@ -105,7 +107,7 @@ def test_a_timeline_may_be_split_anywhere(path: Path, cache_dir: Path, isa: str)
             whole, found = LocalSequence(), list[tuple[bytes, bytes]]()
             logits = runner.step([(whole, TOKENS)], range(300)).copy()
             expected = state_of(runner, whole)
-            for sizes in ([1] * 300, [7, 256, 37], [255, 2, 43]):
+            for sizes in (SINGLE, [7, 256, 37], [255, 2, 43]):
                 split, at, rows = LocalSequence(), 0, list[Any]()
                 for size in sizes:
                     part = TOKENS[at : at + size]
