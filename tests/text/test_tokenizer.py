@@ -244,12 +244,32 @@ WORDS = (
     *("İ", "1", "2026", "²", "Ⅷ", "٣", "!", "...", "//\n", "-", "$", "😀", "\u200d", "\0", "\x1f"),
     *("'", "''", "'s", "'LL", "'Re", "'ſ", " ", "  ", "    ", "\t", "\n", "\r\n", "\n\n "),
     *("it's", "IT'S", "we'Ve", "aǅb", "AǅB'd", "a\u0301'll", "12345", "!/\r\n/", "中Ж", "aÀÉb"),
+    *(
+        "文",
+        "豈",
+        "\ufa6e",
+        "\U00020000",
+        "〇",
+        "か",
+        "カ",
+        "ㄱ",
+        "。",
+        "、",
+        "！",
+        "…",
+        "\u1f7d",
+        "𐐀",
+    ),
     *("\u00a0", "\u3000", "\u2028", "\x85", "</s>", "[INST]", "<call>", "<cal", "▁", "\ufffd"),
     "\U000e0001",
 )
 
 
-PRES = "gpt-2 smollm qwen2 qwen35 llama-bpe glm4 chatglm-bpe dbrx tekken gpt-4o minimax-m2 lfm2"
+PRES = (
+    "gpt-2 smollm qwen2 qwen35 llama-bpe glm4 chatglm-bpe dbrx tekken gpt-4o minimax-m2 lfm2"
+    " kimi-k2 deepseek-v3 hunyuan-dense joyai-llm hy_v4 deepseek-llm deepseek-coder youtu"
+    " glm5 gigachat kanana2"
+)
 
 
 @pytest.mark.parametrize("pre", PRES.split())
@@ -295,11 +315,17 @@ def test_ids_of_sentencepiece_are_those_of_llama_cpp(has_words: bool, tmp_path: 
     theirs.close()
 
 
-def test_a_text_in_parts_has_the_ids_of_the_whole(bpe_path: Path, bpe: Tokenizer) -> None:
-    text = "".join(Random(3).choices((*WORDS, " the", " a"), k=60_000))
-    theirs = LlamaEncoder(read_facts(bpe_path), "compared")
-    assert bpe.encode(text) == theirs.encode(text, control=False)
+@pytest.mark.parametrize("pre", ["qwen2", "kimi-k2", "deepseek-v3", "deepseek-llm"])
+def test_a_text_in_parts_has_the_ids_of_the_whole(
+    pre: str, pairs_path: Path, tmp_path: Path
+) -> None:
+    """Also where the split leaves some letters, and the space in front of them, as they are."""
+    path = relabelled(pairs_path, tmp_path / "other.gguf", pre)
+    ours, theirs = Tokenizer(path), LlamaEncoder(read_facts(path), "compared")
+    text = "".join(Random(3).choices((*WORDS, " the", " a", "☃ ƻ", " 中"), k=60_000))
+    assert ours.encode(text) == theirs.encode(text, control=False)
     theirs.close()
+    ours.close()
 
 
 def test_a_vocabulary_that_is_not_proven_needs_llama_cpp(
