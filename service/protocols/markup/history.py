@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
 
-from batchengine.markup import TAG, TAG_END
+from batchengine.markup import FUNCTIONS, TAG, TAG_END
 from batchengine.text.messages import call_arguments
 from service.protocols.markup.rules import schema_at
 from service.protocols.output import turns_of
@@ -78,6 +78,12 @@ def prepare_later(
     results = messages[:first]
     if text.markup.writes in ("channel", "fields"):
         results = [_named(result, called) for result in results]
+    elif text.markup.named.numbered:
+        names = [_named(result, called)["name"] for result in results]
+        results = [
+            {**result, "tool_call_id": f"{FUNCTIONS}{name}:{number}"}
+            for number, (result, name) in enumerate(zip(results, names, strict=True))
+        ]
     new = [*heading, _listed(tools)] if tools else heading
     made = _with_calls([*results, *new, *messages[first:]], text, has_call=bool(results))
     return alternating(made, begins=False)
@@ -242,6 +248,8 @@ def _with_calls(
     if text.markup.name == "mistral":
         for message in messages:
             _shorten_ids(message)
+    if text.markup.named.numbered:
+        messages = _numbered(messages, in_each=not text.takes("call ids"))
     takes, takes_cut = text.takes("calls"), text.takes("cut calls")
     for message in messages:
         for call in message.pop("tool_calls", None) or ():
@@ -388,6 +396,38 @@ def _shorten_ids(message: Message) -> None:
         message["tool_calls"] = [
             {**call, "id": _short(str(call.get("id", "")))} for call in message["tool_calls"]
         ]
+
+
+def _numbered(given: list[Message], *, in_each: bool) -> list[Message]:
+    """The messages with ids of calls as models of Kimi write them, functions.NAME:NUMBER, and those
+    of their results, which stand in the order of the calls: templates print ids, or count results.
+    in_each: a template that prints no ids of calls counts those of each message."""
+    made: list[Message] = []
+    places: dict[str, tuple[int, str]] = {}  # by ids as they came: places among all calls, new ids
+    results: list[tuple[int, Message]] = []
+    first = 0
+    for message in given:
+        if message["role"] == "tool":
+            call = str(message.get("tool_call_id"))
+            place, known = places.get(call, (first, call))
+            results.append((place, {**message, "tool_call_id": known}))
+            continue
+        made += _sorted(results)
+        results = []
+        calls: list[Message] = message.get("tool_calls") or []
+        numbered: list[Message] = []
+        for place, call in enumerate(calls, first):
+            number = place - first if in_each else place
+            own = f"{FUNCTIONS}{call['function']['name']}:{number}"
+            places[str(call.get("id"))] = place, own
+            numbered.append({**call, "id": own})
+        first += len(calls)
+        made.append({**message, "tool_calls": numbered} if calls else message)
+    return [*made, *_sorted(results)]
+
+
+def _sorted(results: list[tuple[int, Message]]) -> list[Message]:
+    return [message for _, message in sorted(results, key=lambda one: one[0])]
 
 
 def _short(call_id: str) -> str:
