@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
 
-from batchengine.markup import FUNCTIONS, TAG, TAG_END
+from batchengine.markup import FUNCTIONS, TAG, TAG_END, Markup, Named
 from batchengine.text.messages import call_arguments
 from service.protocols.markup.rules import schema_at
 from service.protocols.output import turns_of
@@ -26,11 +26,12 @@ EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # t
 DECLARED_SCHEMAS_MAX = 4096  # of one tool that a template of Gemma 4 gets with their types
 DECLARED_DEPTH_MAX = 32  # of those, one in another
 MISTRAL_ID_CHARS = 9  # of a call's id, which its templates insist on
-TOOLS_TEXT = (
-    "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
+TOOLS_TEXT = "You can call these tools:\n<tools>\n{tools}\n</tools>\n{how}"
+OBJECT_TEXT = (
     "To call one, write a JSON object with its name and arguments like this:\n"
-    f'{TAG}\n{{{{"name": "NAME", "arguments": {{{{}}}}}}}}\n{TAG_END}'
+    f'{TAG}\n{{"name": "NAME", "arguments": {{}}}}\n{TAG_END}'
 )
+NAMED_TEXT = "To call one, write its name and a JSON object of its arguments like this:\n"
 
 
 class MissingNames(Exception):
@@ -50,7 +51,7 @@ def prepare(
         return [], tools
     made = _with_calls(messages, text)
     if tools and not text.takes("tools"):
-        made.insert(0, _listed(tools))
+        made.insert(0, _listed(tools, text.markup))
         tools = None
     if tools and text.markup.writes == "channel":
         tools = [_described(tool) for tool in tools]
@@ -84,7 +85,7 @@ def prepare_later(
             {**result, "tool_call_id": f"{FUNCTIONS}{name}:{number}"}
             for number, (result, name) in enumerate(zip(results, names, strict=True))
         ]
-    new = [*heading, _listed(tools)] if tools else heading
+    new = [*heading, _listed(tools, text.markup)] if tools else heading
     made = _with_calls([*results, *new, *messages[first:]], text, has_call=bool(results))
     return alternating(made, begins=False)
 
@@ -212,9 +213,19 @@ def _with_text(given: object) -> object:
     return {**schema, "default": json.dumps(schema["default"])}
 
 
-def _listed(tools: list[dict[str, Any]]) -> Message:
+def _listed(tools: list[dict[str, Any]], markup: Markup) -> Message:
+    """A message with the tools, and how the model calls them."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return {"role": "system", "content": TOOLS_TEXT.format(tools=listed)}
+    how = NAMED_TEXT + _named_call(markup.named) if markup.writes == "named" else OBJECT_TEXT
+    return {"role": "system", "content": TOOLS_TEXT.format(tools=listed, how=how)}
+
+
+def _named_call(marks: Named) -> str:
+    head = f"{FUNCTIONS}NAME:0" if marks.numbered else "NAME"
+    call = f"{head}{marks.sep}{{}}"
+    if marks.in_block:
+        call = f"function{marks.sep}NAME\n```json\n{{}}\n```"
+    return f"{marks.begin}{marks.call}{call}{marks.call_end}{marks.end}"
 
 
 def _named(result: Message, called: Mapping[str, str]) -> Message:

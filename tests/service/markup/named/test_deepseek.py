@@ -66,8 +66,9 @@ ARGUMENTS = {"text": "call.function.arguments", "object": "call.function.argumen
 ASKED = {"role": "user", "content": "hi"}
 
 
-def encoder(path: Path, form: str, arguments: str = "text") -> TextEncoder:
+def encoder(path: Path, form: str, arguments: str = "text", *, tools: bool = True) -> TextEncoder:
     template = TEMPLATE.replace("ARGUMENTS", ARGUMENTS[arguments])
+    template = template if tools else template.replace("if tools", "if false")
     for name, text in FORMS[form].items():
         template = template.replace(name, text)
     tokens = [*((one, NORMAL) for one in byte_alphabet()), ("th", NORMAL), (ENDS, CONTROL)]
@@ -163,6 +164,17 @@ def test_an_answer_reasons_where_the_prompt_begins_it(thinks: bool, tmp_path: Pa
     begun = f"{USER_MARK}hi{ASSISTANT}"
     end = "<think>" if thinks else "</think>"
     assert shown(text, later.tokens[0]) == f"{begun}</think>Hi{ENDS}{begun}{end}"
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_templates_without_tools_get_them_as_text_with_the_form_of_calls(
+    form: str, tmp_path: Path
+) -> None:
+    text = encoder(tmp_path, form, tools=False)
+    found = shown(text, prompt_of(text, [ASKED], tools=[NOW]).tokens[0])
+    assert json.dumps(NOW) in found
+    assert listed(form, written(form, "NAME")) in found
+    assert "<tool_call>" not in found
 
 
 ANSWERS: list[tuple[str, tuple[str, str, list[tuple[str, object]]]]] = [
