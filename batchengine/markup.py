@@ -20,7 +20,7 @@ from typing import Literal
 #           the same in other tags (`Tags`)
 # objects   JSON {"name", "parameters"}, several with a semicolon between them
 # list      a JSON list of such objects, or NAME[ARGS]{...}
-# named     function SEP NAME and a block of code with JSON, or NAME SEP JSON, between two marks
+# named     a head with the tool's name, SEP and JSON, between two marks (`Named`)
 # channel   a message of its own: its head names channel and recipient, its body is JSON
 # fields    call:NAME{KEY:VALUE,...}: keys without quotes, texts between two QUOTE, [...] and {...}
 #           of values, all others as JSON, closed by FIELDS_END
@@ -44,6 +44,8 @@ PYTHON_BEGIN, PYTHON_END = "<|tool_call_start|>", "<|tool_call_end|>"
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 CALL_SEP = "<｜tool▁sep｜>"
+SECTION_BEGIN, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL_ARGUMENTS = "<|tool_call_argument_begin|>"
 # An answer of Harmony is messages, START ROLE HEAD MESSAGE text END, of which the prompt has the
 # first START and ROLE. Calls end with CALL in place of END, the last message with another token.
 START, CHANNEL, CONSTRAIN = "<|start|>", "<|channel|>", "<|constrain|>"
@@ -51,6 +53,7 @@ MESSAGE, END, CALL = "<|message|>", "<|end|>", "<|call|>"
 ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
 FINAL = f"{CHANNEL}final{MESSAGE}"
 FUNCTIONS = "functions."  # in front of a tool's name
+_NUMBER = re.compile(r":[0-9]+\Z")  # behind it, in marks of Kimi
 _NO_TOOLS = ("", FUNCTIONS, "assistant", "user", "all")  # other recipients of messages
 # Gemma 4: a call of the form "fields", a mark around texts in it, a channel that has reasoning.
 RESULT_MARKS = ("<|tool_response>", "<tool_response|>")  # around results, of the same templates
@@ -87,6 +90,23 @@ class Texts:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """Marks of calls of the form "named": `begin`, `call` HEAD `sep` JSON `call_end` for each call
+    with `line` between two, `end`. HEAD is the tool's name; with `in_block` it is "function", and
+    the name and a block of code stand behind `sep`; with `numbered` it is functions.NAME:NUMBER.
+    """
+
+    begin: str = CALLS_BEGIN
+    end: str = CALLS_END
+    call: str = CALL_BEGIN
+    sep: str = CALL_SEP
+    call_end: str = CALL_END
+    line: str = ""
+    in_block: bool = False
+    numbered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Markup:
     """Marks and forms of one kind of answers.
 
@@ -98,6 +118,7 @@ class Markup:
     of calls of pairs, and between two of them. `tags`: of the form "function"; `joins`: several
     calls of that form stand between one marker and one `closing`. `end`: what stands behind a list
     of calls, of the form "list" or "python". `texts`: how texts stand in calls of the latter.
+    `named`: marks of the form "named".
     `reasoning_key`: the name that templates have for reasoning beside "reasoning_content".
     """
 
@@ -113,6 +134,7 @@ class Markup:
     joins: bool = False
     end: str = ""
     texts: Texts = Texts()
+    named: Named = Named()
     reasoning_key: str = ""
 
     @property
@@ -128,6 +150,11 @@ class Markup:
     @property
     def has_breaks(self) -> bool:
         """Whether its parser takes marks that are tokens apart from text that spells them."""
+        return self.name in ("harmony", "gemma", "lfm", "kimi")
+
+    @property
+    def thinks_again(self) -> bool:
+        """Whether reasoning may stand behind text, too."""
         return self.name in ("harmony", "gemma", "lfm")
 
     @property
@@ -145,6 +172,16 @@ class Markup:
 _TAGGED: dict[str, CallForm] = {TAG: "object", FUNCTION: "function"}
 _PAIRS = (TAG_END, KEY, KEY_END, VALUE, VALUE_END)
 _BRACKETS = (ARGS, CALL_ID, "[/TOOL_CALLS]")
+_DEEPSEEK: dict[str, CallForm] = {CALLS_BEGIN: "named", CALL_BEGIN: "named", **_TAGGED}
+_DEEPSEEK_INNER = (TAG_END, CALL_SEP, CALL_END, CALLS_END)
+_KIMI = Named(
+    SECTION_BEGIN,
+    SECTION_END,
+    "<|tool_call_begin|>",
+    CALL_ARGUMENTS,
+    "<|tool_call_end|>",
+    numbered=True,
+)
 
 MARKUPS = {
     markup.name: markup
@@ -187,8 +224,17 @@ MARKUPS = {
         Markup(
             "deepseek",
             "named",
-            {CALLS_BEGIN: "named", CALL_BEGIN: "named", **_TAGGED},
-            inner=(TAG_END, CALL_SEP, CALL_END, CALLS_END),
+            _DEEPSEEK,
+            inner=_DEEPSEEK_INNER,
+            named=Named(line="\n", in_block=True),
+        ),
+        Markup("deepseek_inline", "named", _DEEPSEEK, inner=_DEEPSEEK_INNER),
+        Markup(
+            "kimi",
+            "named",
+            {SECTION_BEGIN: "named", _KIMI.call: "named", **_TAGGED},
+            inner=(TAG_END, _KIMI.sep, _KIMI.call_end, SECTION_END),
+            named=_KIMI,
         ),
         Markup(
             "harmony",
@@ -247,6 +293,8 @@ _SIGNS = (
     ("lfm", re.compile(r"<\|tool_(?:call|list|response)_start\|>")),
     ("nemotron", re.compile(re.escape(NEMOTRON_BEGIN))),
     ("harmony", re.compile(re.escape(CHANNEL))),
+    ("kimi", re.compile(re.escape(SECTION_BEGIN))),
+    ("deepseek_inline", re.compile(rf"\A(?!.*```json).*{re.escape(CALLS_BEGIN)}", re.DOTALL)),
     ("deepseek", re.compile(re.escape(CALLS_BEGIN))),
     ("seed", re.compile(re.escape(SEED_TAG))),
     ("minimax", re.compile(re.escape(MINIMAX_TAG))),
@@ -258,6 +306,7 @@ _SIGNS = (
     ("llama", re.compile(r"<\|python_tag\|>|<\|start_header_id\|>")),
 )
 _TOKENS = (  # of a vocabulary, where the template shows no sign: the first that it has tells
+    (SECTION_BEGIN, "kimi"),
     (PYTHON_BEGIN, "lfm"),
     (MINIMAX_TAG, "minimax"),
     (TAG, "hermes"),
@@ -268,6 +317,11 @@ _TOKENS = (  # of a vocabulary, where the template shows no sign: the first that
     (LIST_END, "phi"),
     (LIST_BEGIN, "granite"),
 )
+
+
+def numbered_name(head: str) -> str:
+    """The name of the tool in functions.NAME:NUMBER, of which the name alone need be there."""
+    return _NUMBER.sub("", head.strip().removeprefix(FUNCTIONS))
 
 
 def tool_of(recipient: str) -> str:

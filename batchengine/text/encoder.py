@@ -21,8 +21,10 @@ from batchengine.text.messages import (
     PROBE_TEXT,
     PROBES,
     TEXT_PROBE,
+    has_calls,
     in_parts,
     prepare_messages,
+    with_text_arguments,
 )
 from batchengine.text.renderer import Renderer
 from batchengine.text.vocab import Tokenizer
@@ -52,6 +54,7 @@ class TextEncoder:
         self._takes: dict[str, bool] = {}
         self._knows_texts = False
         self._wants_parts: bool | None = None  # None = not tried yet
+        self._wants_text_arguments: bool | None = None
         self._grammars = GrammarCompiler(tokenizer)
         self._specials = {
             "bos_token": _text(tokenizer, tokenizer.bos),
@@ -118,11 +121,19 @@ class TextEncoder:
 
     def _in_form(self, chat: Mapping[str, object]) -> Mapping[str, object]:
         """The chat with contents as lists of parts, if the template shows no others: those of
-        models that see images do so, and lose texts without a word."""
+        models that see images do so, and lose texts without a word; and with arguments of calls as
+        text, if it takes no objects: those of DeepSeek join texts."""
         if self._wants_parts is None:
             plain, parts = TEXT_PROBE, in_parts(TEXT_PROBE)
             self._wants_parts = not self._shows(plain) and self._shows(parts)
-        return in_parts(chat) if self._wants_parts else chat
+        made = in_parts(chat) if self._wants_parts else chat
+        if not has_calls(chat):
+            return made
+        if self._wants_text_arguments is None:
+            calls = in_parts(PROBES["calls"]) if self._wants_parts else PROBES["calls"]
+            texts = with_text_arguments(calls)
+            self._wants_text_arguments = not self._shows(calls) and self._shows(texts)
+        return with_text_arguments(made) if self._wants_text_arguments else made
 
     def encode_chat(
         self,

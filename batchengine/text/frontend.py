@@ -17,7 +17,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import PLAIN_OUTPUT, BatchEngineError, Constraint, OutputForm
-from batchengine.markup import MARKUPS
+from batchengine.markup import MARKUPS, Markup
 from batchengine.text.detokeniser import Detokeniser
 from batchengine.text.messages import PROBE_TEXT
 from batchengine.text.pool import TextLimits, TextPool
@@ -35,7 +35,8 @@ class TextFrontend:
         self.tokenizer = tokenizer
         self._pool = pool
         self._good = OrderedDict[bytes, list[str]]()  # by digests of constraints
-        self._hidden = dict[str, frozenset[int]]()  # control tokens that are no markers, by markup
+        # by markup: control tokens that are no markers, and tokens of marks if it has breaks
+        self._known_marks = dict[str, tuple[frozenset[int], frozenset[int] | None]]()
 
     @classmethod
     async def open(
@@ -143,16 +144,24 @@ class TextFrontend:
         """A fresh streaming decoder; control tokens are invisible, but for markers, which some
         markups keep apart from text that spells them."""
         markup, control = MARKUPS.get(output.markup), self.tokenizer.control
-        hidden = self._hidden.get(output.markup)
-        if hidden is None:
+        known = self._known_marks.get(output.markup)
+        if known is None:
             markers = frozenset[str]() if markup is None else markup.markers
-            shown = map(self.tokenizer.special_ids.get, markers)
-            hidden = self._hidden[output.markup] = control.difference(shown)
-        has_marks = markup is not None and markup.has_breaks and len(hidden) < len(control)
-        is_mark = control.__contains__ if has_marks else None
+            special = self.tokenizer.special_ids
+            shown = {special[one] for one in markers if one in special}
+            has_marks = markup is not None and markup.has_breaks and _has_calls(markup, special)
+            known = (control.difference(shown), control.union(shown) if has_marks else None)
+            self._known_marks[output.markup] = known
+        hidden, marks = known
+        is_mark = None if marks is None else marks.__contains__
         return Detokeniser(self.tokenizer.piece, hidden.__contains__, is_mark)
 
     async def close(self) -> None:
         """Ends the text processes and frees the vocabulary; idempotent."""
         await self._pool.close()
         self.tokenizer.close()
+
+
+def _has_calls(markup: Markup, special: Mapping[str, int]) -> bool:
+    """Whether a vocabulary has a token for a mark that begins calls, and that breaks would part."""
+    return any(one.startswith("<|") and one in special for one in markup.forms)

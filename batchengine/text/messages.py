@@ -6,6 +6,7 @@ tokens from them (`<|` + role + `|>`); the service checks them, and all other fi
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -33,7 +34,7 @@ def _probe(*messages: tuple[str, str], tools: list[str] | None = None) -> dict[s
 
 
 _CALL = {
-    "id": "abcdefghi",
+    "id": PROBE_TEXT,  # templates of Kimi print ids and no names
     "type": "function",
     "function": {"name": PROBE_TEXT, "arguments": {"a": "b"}},
 }
@@ -44,14 +45,18 @@ _CALLS: dict[str, object] = {
     ]
 }
 # A call that was cut: its arguments are text that is no JSON.
-_CUT_CALL = {**_CALL, "function": {"name": "f", "arguments": PROBE_TEXT}}
+_CUT_CALL = {
+    **_CALL,
+    "id": "abcdefghi",
+    "function": {"name": "f", "arguments": PROBE_TEXT},
+}
 _CUT_CALLS: dict[str, object] = {
     "messages": [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "", "tool_calls": [_CUT_CALL]},
     ]
 }
-_RESULT_CALL = {**_CALL, "function": {"name": "f", "arguments": {"a": "b"}}}
+_RESULT_CALL = {**_CALL, "id": "abcdefghi", "function": {"name": "f", "arguments": {"a": "b"}}}
 _RESULT = {"role": "tool", "content": PROBE_TEXT, "tool_call_id": "abcdefghi", "name": "f"}
 _RESULTS: dict[str, object] = {
     "messages": [
@@ -89,6 +94,17 @@ _THOUGHTS: dict[str, object] = {
         },
     ]
 }
+# The id of a call.
+_CALL_IDS: dict[str, object] = {
+    "messages": [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**_RESULT_CALL, "id": PROBE_TEXT}],
+        },
+    ]
+}
 # A call of the form "python" with a text of two lines.
 LINES = ("b", "c")
 LINES_PROBE: dict[str, object] = {
@@ -113,6 +129,7 @@ PROBES: dict[str, dict[str, object]] = {
     "lone results": _LONE_RESULTS,
     "inner results": _INNER_RESULTS,
     "thoughts": _THOUGHTS,
+    "call ids": _CALL_IDS,
 }
 
 
@@ -127,6 +144,30 @@ def _message_in_parts(message: dict[str, object]) -> dict[str, object]:
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def has_calls(chat: Mapping[str, object]) -> bool:
+    """Whether a message of the chat has calls."""
+    return any("tool_calls" in one for one in cast("list[dict[str, object]]", chat["messages"]))
+
+
+def with_text_arguments(chat: Mapping[str, object]) -> dict[str, object]:
+    """The chat with arguments of calls that are objects as JSON text."""
+    messages = cast("list[dict[str, object]]", chat["messages"])
+    return {**chat, "messages": [_with_text_arguments(message) for message in messages]}
+
+
+def _with_text_arguments(message: dict[str, object]) -> dict[str, object]:
+    calls = cast("list[dict[str, dict[str, object]]] | None", message.get("tool_calls"))
+    if not calls:
+        return message
+    made: list[dict[str, object]] = []
+    for call in calls:
+        function = call["function"]
+        given = function["arguments"]
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        made.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": made}
 
 
 def prepare_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -8,8 +8,10 @@ environment or files.
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -32,6 +34,9 @@ CHATML = (
 )
 _RANGE_MAX = 100_000
 # Random, or tied to HTML; a prompt must be a function of the request alone.
+# What templates may do to a list: those of Kimi count results of calls with one.
+_OF_LISTS = ("append", "pop")
+_CHANGES_LISTS = re.compile(rf"\.\s*(?:{'|'.join(_OF_LISTS)})\s*\(")
 _FILTERS_OFF = ("random", "pprint", "urlize", "xmlattr", "forceescape", "attr")
 
 
@@ -54,9 +59,21 @@ class GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def build_environment(today: datetime.date) -> ImmutableSandboxedEnvironment:
+class ListSandbox(ImmutableSandboxedEnvironment):
+    """Templates change no value but lists, which are copies."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute."""
+        if type(obj) is list and attr in _OF_LISTS:
+            return True
+        return super().is_safe_attribute(obj, attr, value)
+
+
+def build_environment(
+    today: datetime.date, *, changes_lists: bool = False
+) -> ImmutableSandboxedEnvironment:
     """The sandbox: no loader, few globals, JSON as transformers writes it."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = (ListSandbox if changes_lists else ImmutableSandboxedEnvironment)(
         trim_blocks=True,
         lstrip_blocks=True,
         autoescape=False,
@@ -137,8 +154,11 @@ class Renderer:
         """
         defaults = {"add_generation_prompt": True, "documents": None}
         values = {**defaults, **(variables or {}), "tools": None, **chat}
-        template = (self._for_tools if _has_tools(values) else self._plain).compiled()
+        chosen = self._for_tools if _has_tools(values) else self._plain
+        template = chosen.compiled()
         try:
+            if chosen.changes_lists:
+                values = copy.deepcopy(values)
             text = self._generate(template, values)
             text.encode("utf-8")
         except _Refusal as error:
@@ -168,6 +188,7 @@ class _Template:
 
     def __init__(self, source: str, today: datetime.date) -> None:
         self.source = source
+        self.changes_lists = _CHANGES_LISTS.search(source) is not None
         self._today = today
         self._template: jinja2.Template | None = None
         self._broken: BatchEngineError | None = None
@@ -178,7 +199,9 @@ class _Template:
             raise self._broken
         if self._template is None:
             try:
-                self._template = build_environment(self._today).from_string(self.source)
+                self._template = build_environment(
+                    self._today, changes_lists=self.changes_lists
+                ).from_string(self.source)
             except MemoryError:
                 raise
             except jinja2.TemplateSyntaxError as error:

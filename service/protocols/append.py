@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from batchengine import errors
+from batchengine.markup import FUNCTIONS, numbered_name
 from service.protocols.markup import history
 from service.protocols.protocol import PromptEncoder
 
@@ -73,11 +74,18 @@ def _beginning(messages: list[dict[str, Any]], answer: str) -> list[dict[str, An
         {
             "id": message.get("tool_call_id", f"call_{index}"),
             "type": "function",
-            "function": {"name": message.get("name", "f"), "arguments": {"x": answer}},
+            "function": {"name": _name_of(message), "arguments": {"x": answer}},
         }
         for index, message in enumerate(_results(messages))
     ]
     return [asked, {"role": "assistant", "content": answer, "tool_calls": calls}]
+
+
+def _name_of(result: dict[str, Any]) -> str:
+    """The name of the tool of a result, which stands in its id, too, where templates print ids."""
+    call = str(result.get("tool_call_id", ""))
+    own = numbered_name(call) if call.startswith(FUNCTIONS) else "f"
+    return result.get("name") or own
 
 
 def _results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

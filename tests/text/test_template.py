@@ -26,7 +26,7 @@ from batchengine.core import BatchEngineError, Kind
 from batchengine.text.frontend import TextFrontend
 from batchengine.text.messages import prepare_messages
 from batchengine.text.pool import TextLimits, TextWorker
-from batchengine.text.renderer import CHATML
+from batchengine.text.renderer import CHATML, Renderer
 from batchengine.text.vocab import TEXT_BYTES_MAX
 
 USER: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
@@ -223,7 +223,9 @@ ATTACKS = {
     "function globals": ("{{ raise_exception.__globals__['os'].system('true') }}", "BE1512"),
     "environment": ("{{ self._TemplateReference__context.environment }}", "BE1512"),
     "include": ("{% include '/etc/passwd' %}", "BE1512"),
-    "mutation": ("{{ messages.append(1) }}", "BE1512"),
+    "mutation": ("{{ messages.clear() }}", "BE1512"),
+    "mutation of a value": ("{{ messages.append(1) }}{{ messages[0].clear() }}", "BE1512"),
+    "mutation by another name": ("{% set f = messages.append %}{{ f(1) }}", "BE1512"),
     "huge range": ("{{ range(10 ** 12) | length }}", "BE1512"),
     "undefined": ("{{ nothing.here.at_all }}", "BE1512"),
     "lone surrogate": ("{{ '\\ud800' }}", "BE1512"),
@@ -393,3 +395,11 @@ async def test_a_template_that_no_chat_can_use_is_found_by_the_shortest_chat(
         await text.close()
     assert why in found
     assert bool(found) == bool(why)
+
+
+def test_lists_that_a_template_changes_are_copies() -> None:
+    source = "{% set _ = messages.append(messages.pop(0)) %}{{ messages[0].content }}"
+    renderer = Renderer(source, datetime.date(2026, 2, 3), 1 << 20)
+    chat = {"messages": [{"role": "user", "content": content} for content in "ab"]}
+    assert [renderer.render(chat) for _ in range(2)] == ["b", "b"]
+    assert [one["content"] for one in chat["messages"]] == ["a", "b"]

@@ -100,6 +100,7 @@ def test_what_an_encoder_would_miss_is_refused_when_the_file_is_read(
     ("pre", "is_whole"),
     [
         *(("glm4", True), ("chatglm-bpe", False), ("lfm2", True), ("pixtral", True)),
+        *(("glm5", True), ("youtu", True), ("kimi-k2", False), ("deepseek-v3", False)),
         *(("dbrx", False), ("refact", False), ("granite-docling", False)),
     ],
 )

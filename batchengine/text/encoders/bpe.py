@@ -10,7 +10,8 @@ import contextlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Callable, Container, Sequence
 from typing import Any, Protocol, cast
 
 from batchengine.gguf import GgufFile
@@ -37,24 +38,78 @@ _CASED = (
 _SIGNS = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}"
 _TEKKEN = rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_SIGNS}"
 _O200K = rf"{_CASED[0]}{_ENDINGS}?|{_CASED[1]}{_ENDINGS}?|\p{{N}}{{1,3}}|{_SIGNS}"
+# Kimi: characters of Chinese are words of their own. Ranges, which have code points without a
+# meaning yet, too.
+_HAN = (
+    r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}"
+    r"\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
+)
+_KIMI = (
+    rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_ENDINGS}?|\p{{N}}{{1,3}}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}"
+)
+# DeepSeek: llama.cpp takes white space beyond ASCII out of ranges.
+_EAST_ASIAN = r"[一-龥\x{800}-一가-\x{D7FF}&&[^\s]]+"
+_CJK = r"[一-龥\x{3040}-ゟ゠-ヿ]+"
+_DEEPSEEK3 = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACE}"
+)
+# letters with a case; those of a few scripts and forms are left out
+_CASED_LETTERS = (
+    "A-Za-zµ\u00c0-\u00d6Ø-\u00f6ø-ƺƼ-ƿ\u01c4-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\u0386\u0388-\u038a\u038c\u038e-Ρ"
+    "Σ-\u03f5Ϸ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚ\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45"
+    "\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc"
+    "\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4"
+    "\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d"
+    "\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149ⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿ"
+    "\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_DEEPSEEK = (
+    r"[\r\n]",
+    rf"\s?[{_CASED_LETTERS}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟、。]+",
+    r"\s+\z",
+    _EAST_ASIAN,
+    r"\p{N}+",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
+_YOUTU = (
+    rf"[가-힣ㄱ-ㆎ]+|[！…“”‘’—：；，、-〿︰-﹏]+|[ㄅ-ㄯ]+|{_CJK}",
+    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+{_ENDINGS}?|\p{{N}}|{_SIGNS}",
+)
 
 # The words of a text by tokenizer.ggml.pre: each pattern splits what the one before it left.
 SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "granite-docling"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
+    **dict.fromkeys(("granite-docling", "gigachat"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
-    **dict.fromkeys(("glm4", "chatglm-bpe", "dbrx"), (_LLAMA3,)),
+    **dict.fromkeys(("glm4", "glm5", "chatglm-bpe", "dbrx"), (_LLAMA3,)),
     "tekken": (_TEKKEN,),
-    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_O200K,)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), (_O200K,)),
+    "kimi-k2": (_KIMI,),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
+        (r"\p{N}{1,3}", _CJK, _DEEPSEEK3),
+    ),
+    "deepseek-llm": _DEEPSEEK,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "youtu": _YOUTU,
 }
 # Words that are tokens stay whole, whatever the merges say.
 _WHOLE_WORDS = frozenset(
-    ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken", "glm4")
+    (
+        *("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken"),
+        *("glm4", "glm5", "youtu"),
+    )
 )
 
 _PART_CHARS = 1 << 16
+# Splits that leave letters without a case, with white space in front of them, where they stand.
+_LEAVES_LETTERS = frozenset(("deepseek-llm",))
 
 
 def byte_characters() -> list[str]:
@@ -82,6 +137,8 @@ class BpeEncoder:
     def __init__(self, facts: VocabFacts) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a text process may start no thread
         self._special = SpecialTokens(facts)
+        cased = re.compile(f"[{_CASED_LETTERS}]").fullmatch
+        self._begins = cased if facts.pre in _LEAVES_LETTERS else str.isalpha
         self._library = _build(facts)
         self._known: dict[str, list[int]] | None = None  # text of this request
 
@@ -106,7 +163,7 @@ class BpeEncoder:
 
     def _encode_text(self, text: str) -> list[int]:
         ids: list[int] = []
-        for part in _parts(text):
+        for part in _parts(text, self._begins):
             ids += self._library.encode_batch_fast([part], add_special_tokens=False)[0].ids
         return ids
 
@@ -162,22 +219,23 @@ def _pair(merge: bytes) -> tuple[str, str]:
     return (text[:space], text[space + 1 :]) if space > 0 else ("", "")
 
 
-def _parts(text: str) -> list[str]:
+def _parts(text: str, begins: Callable[[str], object]) -> list[str]:
     """The text in parts whose ids are those of the whole: no word of any split goes on after
-    something that is not white space when a space and a letter follow."""
+    something that is not white space when a space and a letter follow. begins: whether a letter is
+    one that begins a word of the split."""
     parts: list[str] = []
     start = 0
-    while (cut := _find_cut(text, start + _PART_CHARS)) > 0:
+    while (cut := _find_cut(text, start + _PART_CHARS, begins)) > 0:
         parts.append(text[start:cut])
         start = cut
     return [*parts, text[start:]]
 
 
-def _find_cut(text: str, start: int) -> int:
+def _find_cut(text: str, start: int, begins: Callable[[str], object]) -> int:
     """The first place from `start` on where a part may begin, 0 if there is none."""
     at = text.find(" ", start)
     while at > 0:
-        if text[at + 1 : at + 2].isalpha() and not text[at - 1].isspace():
+        if begins(text[at + 1 : at + 2]) and not text[at - 1].isspace():
             return at
         at = text.find(" ", at + 1)
     return 0

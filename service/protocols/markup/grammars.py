@@ -17,11 +17,6 @@ from batchengine.core import Constraint
 from batchengine.markup import (
     ARGS,
     CALL,
-    CALL_BEGIN,
-    CALL_END,
-    CALL_SEP,
-    CALLS_BEGIN,
-    CALLS_END,
     CHANNEL,
     CONSTRAIN,
     END,
@@ -54,6 +49,7 @@ from service.protocols.markup.rules import (
 from service.protocols.markup.values import is_tag_name
 
 # What no rule of a text between tags says.
+_LINE = "\n"
 _OF_TEXTS = {"pattern", "minLength", "maxLength", "format"}
 
 
@@ -182,10 +178,7 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
                 args = rules.add(f"args{number}", json_rule(schema, EXACT, name))
                 body = f"{literal(name)} {rules.marker(ARGS)} {args}"
             case "named":
-                args = rules.add(f"args{number}", json_rule(schema, EXACT, name))
-                head = f"{literal('function')} {rules.marker(CALL_SEP)}"
-                head += f" {literal(name + chr(10) + '```json' + chr(10))}"
-                body = f"{head} {args} {literal(chr(10) + '```')} {rules.marker(CALL_END)}"
+                body = _named(rules, number, name, schema)
             case "list":
                 body = _object(rules, number, name, schema, "arguments")
             case "fields":
@@ -210,11 +203,12 @@ def _forms(rules: Rules, calls: Calls) -> tuple[str, str, str]:
         case "fields":
             return rules.marker(markup.opening), body, ""
         case "named":
-            begin = rules.marker(CALL_BEGIN)
-            several = f" ({literal(chr(10))} {begin} {body})*" if calls.parallel else ""
-            end = rules.marker(CALLS_END)
+            marks = markup.named
+            begin, end = rules.marker(marks.call), rules.marker(marks.end)
+            line = f"{literal(marks.line)} " if marks.line else ""
+            several = f" ({line}{begin} {body})*" if calls.parallel else ""
             named = rules.add("named", f"{begin} {body}{several} {end}")
-            return rules.marker(CALLS_BEGIN), named, ""
+            return rules.marker(marks.begin), named, ""
         case "list" if _has_args(rules):
             return rules.marker(TOOL_CALLS), body, ""
         case "list" | "python":
@@ -293,6 +287,22 @@ def _object(rules: Rules, number: int, name: str, schema: dict[str, Any], key: s
     args = rules.add(f"args{number}", json_rule(schema, EXACT, name))
     head = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
     return f"{literal(head)} {args} {literal('}')}"
+
+
+def _named(rules: Rules, number: int, name: str, schema: dict[str, Any]) -> str:
+    """A call between two marks, behind the first. Its number is the model's: templates count the
+    calls of a whole conversation, or those of an answer."""
+    marks = rules.markup.named
+    args = rules.add(f"args{number}", json_rule(schema, EXACT, name))
+    sep, end = rules.marker(marks.sep), rules.marker(marks.call_end)
+    if marks.in_block:
+        head = f"{literal('function')} {sep} {literal(f'{name}{_LINE}```json{_LINE}')}"
+        return f"{head} {args} {literal(f'{_LINE}```')} {end}"
+    if not marks.numbered:
+        return f"{literal(name)} {sep} {args} {end}"
+    if not number:
+        rules.add("NUMBER", r"/0|[1-9][0-9]{0,4}/")
+    return f"{literal(f'{FUNCTIONS}{name}:')} NUMBER {sep} {args} {end}"
 
 
 def _function(rules: Rules, number: int, tool: dict[str, Any]) -> str:

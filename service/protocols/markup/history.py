@@ -14,7 +14,7 @@ from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
 
-from batchengine.markup import TAG, TAG_END
+from batchengine.markup import FUNCTIONS, TAG, TAG_END, Markup, Named
 from batchengine.text.messages import call_arguments
 from service.protocols.markup.rules import schema_at
 from service.protocols.output import turns_of
@@ -26,11 +26,12 @@ EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # t
 DECLARED_SCHEMAS_MAX = 4096  # of one tool that a template of Gemma 4 gets with their types
 DECLARED_DEPTH_MAX = 32  # of those, one in another
 MISTRAL_ID_CHARS = 9  # of a call's id, which its templates insist on
-TOOLS_TEXT = (
-    "You can call these tools:\n<tools>\n{tools}\n</tools>\n"
+TOOLS_TEXT = "You can call these tools:\n<tools>\n{tools}\n</tools>\n{how}"
+OBJECT_TEXT = (
     "To call one, write a JSON object with its name and arguments like this:\n"
-    f'{TAG}\n{{{{"name": "NAME", "arguments": {{{{}}}}}}}}\n{TAG_END}'
+    f'{TAG}\n{{"name": "NAME", "arguments": {{}}}}\n{TAG_END}'
 )
+NAMED_TEXT = "To call one, write its name and a JSON object of its arguments like this:\n"
 
 
 class MissingNames(Exception):
@@ -50,7 +51,7 @@ def prepare(
         return [], tools
     made = _with_calls(messages, text)
     if tools and not text.takes("tools"):
-        made.insert(0, _listed(tools))
+        made.insert(0, _listed(tools, text.markup))
         tools = None
     if tools and text.markup.writes == "channel":
         tools = [_described(tool) for tool in tools]
@@ -78,7 +79,13 @@ def prepare_later(
     results = messages[:first]
     if text.markup.writes in ("channel", "fields"):
         results = [_named(result, called) for result in results]
-    new = [*heading, _listed(tools)] if tools else heading
+    elif text.markup.named.numbered:
+        names = [_named(result, called)["name"] for result in results]
+        results = [
+            {**result, "tool_call_id": f"{FUNCTIONS}{name}:{number}"}
+            for number, (result, name) in enumerate(zip(results, names, strict=True))
+        ]
+    new = [*heading, _listed(tools, text.markup)] if tools else heading
     made = _with_calls([*results, *new, *messages[first:]], text, has_call=bool(results))
     return alternating(made, begins=False)
 
@@ -206,9 +213,19 @@ def _with_text(given: object) -> object:
     return {**schema, "default": json.dumps(schema["default"])}
 
 
-def _listed(tools: list[dict[str, Any]]) -> Message:
+def _listed(tools: list[dict[str, Any]], markup: Markup) -> Message:
+    """A message with the tools, and how the model calls them."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return {"role": "system", "content": TOOLS_TEXT.format(tools=listed)}
+    how = NAMED_TEXT + _named_call(markup.named) if markup.writes == "named" else OBJECT_TEXT
+    return {"role": "system", "content": TOOLS_TEXT.format(tools=listed, how=how)}
+
+
+def _named_call(marks: Named) -> str:
+    head = f"{FUNCTIONS}NAME:0" if marks.numbered else "NAME"
+    call = f"{head}{marks.sep}{{}}"
+    if marks.in_block:
+        call = f"function{marks.sep}NAME\n```json\n{{}}\n```"
+    return f"{marks.begin}{marks.call}{call}{marks.call_end}{marks.end}"
 
 
 def _named(result: Message, called: Mapping[str, str]) -> Message:
@@ -242,6 +259,8 @@ def _with_calls(
     if text.markup.name == "mistral":
         for message in messages:
             _shorten_ids(message)
+    if text.markup.named.numbered:
+        messages = _numbered(messages, in_each=not text.takes("call ids"))
     takes, takes_cut = text.takes("calls"), text.takes("cut calls")
     for message in messages:
         for call in message.pop("tool_calls", None) or ():
@@ -388,6 +407,38 @@ def _shorten_ids(message: Message) -> None:
         message["tool_calls"] = [
             {**call, "id": _short(str(call.get("id", "")))} for call in message["tool_calls"]
         ]
+
+
+def _numbered(given: list[Message], *, in_each: bool) -> list[Message]:
+    """The messages with ids of calls as models of Kimi write them, functions.NAME:NUMBER, and those
+    of their results, which stand in the order of the calls: templates print ids, or count results.
+    in_each: a template that prints no ids of calls counts those of each message."""
+    made: list[Message] = []
+    places: dict[str, tuple[int, str]] = {}  # by ids as they came: places among all calls, new ids
+    results: list[tuple[int, Message]] = []
+    first = 0
+    for message in given:
+        if message["role"] == "tool":
+            call = str(message.get("tool_call_id"))
+            place, known = places.get(call, (first, call))
+            results.append((place, {**message, "tool_call_id": known}))
+            continue
+        made += _sorted(results)
+        results = []
+        calls: list[Message] = message.get("tool_calls") or []
+        numbered: list[Message] = []
+        for place, call in enumerate(calls, first):
+            number = place - first if in_each else place
+            own = f"{FUNCTIONS}{call['function']['name']}:{number}"
+            places[str(call.get("id"))] = place, own
+            numbered.append({**call, "id": own})
+        first += len(calls)
+        made.append({**message, "tool_calls": numbered} if calls else message)
+    return [*made, *_sorted(results)]
+
+
+def _sorted(results: list[tuple[int, Message]]) -> list[Message]:
+    return [message for _, message in sorted(results, key=lambda one: one[0])]
 
 
 def _short(call_id: str) -> str:

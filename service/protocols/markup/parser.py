@@ -15,17 +15,15 @@ from collections.abc import Callable
 from batchengine.core import OutputForm
 from batchengine.markup import (
     ARGS,
-    CALL_BEGIN,
-    CALL_END,
     CALL_ID,
-    CALL_SEP,
-    CALLS_END,
     FIELDS_END,
     FIELDS_NAME,
     KEY,
     MARKUPS,
     CallForm,
     Markup,
+    Named,
+    numbered_name,
 )
 from service.protocols.markup.harmony import HarmonyParser
 from service.protocols.markup.python_calls import PYTHON_KEY, PYTHON_NAME, PythonArguments
@@ -93,7 +91,7 @@ class MarkupParser(AnswerReader):
     def _answer(self) -> Reading[bool]:
         yield from self._reasoning()
         markup, reader = self._markup, self._reader
-        thoughts = tuple(start for start, _ in markup.reasoning) if markup.has_breaks else ()
+        thoughts = tuple(start for start, _ in markup.reasoning) if markup.thinks_again else ()
         if not self._form.calls:
             while (yield from reader.until(thoughts, lambda text: self._add(Text(text)))):
                 yield from self._thought()
@@ -261,27 +259,27 @@ class MarkupParser(AnswerReader):
 
     def _named(self, marker: str) -> Reading[None]:
         """Calls, each between two marks, of whose first `marker` may be one."""
-        reader = self._reader
-        is_begun = marker == CALL_BEGIN
+        reader, marks = self._reader, self._markup.named
+        is_begun = marker == marks.call
         while True:
             reader.keep()
             yield from reader.space()
-            if not is_begun and not (yield from reader.has(CALL_BEGIN)):
+            if not is_begun and not (yield from reader.has(marks.call)):
                 break
             is_begun = False
-            name = yield from _named_head(reader)
+            name = yield from _named_head(reader, marks)
             if not name or (yield from reader.space()) != "{":
                 break
             marker = ""
             self._start(name)
             yield from reader.json_value(self._arguments)
             self._calls += 1
-            yield from reader.space()
-            yield from reader.has("```")
-            yield from reader.space()
-            yield from reader.has(CALL_END)
-        if not (yield from reader.has(CALLS_END)):
-            self._no_call(marker + reader.kept())
+            for end in ("```", marks.call_end):
+                yield from reader.space()
+                yield from reader.has(end)
+        self._no_call(marker + reader.kept())
+        if not marker:
+            yield from self._calls_end(marks.end)
 
     def _bracket(self) -> Reading[None]:
         """An answer that begins with a bracket: that of a marker, or of calls as Python's."""
@@ -325,15 +323,17 @@ class MarkupParser(AnswerReader):
             yield from self._list_end()
 
     def _list_end(self) -> Reading[None]:
-        """Takes the bracket behind a list of calls, if it is there, and the mark of their end. What
-        stands in front of that, up to further calls, is text."""
-        reader, end = self._reader, self._markup.end
-        yield from reader.has("]")
-        self._held += (yield from reader.kept_space())[0]
-        if end:
-            yield from reader.until((end, *self._markup.forms), self._text, takes=False)
-            if (yield from reader.has(end)):
-                self._held = ""
+        """Takes the bracket behind a list of calls, if it is there, and the mark of their end."""
+        yield from self._reader.has("]")
+        self._held += (yield from self._reader.kept_space())[0]
+        if self._markup.end:
+            yield from self._calls_end(self._markup.end)
+
+    def _calls_end(self, end: str) -> Reading[None]:
+        """Takes the mark of the end of calls; what is before it, up to further calls, is text."""
+        yield from self._reader.until((end, *self._markup.forms), self._text, takes=False)
+        if (yield from self._reader.has(end)):
+            self._held = ""
 
     def _object(self, prefix: str, strict: bool = False) -> Reading[bool]:
         """One call as a JSON object; False if it was none, and `prefix` and it are text.
@@ -433,11 +433,16 @@ def _fields_head(reader: Reader) -> Reading[str]:
     return (yield from reader.word(_NAME, NAME_CHARS_MAX)) if is_named else ""
 
 
-def _named_head(reader: Reader) -> Reading[str]:
-    """NAME SEP, or function SEP NAME and the begin of a block; the name, "" if there is none."""
-    name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
-    if not (yield from reader.has(CALL_SEP)):
+def _named_head(reader: Reader, marks: Named) -> Reading[str]:
+    """NAME SEP, function SEP NAME and the begin of a block, or functions.NAME:NUMBER SEP; the name,
+    "" if there is none."""
+    name = yield from reader.word(
+        TAG_NAME, 2 * NAME_CHARS_MAX if marks.numbered else NAME_CHARS_MAX
+    )
+    if not (yield from reader.has(marks.sep)):
         return ""
+    if marks.numbered:
+        return numbered_name(name)[:NAME_CHARS_MAX]
     if name == "function":
         name = yield from reader.word(TAG_NAME, NAME_CHARS_MAX)
         yield from reader.space()

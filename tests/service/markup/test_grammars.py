@@ -137,6 +137,12 @@ DEEPSEEK = (
     "<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather"
     '\n```json\n{"city": "Paris"}\n```<｜tool▁call▁end｜>'
 )
+INLINE = '<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜>'
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+KIMI = (
+    "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris"}<|tool_call_end|>'
+)
 GEMMA = '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3,unit:<|"|>C<|"|>}<tool_call|>'
 FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("hermes", no_control, HERMES, f"{HERMES}\n{HERMES}"),
@@ -153,6 +159,8 @@ FORMS: list[tuple[str, Callable[[str], int | None], str, str]] = [
     ("gemma", no_control, GEMMA, GEMMA + GEMMA),
     ("gemma", CONTROL.get, GEMMA, GEMMA + GEMMA),
     ("deepseek", no_control, f"{BEGIN}{DEEPSEEK}{END}", f"{BEGIN}{DEEPSEEK}\n{DEEPSEEK}{END}"),
+    ("deepseek_inline", no_control, f"{BEGIN}{INLINE}{END}", f"{BEGIN}{INLINE}{INLINE}{END}"),
+    ("kimi", no_control, f"{SECTION}{KIMI}{SECTION_END}", f"{SECTION}{KIMI}{KIMI}{SECTION_END}"),
 ]
 
 
