@@ -1,4 +1,5 @@
-"""ca.h is one definition for C++ and CUDA C++: both readings of it compute the same bits."""
+"""ca.h and choice.h are one definition for C++ and CUDA C++: both readings of it compute the same
+bits."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HEADER = ROOT / "kernels/csrc/common/ca.h"
+HEADERS = [ROOT / "kernels/csrc" / name for name in ("common/ca.h", "experts/choice.h")]
 HERE = Path(__file__).parent / "header"
 PROGRAM = HERE / "print_ca.cpp"
 DEVICE_CODE = HERE / "device_ca.cu"
@@ -79,13 +80,13 @@ def test_the_device_code_of_nvcc_rounds_every_operation_as_written(tmp_path: Pat
 @needs_compiler
 def test_the_header_needs_no_standard_header_at_run_time(tmp_path: Path) -> None:
     source = tmp_path / "kernel.cpp"
-    source.write_text('#include "common/ca.h"\n')
+    source.write_text('#include "common/ca.h"\n#include "experts/choice.h"\n')
     compile_with(*RUN_TIME, "-nostdinc", "-nostdinc++", "-fsyntax-only", str(source))
 
 
 def test_the_program_calls_every_function() -> None:
     """A function that others of the header call is covered by them."""
-    code = re.sub(r"//.*", "", HEADER.read_text())
+    code = re.sub(r"//.*", "", "".join([header.read_text() for header in HEADERS]))
     functions = set(re.findall(r"^CA_FN [\w ]+?(\w+)\(", code, re.MULTILINE))
     assert {"expc", "fold", "share_of"} <= functions
     program, device = PROGRAM.read_text(), DEVICE_CODE.read_text()

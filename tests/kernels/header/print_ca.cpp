@@ -1,6 +1,7 @@
 // Prints "NAME HASH" for the functions of ca.h: the hash of what each returns for many inputs, every
 // NaN counted as one. Two builds that print the same compute the same.
 #include "common/ca.h"
+#include "experts/choice.h"
 
 #include <cinttypes>
 #include <cstdio>
@@ -258,7 +259,9 @@ void sampling() {
 void experts() {
     Line ids("select_experts, ids"), weights("select_experts, weights");
     for (int round = 0; round < MANY / 8; round++) {
-        const int n = 1 + source.below(40), used = 1 + source.below(n < 8 ? n : 8);
+        const ca::ExpertGroups groups = round % 3 ? ca::ExpertGroups{} : ca::ExpertGroups{4, 2};
+        const int n = groups.n > 1 ? 4 * (2 + source.below(9)) : 1 + source.below(40);
+        const int most = n * groups.kept / groups.n, used = 1 + source.below(most < 8 ? most : 8);
         float logit[40], key[40], weight[8], scales[40];
         int32_t id[8];
         const auto gating = static_cast<ca::Gating>(source.below(ca::GATINGS));
@@ -266,7 +269,7 @@ void experts() {
         if (round % 16 == 3) logit[source.below(n)] = source.any();
         for (int i = 0; i < n; i++) key[i] = ca::choice_key(gating, logit[i], source.between(-1, 1));
         for (int i = 0; i < n; i++) scales[i] = source.between(-2, 2);
-        ca::select_experts(gating, logit, key, n, used, source.between(0.5f, 2),
+        ca::select_experts(gating, logit, key, n, used, groups, source.between(0.5f, 2),
                            round % 2 ? scales : nullptr, id, weight);
         for (int i = 0; i < used; i++) ids.add(id[i]);
         weights.add(weight, used);
