@@ -37,6 +37,9 @@ class _Reader:
         self.at += size
         return part
 
+    def left(self) -> int:
+        return len(self.data) - self.at
+
     def u32(self) -> int:
         return int(self.take(4).view("<u4")[0])
 
@@ -56,16 +59,18 @@ class SequenceState:
         magic = read.take(8)  # and the sequence's id
         streams = read.u32()
         cells = 0
-        for _ in range(streams):  # one sequence lies in one stream, the others have no cells
+        others = streams
+        while others and not cells:  # one sequence lies in one stream, the others have no cells
             cells = read.u32()
-            if cells:
-                break
+            others -= 1
         positions = read.take(cells * CELL_BYTES).view("<i4").reshape(cells, 3)[:, 0]
         if not np.array_equal(positions, np.arange(cells)):
             raise ValueError("the sequence does not start at position 0")
         transposed, layers = bool(read.u32()), read.u32()
         k = [_by_token(read, cells) for _ in range(layers)]
-        v = [(_by_dimension if transposed else _by_token)(read, cells) for _ in range(layers)]
+        take_v = _by_dimension if transposed else _by_token
+        # With latent attention (MLA) K has V.
+        v = [take_v(read, cells) for _ in range(layers if read.left() > 4 * others else 0)]
         return SequenceState(magic, cells, transposed, k, v)
 
     def repeated(self, times: int) -> SequenceState:
