@@ -60,7 +60,7 @@ free-order: build/free-order/.stamp
 
 # The suites that live in native code, with address and undefined-behaviour sanitizers. Leaks are not
 # counted: the interpreter itself keeps memory until it ends.
-SANITIZED := tests/kernels/test_attention.py tests/kernels/levels/test_wide_heads.py tests/kernels/test_partials.py tests/kernels/test_linear.py tests/kernels/linear/test_experts.py tests/kernels/test_sampling.py tests/model/test_model.py
+SANITIZED := tests/kernels/test_attention.py tests/kernels/levels/test_wide_heads.py tests/kernels/test_partials.py tests/kernels/test_linear.py tests/kernels/linear/test_experts.py tests/kernels/linear/test_heads.py tests/kernels/test_sampling.py tests/model/test_model.py
 sanitize: .venv/.env-stamp build/sanitize/.stamp
 	$(SANITIZE_ENV) $(PY) -P tools/check_sanitizer.py
 	$(SANITIZE_ENV) $(PY) -P -m pytest -q --import-mode=append -p no:faulthandler $(SANITIZED)

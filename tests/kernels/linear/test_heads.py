@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import kernels as k
-from bench.cuda.cases.values import packed_with_bytes
-from bench.models.tensors import aligned
+from bench.models.tensors import aligned, random_tensor
 from tests.kernels.linear.test_experts import LEVELS
 from tests.kernels.test_linear import quantised, rows_of
 
@@ -23,15 +22,24 @@ def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def packed(pool: k.Pool, kind: str, rows: int, cols: int, rng: np.random.Generator) -> np.ndarray:
+    """The packed bytes of a random matrix."""
+    buffer = aligned(k.packed_bytes(kind, rows, cols))
+    k.pack(pool, kind, rows, cols, random_tensor(kind, rows, cols, rng), buffer)
+    return buffer
+
+
 def bank_of(pool: k.Pool, kind: str) -> tuple[k.Matrix, list[k.Matrix]]:
     """A bank, and the matrices of its heads alone."""
     rng = np.random.default_rng(list(kind.encode()))
-    whole, packed = packed_with_bytes(pool, kind, HEADS * ROWS, COLS, rng)
-    each = len(packed) // HEADS
+    whole = packed(pool, kind, HEADS * ROWS, COLS, rng)
+    each = len(whole) // HEADS
     parts = [aligned(each) for _ in range(HEADS)]
     for head, part in enumerate(parts):
-        part[:] = packed[head * each : (head + 1) * each]
-    return whole, [k.Matrix(kind, ROWS, COLS, part) for part in parts]
+        part[:] = whole[head * each : (head + 1) * each]
+    return k.Matrix(kind, HEADS * ROWS, COLS, whole), [
+        k.Matrix(kind, ROWS, COLS, part) for part in parts
+    ]
 
 
 def outputs(pool: k.Pool, bank: k.Matrix, values: np.ndarray, column: int, stride: int) -> k.Rows:
@@ -121,6 +129,6 @@ def test_banks_that_do_not_fit_are_refused(pool: k.Pool) -> None:
         ("q4_0", HEADS * ROWS, COLS + 32, "288 cols"),
         ("f16", HEADS * ROWS, COLS, "keep_float"),
     ):
-        bank = packed_with_bytes(pool, kind, rows, cols, rng)[0]
+        bank = k.Matrix(kind, rows, cols, packed(pool, kind, rows, cols, rng))
         with pytest.raises(ValueError, match=why):
             k.linear_heads(pool, x, bank, 2, out, 0, ROWS)
