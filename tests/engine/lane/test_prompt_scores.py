@@ -197,9 +197,9 @@ async def test_a_session_has_none(site: Site) -> None:
 
 async def test_a_move_in_the_middle(site: Site, reference: Reference) -> None:
     """The lane that takes a turn over scores the rest of its prompt."""
-    prompt = words(10, 700)
+    prompt = words(10, 1400)
     lanes = tuple(
-        LaneConfig(name=name, threads=1, chunk_tokens_max=32) for name in ("left", "right")
+        LaneConfig(name=name, threads=1, chunk_tokens_max=16) for name in ("left", "right")
     )
     async with running_engine(site, lanes=lanes) as engine:
         generation = engine.submit(asking(prompt, 1))
