@@ -33,10 +33,10 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _RANGE_MAX = 100_000
-# Random, or tied to HTML; a prompt must be a function of the request alone.
 # What templates may do to a list: those of Kimi count results of calls with one.
 _OF_LISTS = ("append", "pop")
 _CHANGES_LISTS = re.compile(rf"\.\s*(?:{'|'.join(_OF_LISTS)})\s*\(")
+# Random, or tied to HTML; a prompt must be a function of the request alone.
 _FILTERS_OFF = ("random", "pprint", "urlize", "xmlattr", "forceescape", "attr")
 
 

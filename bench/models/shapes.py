@@ -324,7 +324,7 @@ PRESETS = {
 PRESETS["0.6b-q4_k_m"] = replace(PRESETS["0.6b"], base="q4_k", more_bits=_Q4_K_M)
 PRESETS["0.1b-q4_k_m"] = replace(PRESETS["0.1b"], base="q4_k", more_bits=_Q4_K_M, n_ff=2080)
 PRESETS["30b-a3b-q4_k_m"] = replace(PRESETS["30b-a3b"], base="q4_k", more_bits=_Q4_K_M)
-# Six of its layers, 2.1 GiB.
+# Six of its layers, 1.8 GiB.
 PRESETS["glm47-small"] = replace(PRESETS["glm47-flash"], n_layer=6, n_vocab=32000)
 # Thirteen of its blocks, 3.8 GiB.
 PRESETS["nemotron3-small"] = replace(

@@ -82,18 +82,9 @@ class MlaAttention:
         ops.linear(normed, w.kv, [None, None], n, buffers.kv)
         ops.norm_columns(n_rot, w.kv_norm, self.eps, n, buffers.kv)
         ops.copy_heads(buffers.kv, 1, n, buffers.qk, spec.q_rows, spec.head_dim)
-        norms = None, None, self.eps
-        at = (
-            buffers.qk,
-            batch,
-            self.shape,
-            self.kv_layer,
-            spec.n_head,
-            *norms,
-            self.rope,
-            spec.scale,
-        )
-        ops.place_kv(*at, buffers.queries, self.rows, v_first=n_rot)
+        at = batch, self.shape, self.kv_layer, spec.n_head, None, None, self.eps
+        rope = self.rope, spec.scale
+        ops.place_kv(buffers.qk, *at, *rope, buffers.queries, self.rows, v_first=n_rot)
         if attend is None:
             ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.attended)
         else:

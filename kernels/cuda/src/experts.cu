@@ -181,8 +181,8 @@ KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_exp
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
     for (int i = gpu::warp(); i < n; i += gpu::warps())
         choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used,
-               {static_cast<ca::Gating>(gating), scale, bias, scales, {n_group, n_group_kept}}, chunk_ids, parts, i * n_used, ids, weights,
-               static_cast<int64_t>(first + i) * n_used);
+               {static_cast<ca::Gating>(gating), scale, bias, scales, {n_group, n_group_kept}}, chunk_ids,
+               parts, i * n_used, ids, weights, static_cast<int64_t>(first + i) * n_used);
     gpu::barrier();
     const int count = rank_pairs(chunk_ids, ranks, n * n_used);
     if (gpu::blocks() == 1)
