@@ -71,8 +71,9 @@ F32 = npt.NDArray[np.float32]
 class Model:
     """Weights with what is derived from them once: the RoPE tables and the shape of a KV page.
 
-    `layers` are those of this lane; a page has rows of the attention layers among them, `states` is
-    the shape of the recurrent state of the others; None = there are none.
+    `layers` are those of this lane; a page has rows of the attention layers among them, whose
+    `windows` are 0 where queries see all; `states` is the shape of the recurrent state of the
+    others; None = there are none.
     """
 
     def __init__(self, weights: Weights) -> None:
@@ -80,12 +81,9 @@ class Model:
         self.spec = weights.spec
         self.layers = weights.layers
         mixers = [self.spec.layers[index].mixer for index in self.layers]
-        heads = [
-            (mixer.n_kv_head, mixer.head_dim)
-            for mixer in mixers
-            if isinstance(mixer, AttentionSpec) and mixer.has_kv
-        ]
-        self.shape = kernels.PageShape(heads)
+        owners = [m for m in mixers if isinstance(m, AttentionSpec) and m.has_kv]
+        self.shape = kernels.PageShape([(of.n_kv_head, of.head_dim) for of in owners])
+        self.windows = tuple([of.window for of in owners])
         self.states: kernels.StateShape | None = None
         n_recurrent = sum(not isinstance(mixer, AttentionSpec) for mixer in mixers)
         if (recurrent := self.spec.recurrent) is not None and n_recurrent:
@@ -335,12 +333,12 @@ def _make_experts(
 
 class KeptInputs(NamedTuple):
     """An entry whose inputs recurrent layers keep: the first of its kept rows, how many there are,
-    where its state is read and written, and its first page."""
+    where its state is read and written, and its first page, or the parts of it."""
 
     first: int
     n_tokens: int
     states: U64
-    page: np.uint64
+    page: U64
 
 
 class Stepper:
@@ -407,8 +405,9 @@ class Stepper:
         drafts: Sequence[int] = (),
     ) -> None:
         """Set the step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
-        and n_pages; page addresses of all entries in order. With `attend`, which computes the
-        attention of each layer then, they may be 0. states (n, 2), of a model with recurrent state:
+        and n_pages; page addresses of all entries in order, or of each part of the pages, if the
+        ops know parts. With `attend`, which computes the attention of each layer then, they may
+        be 0. states (n, 2), of a model with recurrent state:
         where each entry's is read, 0 at position 0, and where the next one is written. drafts: how
         many of the last tokens of each entry `rewind` may take back; empty: none. ValueError if
         they do not fit; MemoryError for drafts.
@@ -433,7 +432,7 @@ class Stepper:
             zip(drafts, entries.tolist(), strict=False)
         ):
             if drafted:
-                self._kept[index] = KeptInputs(len(rows), n, states[index], pages[page])
+                self._kept[index] = KeptInputs(len(rows), n, states[index], pages[..., page])
                 rows += range(first, first + n)
             first, page = first + n, page + n_pages
         for buffers in self._recurrent_buffers:
@@ -448,7 +447,7 @@ class Stepper:
         of = [(self._kept[index], n) for index, n in rejected]
         counts = [kept.n_tokens - n for kept, n in of]
         entries = np.array([(n, 0, 1) for n in counts], np.int32)
-        pages = np.array([kept.page for kept, _ in of], np.uint64)  # a batch names some
+        pages = np.stack([kept.page for kept, _ in of], axis=-1)  # a batch names some
         self._rewound.set(np.zeros(sum(counts), np.int32), entries, pages)
         reads, writes = np.array([kept.states for kept, _ in of], np.uint64).T
         self._rewound.set_states(np.ascontiguousarray(reads), np.ascontiguousarray(writes))

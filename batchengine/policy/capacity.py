@@ -48,8 +48,9 @@ class ModelSize(NamedTuple):
     """Work and bytes of a model. `step_weight_bytes` are read by each step: all but experts and the
     embedding, of which a token reads one row. `attention_values`: query values of all heads in the
     layers that attend to the whole context. `attention_share` of the KV is theirs; what the others
-    read and compute, whose queries see a window, does not grow with the context. `state_bytes`: of
-    the recurrent state of a session, which each of its tokens reads and writes anew."""
+    read and compute, whose queries see a window, does not grow with the context; they hold
+    `window_share` of a page, and see the last `window_pages` of a session at most. `state_bytes`:
+    of the recurrent state of a session, which each of its tokens reads and writes anew."""
 
     weight_bytes: int
     step_weight_bytes: int
@@ -61,11 +62,29 @@ class ModelSize(NamedTuple):
     experts: Experts | None = None
     attention_share: float = 1.0
     state_bytes: int = 0
+    window_share: float = 0.0
+    window_pages: int = 0
 
     @property
     def token_read_bytes(self) -> float:
         """Bytes of KV that a query reads for each token before it."""
         return self.attention_share * self.page_bytes / self.page_tokens
+
+    def read_bytes(self, tokens: int) -> int:
+        """Bytes of KV of a session of `tokens` that its next tokens read."""
+        pages = -(-tokens // self.page_tokens)
+        hidden = max(0, pages - self.window_pages) * self.window_share
+        return round((pages - hidden) * self.page_bytes)
+
+    def tokens_in(self, kv_bytes: int) -> int:
+        """Tokens of whole pages of the longest session that reads at most `kv_bytes`."""
+        pages = kv_bytes // self.page_bytes
+        if self.window_share and pages > self.window_pages:
+            left = kv_bytes / self.page_bytes - self.window_pages * self.window_share
+            pages = self.context_tokens // self.page_tokens + 1
+            if self.window_share < 1.0:
+                pages = min(pages, int(left / (1.0 - self.window_share)))
+        return pages * self.page_tokens
 
 
 class Processor(NamedTuple):
@@ -107,7 +126,7 @@ class ContextPlan(NamedTuple):
     """Sessions of one context length. Times in milliseconds."""
 
     context_tokens: int
-    sessions: int  # whose KV fits in memory at once
+    sessions: int  # whose KV fits in memory at once, as far as they read it
     sessions_on_disk: int
     prefill_ms: float  # of the whole context, alone
     tpot_ms: float  # of one session
@@ -234,7 +253,7 @@ def capacity(
     kv_bytes = max(0, processor.memory_bytes - model.weight_bytes)
     if kv_bytes < 2 * model.page_bytes:
         return LaneCapacity(processor, 0, ())
-    longest = min(model.context_tokens, kv_bytes // model.page_bytes * model.page_tokens)
+    longest = min(model.context_tokens, model.tokens_in(kv_bytes))
     lengths = sorted({min(tokens, longest) for tokens in contexts})
     return LaneCapacity(
         processor,
@@ -277,7 +296,8 @@ def _context(
     model: ModelSize, processor: Processor, kv_bytes: int, disk_bytes: int, tokens: int
 ) -> ContextPlan:
     session_bytes = -(-tokens // model.page_tokens) * model.page_bytes + model.state_bytes
-    sessions = kv_bytes // (session_bytes + model.state_bytes)  # the next one is written beside it
+    # The next state is written beside the last one.
+    sessions = kv_bytes // (model.read_bytes(tokens) + 2 * model.state_bytes)
     batch = max(1, min(BATCH, sessions))
     tpot_ms = decode_ms(model, processor, batch, tokens)
     return ContextPlan(

@@ -20,7 +20,7 @@ from batchengine.weights.attention import AttentionSpec, read_attentions
 from batchengine.weights.ffn import FfnSpec, MoeSpec, PairedSpec, read_ffns
 from batchengine.weights.keys import count_of, number_between, unsupported
 from batchengine.weights.recurrent import RecurrentSpec, read_recurrent, recurrent_layers
-from kv_store.layout import KvHeads, PageLayout
+from kv_store.layout import PAGE_TOKENS, KvHeads, PageLayout
 
 TABLE, LAYER_TABLE = "token_embd.weight", "per_layer_token_embd.weight"
 
@@ -134,6 +134,23 @@ class ModelSpec:
         """The KV that a query of a long context reads, as a part of a page."""
         whole = [KvHeads(of.n_kv_head, of.head_dim) for of in self.attentions if of.window == 0]
         return sum(heads.layer_bytes for heads in whole) / self.page_layout.payload_bytes
+
+    @property
+    def window_kv_share(self) -> float:
+        """The part of a page that is of layers with a window."""
+        owners = [of for of in self.attentions if of.window and of.has_kv]
+        n_bytes = sum(KvHeads(of.n_kv_head, of.head_dim).layer_bytes for of in owners)
+        return n_bytes / self.page_layout.payload_bytes
+
+    @property
+    def window(self) -> int:
+        """Tokens that queries of layers with a window see; 0: there are no such layers."""
+        return max([of.window for of in self.attentions], default=0)
+
+    @property
+    def window_pages(self) -> int:
+        """Pages that a token sees at most in layers with a window."""
+        return -(-(self.window - 1) // PAGE_TOKENS) + 1 if self.window else 0
 
     @property
     def whole_query_dims(self) -> int:

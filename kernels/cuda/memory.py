@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 import kernels
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.page_parts import page_table
 
 BLOCK, SPAN_VALUES = 32, 128  # values with one scale, and values that are laid out together
 ALIGNMENT = 256  # of the arrays of a parcel
@@ -56,6 +57,7 @@ class TileHeads(NamedTuple):
     n_kv_head: int
     head_dim: int
     window: int
+    part: int  # of the pages
 
 
 class Scratch:
@@ -235,17 +237,30 @@ class Tiles:
 
 class Batch:
     """The tokens of one step, and the pages and states they read and write, by addresses of the
-    GPU."""
+    GPU. windows: of the parts of pages."""
 
-    def __init__(self, gpu: Gpu, tokens_max: int, entries_max: int, pages_max: int) -> None:
+    def __init__(
+        self,
+        gpu: Gpu,
+        tokens_max: int,
+        entries_max: int,
+        pages_max: int,
+        *,
+        windows: Sequence[int] = (0,),
+    ) -> None:
         self._limits = tokens_max, entries_max, pages_max
         self._parcel = Parcel(gpu)
-        # Positions, written, of states the entry of each token and the entries, tables of tiles,
-        # pages. Their number varies, and it moves what lies behind them, so they are the last.
+        self._windows = windows
+        # Positions, of states the entry of each token and the entries, of each part the pages that
+        # are written; then tables of tiles, and of each part all pages. Their number varies, and it
+        # moves what lies behind them, so they are the last; in steps of a token per entry that of a
+        # part with a window is the same.
         self._unsent: list[NDArray[np.generic]] = []
-        self._sent = [0] * 5  # the addresses, but of tables
+        self._sent = [0] * 3  # the addresses, but of tables and pages
+        self._written, self._pages = ([0] * len(windows) for _ in range(2))
         self._has_states = False
         self._entries: list[tuple[int, int, int]] = []
+        self._firsts: list[list[int]] = []  # of each part
         self._tiles: dict[TileHeads, Tiles] = {}  # of all steps so far
         self._memory = defaultdict[TileHeads, tuple[Scratch, ...]](
             lambda: tuple([Scratch(gpu) for _ in range(4)])
@@ -255,24 +270,34 @@ class Batch:
     def set(
         self, tokens: I32, entries: I32, page_addresses: U64, *, absent_pages: bool = False
     ) -> None:
-        """As `kernels.Batch.set`; no page may be absent. ValueError if they do not fit."""
+        """As `kernels.Batch.set`; no page may be absent. Where pages have several parts, addresses
+        are (parts, pages), and any in parts whose window hides the page from all tokens of its
+        entry. ValueError if they do not fit."""
+        parts = np.atleast_2d(page_addresses)
         counts, starts, n_pages = (entries[:, i] for i in range(3))
-        sizes = len(tokens), len(entries), len(page_addresses)
+        sizes = len(tokens), len(entries), parts.shape[1]
         if absent_pages or any(n > most for n, most in zip(sizes, self._limits, strict=True)):
             raise ValueError(f"a step of {sizes} tokens, entries and pages")
-        if int(counts.sum()) != len(tokens) or int(n_pages.sum()) != len(page_addresses):
+        if int(counts.sum()) != len(tokens) or int(n_pages.sum()) != parts.shape[1]:
             raise ValueError("the entries have other counts of tokens or pages")
+        if len(parts) != len(self._windows):
+            raise ValueError(
+                f"addresses of {len(parts)} parts, and pages have {len(self._windows)}"
+            )
         first_row = np.cumsum(counts) - counts
         positions = np.arange(len(tokens)) + np.repeat(starts - first_row, counts)
         first_page = np.repeat(np.cumsum(n_pages) - n_pages, counts)
-        written = page_addresses[first_page + positions // kernels.PAGE_TOKENS]
+        written = parts[:, first_page + positions // kernels.PAGE_TOKENS]
+        pages = [page_table(entries, *of) for of in zip(parts, self._windows, strict=True)]
+        self._firsts = [table.firsts.tolist() for table in pages]
         self._entries = [(int(n), int(start), int(pages)) for n, start, pages in entries.tolist()]
         tables: list[I32] = []
         for heads in self._tiles:
             table, self._tiles[heads] = self._make_tiles(heads)
             tables.append(table)
         none = [np.zeros(0, np.int32), np.zeros(0, STATE_ENTRY)]
-        self._unsent = [positions.astype(np.int32), written, *none, *tables, page_addresses]
+        tokens_of = [positions.astype(np.int32), *none, *written]
+        self._unsent = [*tokens_of, *tables, *[table.pages for table in pages]]
         self._has_states = False
         self.n_tokens, self.n_entries = len(tokens), len(entries)
 
@@ -294,7 +319,7 @@ class Batch:
         table = np.zeros(len(counts), STATE_ENTRY)
         table["read"], table["written"], table["n_tokens"] = reads, writes, counts
         table["first_token"] = np.cumsum(counts) - counts
-        self._unsent[2:4] = [np.repeat(np.arange(len(counts), dtype=np.int32), counts), table]
+        self._unsent[1:3] = [np.repeat(np.arange(len(counts), dtype=np.int32), counts), table]
         self._has_states = True
 
     def send(
@@ -304,9 +329,10 @@ class Batch:
         returned, in one copy. What is not sent is, once it is asked for. Raises MemoryError."""
         addresses = self._parcel.send([*before, *self._unsent, *after])
         end = len(before) + len(self._unsent)
-        *first, pages = addresses[len(before) : end]
-        tables, self._unsent = first[4:], []
-        self._sent = [*first[:4], pages]
+        mine, n = addresses[len(before) : end], len(self._windows)
+        self._sent, self._written = mine[:3], mine[3 : 3 + n]
+        tables, self._pages = mine[3 + n : -n], mine[-n:]
+        self._unsent = []
         for heads, table in zip(self._tiles, tables, strict=True):
             self._tiles[heads] = replace(self._tiles[heads], table=table)
         return addresses[: len(before)] + addresses[end:]
@@ -326,15 +352,15 @@ class Batch:
         """int32 of each token."""
         return self._addresses()[0]
 
-    @property
-    def written(self) -> int:
+    def written(self, part: int) -> int:
         """The page of each token, by address."""
-        return self._addresses()[1]
+        self._addresses()
+        return self._written[part]
 
-    @property
-    def pages(self) -> int:
-        """The pages of all entries, by address."""
-        return self._addresses()[4]
+    def pages(self, part: int) -> int:
+        """The pages of all entries that `tiles` count, by address."""
+        self._addresses()
+        return self._pages[part]
 
     @property
     def states(self) -> tuple[int, int]:
@@ -342,13 +368,12 @@ class Batch:
         no states."""
         if not self._has_states:
             raise ValueError("the batch has no states")
-        _, _, entry_of, entries, _ = self._addresses()
+        _, entry_of, entries = self._addresses()
         return entry_of, entries
 
-    def tiles(self, n_head: int, n_kv_head: int, head_dim: int, window: int) -> Tiles:
-        """The query rows of the step in tiles for `attend`, the same for every layer with this
-        window; 0 is none."""
-        heads = TileHeads(n_head, n_kv_head, head_dim, window)
+    def tiles(self, heads: TileHeads) -> Tiles:
+        """The query rows of the step in tiles for `attend`, the same for every layer with such
+        heads; a window of 0 is none."""
         self._addresses()
         if heads not in self._tiles:
             table, tiles = self._make_tiles(heads)
@@ -357,7 +382,7 @@ class Batch:
 
     def _make_tiles(self, heads: TileHeads) -> tuple[I32, Tiles]:
         """The table, and the tiles, which have no address of it yet."""
-        _, n_kv_head, head_dim, _ = heads
+        n_kv_head, head_dim = heads.n_kv_head, heads.head_dim
         most = ACCUMULATOR_BYTES // (4 * QUERY_TILE_ROWS * (head_dim + 2))
         table: list[AttendTile] = []
         launches: list[TileRun] = []
@@ -387,10 +412,10 @@ class Batch:
 
     def _tiles_of(self, heads: TileHeads, rows_max: int) -> Iterator[AttendTile]:
         """The tiles of the entries whose tiles have up to `rows_max`, without their results."""
-        n_head, n_kv_head, head_dim, window = heads
+        n_head, n_kv_head, head_dim, window, part = heads
         group = n_head // n_kv_head
-        first_token = first_page = 0
-        for n, start, n_pages in self._entries:
+        first_token = 0
+        for (n, start, _), first_page in zip(self._entries, self._firsts[part], strict=True):
             is_long = n * group > QUERY_TILE_ROWS and head_dim <= NARROW_DIMS
             for row in (
                 range(0, n * group, rows_max) if is_long == (rows_max > QUERY_TILE_ROWS) else ()
@@ -401,7 +426,6 @@ class Batch:
                 end = (start + (row + rows - 1) // group) // kernels.SUPERPAGE_TOKENS + 1
                 yield AttendTile(first_token, start, first_page, row, rows, end - first, 0, first)
             first_token += n
-            first_page += n_pages
 
 
 def _tile_run(rows: int, each: int, first: int, end: int, superpages: int) -> TileRun:

@@ -32,7 +32,9 @@ from kernels.cuda.memory import (
     Queries,
     Rows,
     Scratch,
+    TileHeads,
 )
+from kernels.cuda.page_parts import PageParts, Place
 from kernels.cuda.products import (
     ADD,
     FEW_TOKENS_MAX,
@@ -116,10 +118,12 @@ def _norm_threads(width: int) -> int:
 
 
 class CudaOps:
-    """The kernels bound to one GPU, and to a pool for what the CPU does."""
+    """The kernels bound to one GPU, and to a pool for what the CPU does. parts: of the pages of all
+    steps; None: they are whole."""
 
-    def __init__(self, gpu: Gpu, pool: kernels.Pool) -> None:
+    def __init__(self, gpu: Gpu, pool: kernels.Pool, parts: PageParts | None = None) -> None:
         self._gpu = gpu
+        self._parts = parts
         self._pool = pool
         self._held: dict[Held, int] = {}
         self._query_scales: dict[kernels.RopeTable | None, int] = {}  # of tables that have any
@@ -147,7 +151,8 @@ class CudaOps:
         self.make_rows = partial(Rows, gpu)
         self.make_activations = partial(Activations, gpu)
         self.make_queries = partial(Queries, gpu)
-        self.make_batch = partial(Batch, gpu)
+        windows = (0,) if parts is None else parts.windows
+        self.make_batch = partial(Batch, gpu, windows=windows)
         self.make_kv_rows = partial(KvRows, gpu)
         self.make_expert_pairs = partial(ExpertPairs, gpu)
 
@@ -182,6 +187,12 @@ class CudaOps:
 
     def _address(self, held: Held | None) -> int:
         return 0 if held is None else self._held[held]
+
+    def _place(self, shape: kernels.PageShape, layer: int) -> Place:
+        """Where a layer of a page lies."""
+        if self._parts is None:
+            return Place(0, shape.layer(layer).page_offset)
+        return self._parts.places[layer]
 
     # -- rows
 
@@ -357,7 +368,7 @@ class CudaOps:
         v_first: int = 0,
     ) -> None:
         """As `kernels.place_kv`, with rows in any case."""
-        at = shape.layer(layer)
+        at, place = shape.layer(layer), self._place(shape, layer)
         is_neox = rope is not None and rope.style == "neox"
         hadamard_width = at.head_dim & -at.head_dim
         self._gpu.launch(
@@ -365,8 +376,8 @@ class CudaOps:
             (batch.n_tokens, n_head + (2 * at.n_kv_head if has_kv else 0), 1),
             64,
             [
-                *(qkv.address, qkv.width, batch.positions, batch.written),
-                *(at.page_offset // LINE_BYTES, shape.row_bytes, at.row_offset),
+                *(qkv.address, qkv.width, batch.positions, batch.written(place.part)),
+                *(place.offset // LINE_BYTES, shape.row_bytes, at.row_offset),
                 *(n_head, at.n_kv_head, at.head_dim),
                 *(self._address(q_norm), self._address(k_norm), self._address(v_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
@@ -388,11 +399,14 @@ class CudaOps:
     ) -> None:
         """As `kernels.attend`, and `quantise` of all tokens of the step."""
         window, at = min(window, WINDOW_MAX), shape.layer(layer)
+        place = self._place(shape, layer)
         if quantised is not None:
             quantised.values = out.address
         q8 = [0, 0, 0] if quantised is None else quantised.addresses
         heads = [queries.n_head, at.n_kv_head, at.head_dim]
-        tiles = batch.tiles(queries.n_head, at.n_kv_head, at.head_dim, window)
+        tiles = batch.tiles(
+            TileHeads(queries.n_head, at.n_kv_head, at.head_dim, window, place.part)
+        )
         results = [tiles.m, tiles.denominators, tiles.o]
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
@@ -404,8 +418,8 @@ class CudaOps:
                     queries.q,
                     queries.scale,
                     table,
-                    batch.pages,
-                    at.page_offset // LINE_BYTES,
+                    batch.pages(place.part),
+                    place.offset // LINE_BYTES,
                     *heads,
                     *results,
                     window,

@@ -121,6 +121,8 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         experts,
         spec.whole_kv_share,
         spec.state_bytes,
+        spec.window_kv_share,
+        spec.window_pages,
     )
     facts: dict[str, Any] = {
         "name": spec.name or path.stem,
@@ -137,6 +139,8 @@ def read_model(path: Path, context_tokens: int) -> tuple[dict[str, Any], Any]:
         "file_bytes": file_bytes,
         "packed_bytes": weight_bytes,
         "kv_bytes_per_token": layout.page_bytes // PAGE_TOKENS,
+        "window": spec.window,  # tokens that queries of some layers see; 0: there is none
+        "window_kv_share": round(spec.window_kv_share, 3),  # of KV, in these layers
         "state_bytes": spec.state_bytes,  # of recurrent layers, for each session
         "context_trained": spec.context_trained,
         "context_tokens": context,
@@ -182,6 +186,15 @@ def _as_json(one: Any) -> dict[str, Any]:
     }
 
 
+def _window_lines(facts: dict[str, Any]) -> list[str]:
+    if not facts["window"]:
+        return []
+    return [
+        f"window   {facts['window']:,} tokens in layers that have {facts['window_kv_share']:.0%} of"
+        " KV: memory need not hold more of it for a session"
+    ]
+
+
 def _state_lines(facts: dict[str, Any]) -> list[str]:
     if not facts["state_bytes"]:
         return []
@@ -196,6 +209,7 @@ def _lines(facts: dict[str, Any], machine: dict[str, Any], plans: list[Any]) -> 
         f"  {_gib(facts['packed_bytes'])} packed  KV {facts['kv_bytes_per_token'] / 1024:.1f} KiB a"
         f" token  context {facts['context_tokens']:,}",
         *_expert_lines(facts),
+        *_window_lines(facts),
         *_state_lines(facts),
         f"machine  {machine['threads']} cores, {machine['isa']}: reads {machine['read_gbps']} GB/s,"
         f" computes {machine['int8_gops']:,} GOPS of int8 (measured now)",

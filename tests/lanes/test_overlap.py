@@ -563,7 +563,7 @@ def test_the_gpu_gets_a_page_with_its_late_rows(sides: tuple[Side, Side, FakeDri
             if side is gpu and position == 9:
                 assert isinstance(gpu.device, CudaDevice)
                 assert gpu.device.gpu is not None
-                gpu.device.gpu.cache.forget([ARENA_BIT | slot for slot in range(SLOTS)])
+                gpu.device.gpu.pages.forget([ARENA_BIT | slot for slot in range(SLOTS)])
             one = side.step(position, [[token] for token in tokens], {})
             sampled.append(one.tokens())
             one.finish()

@@ -15,16 +15,23 @@ from batchengine.core import BatchEngineError
 from batchengine.lanes.gpu.device import open_gpu
 from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
 from batchengine.lanes.gpu.memory import DeviceMemory
-from batchengine.lanes.gpu.page_cache import PageCache
-from batchengine.lanes.gpu.step import parts_of, unwritten
+from batchengine.lanes.gpu.page_cache import PageCache, PageCopies
+from batchengine.lanes.gpu.step import Room, parts_of, unwritten
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
 from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark
+from kernels.cuda.page_parts import PagePart, Run
 from kv_store.arenas.arena import Arena
 from tests.kv.test_importing import LAYOUT, REPR, SLOTS, Bank
 
 BYTES = 64
+SPACING = 1 << 20  # of arrays of FakeGpu
 ANY = 99  # what new memory holds
+
+
+def whole(n_bytes: int) -> PagePart:
+    """Pages of one part."""
+    return PagePart(0, (Run(0, n_bytes),))
 
 
 class FakeGpu(Gpu):
@@ -45,14 +52,18 @@ class FakeGpu(Gpu):
         if len(self.held) == self.pages:
             raise MemoryError
         self.made += 1
-        self.held[256 * self.made] = np.full(n_bytes, ANY, np.uint8)
-        return 256 * self.made
+        self.held[SPACING * self.made] = np.full(n_bytes, ANY, np.uint8)
+        return SPACING * self.made
+
+    def _bytes(self, address: int, n_bytes: int) -> np.ndarray[Any, Any]:
+        offset = address % SPACING
+        return self.held[address - offset][offset : offset + n_bytes]
 
     def _free(self, address: int) -> None:
         del self.held[address]
 
     def copy_in(self, address: int, array: np.ndarray[Any, Any]) -> None:
-        self.held[address][:] = array
+        self._bytes(address, array.nbytes)[:] = array
 
     def copy_aside(self, address: int, array: np.ndarray[Any, Any]) -> None:
         self.aside.append((address, array.copy()))
@@ -65,7 +76,7 @@ class FakeGpu(Gpu):
 
     def join(self) -> None:
         for address, array in self.aside:
-            self.held[address][:] = array
+            self._bytes(address, array.nbytes)[:] = array
         self.aside.clear()
 
     def fetch(self, address: int, array: np.ndarray[Any, Any]) -> None:
@@ -90,7 +101,7 @@ class Scene:
     def __init__(self, pages_max: int, fit: int = 100) -> None:
         self.host = np.arange(8, dtype=np.uint8).repeat(BYTES).reshape(8, BYTES).copy()
         self.gpu = FakeGpu(fit)
-        self.cache = PageCache(self.gpu, BYTES, pages_max)
+        self.cache = PageCache(self.gpu, whole(BYTES), pages_max)
 
     def at(self, *pages: int) -> U64Array:
         """Addresses on the host."""
@@ -205,11 +216,11 @@ def test_expected_pages_take_no_page_of_the_step_and_may_be_given_up() -> None:
 
 def test_sealed_pages_are_expected_once_they_are_touched(tmp_path: Path) -> None:
     bank, gpu = Bank(tmp_path), FakeGpu(4)
-    cache = PageCache(gpu, LAYOUT.payload_bytes, 4)
+    cache = PageCache(gpu, whole(LAYOUT.payload_bytes), 4)
     folders = str(tmp_path / "ext"), str(tmp_path / "arena")
     arena = Arena.create(f"{tmp_path}/arena/gpu.1", LAYOUT, SLOTS, 3, repr_id=REPR)
     attach = wire.Attach(arena.path, SLOTS, LAYOUT.page_bytes, *folders)
-    memory = DeviceMemory(attach, LAYOUT, cache, kernels.Pool(1))
+    memory = DeviceMemory(attach, LAYOUT, PageCopies([cache]), kernels.Pool(1))
     first, second, absent = bank.seal(0).code, bank.seal(1).code, 9 << 32
     entry = wire.Entry(1, 1, 0, 1, 1, None)
     memory.prepare(wire.Step((entry,), touch=(first, second, absent)), [])
@@ -235,27 +246,29 @@ def step_of(*entries: tuple[int, list[int]]) -> StepInput:
 
 def test_a_step_is_divided_between_entries() -> None:
     step = step_of((1, [1, 2]), (2, [1, 3]), (1, [4]), (3, [5, 6, 7, 8]), (1, [9]))
-    parts = list(parts_of(step, 3))
+    parts = list(parts_of(step, [Room(0, 3)]))
     assert [first for first, _ in parts] == [0, 2, 3, 4]
     assert [len(part.entries) for _, part in parts] == [2, 1, 1, 1]
     assert [part.codes.tolist() for _, part in parts] == [[1, 2, 1, 3], [4], [5, 6, 7, 8], [9]]
     assert [part.tokens.tolist() for _, part in parts] == [[0, 1, 2], [3], [4, 5, 6], [7]]
     assert [len(part.histories) for _, part in parts] == [2, 1, 1, 1]
-    assert [first for first, _ in parts_of(step, 10)] == [0]
+    assert [first for first, _ in parts_of(step, [Room(0, 10)])] == [0]
 
 
 def test_a_page_of_several_sessions_takes_room_once() -> None:
     step = step_of((1, [1, 2]), (1, [1, 2]), (1, [1, 3]))
-    assert [first for first, _ in parts_of(step, 3)] == [0]
-    assert [first for first, _ in parts_of(step, 2)] == [0, 2]
+    assert [first for first, _ in parts_of(step, [Room(0, 3)])] == [0]
+    assert [first for first, _ in parts_of(step, [Room(0, 2)])] == [0, 2]
 
 
 def test_a_session_that_does_not_fit_ends_the_worker_at_once() -> None:
     """The engine starts it again, with all of the memory that there is then."""
-    cache = PageCache(FakeGpu(3), BYTES, 3)
+    cache = PageCache(FakeGpu(3), whole(BYTES), 3)
     absent: Any = None
-    lane = GpuLane(LoadedGpu(absent, absent, cache, absent), absent)
-    with pytest.raises(GpuFault, match="a session of 4 pages, and 3 fit: memory was refused"):
+    lane = GpuLane(LoadedGpu(absent, absent, PageCopies([cache]), absent), absent)
+    with pytest.raises(
+        GpuFault, match="a session of 4 pages, and room for 3 pages: memory was refused"
+    ):
         lane.run(step_of((3, [5, 6, 7, 8])))
     assert (cache.pages_max, cache.copied) == (3, 0)
 

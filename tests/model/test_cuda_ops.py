@@ -37,6 +37,7 @@ from kernels.cuda.gpu import Gpu, GpuFault, Graph
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Scratch
 from kernels.cuda.ops import CudaOps
+from kernels.cuda.page_parts import PageParts
 from kv_store.states import state_name, state_seed
 from tests.kernels.cuda.fake_driver import FakeDriver
 from tests.model.test_model import EXPERTS, LLAMA_EXPERTS, MIXED, SUPERBLOCKS
@@ -82,7 +83,8 @@ class OnDevice:
     def __init__(self, gpu: Gpu, runner: LocalRunner) -> None:
         self.gpu, self.model = gpu, runner.model
         self.pool = runner.pool
-        self.ops = CudaOps(gpu, self.pool)
+        self.parts = PageParts(self.model.shape, self.model.windows)
+        self.ops = CudaOps(gpu, self.pool, self.parts)
         upload_weights(self.ops, self.model.weights)
         for table in self.model.ropes.values():
             self.ops.upload_rope(table, 2048)
@@ -97,14 +99,14 @@ class OnDevice:
         both = [] if shape is None else [shape.image_bytes] * 2
         return [[self.gpu.allocate(n_bytes) for n_bytes in both] for _ in range(lanes)]
 
-    def page(self, value: int) -> tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]:
-        """A page of the GPU, and one of the host."""
-        n_bytes = self.model.shape.payload_bytes
-        address = self.gpu.allocate(n_bytes)
-        self.gpu.copy_in(address, np.full(n_bytes, value, np.uint8))
-        own = aligned(n_bytes)
+    def page(self, value: int) -> tuple[list[int], np.ndarray[Any, np.dtype[np.uint8]]]:
+        """The parts of a page of the GPU, and a page of the host."""
+        addresses = [self.gpu.allocate(part.n_bytes) for part in self.parts.parts]
+        for address, part in zip(addresses, self.parts.parts, strict=True):
+            self.gpu.copy_in(address, np.full(part.n_bytes, value, np.uint8))
+        own = aligned(self.model.shape.payload_bytes)
         own[:] = 0
-        return address, own
+        return addresses, own
 
 
 def through_the_driver(gpu: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaGpu:
@@ -148,7 +150,7 @@ def test_a_step_gives_the_bits_of_the_cpu(
                 [(n, start, 2) for n, start in zip(counts, starts, strict=True)], np.int32
             )
             tokens = np.concatenate(new).astype(np.int32)
-            on_gpu = np.array([address for mine in pages for address, _ in mine], np.uint64)
+            on_gpu = np.array([parts for mine in pages for parts, _ in mine], np.uint64).T
             ends = np.cumsum(table[:, 0], dtype=np.int32) - np.int32(1)
             used = [
                 (of[0] if start else 0, of[1])
@@ -201,7 +203,7 @@ def test_a_state_goes_to_the_gpu_and_back_in_files(
         on_cpu.slot(0)[:] = (lane.state or b"")[:]
         assert on_cpu.move(wire.Step((), save_states=(there,))) == (True,)
         assert on_gpu.move(wire.Step((), load_states=(there,))) == (True,)
-        page, _ = device.page(0)
+        (page,), _ = device.page(0)
         device.gpu.copy_in(page, np.frombuffer(runner.page(lane, 0), np.uint8))
         entry = wire.Entry(1, 1, 40, 5, 1, None, state_read=0, state_written=1)
         table, tokens = np.array([[5, 40, 1]], np.int32), np.array(middle, np.int32)

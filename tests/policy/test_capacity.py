@@ -51,6 +51,8 @@ MIXTURE = ModelSize(
     context_tokens=32768,
     experts=Experts(n_expert=128, n_used=8, n_bytes=15 * GIB),
 )
+# Layers with five sixths of a page see a window of 1,024 tokens.
+WINDOWED = MODEL._replace(attention_share=1 / 6, window_share=5 / 6, window_pages=5)
 CPU = cpu_processor("cpu", 40.0, 1000.0, 16 * GIB)
 models = st.sampled_from((MODEL, MIXTURE))
 CONTEXTS = (2048, 8192, 32768, 131072)
@@ -66,16 +68,20 @@ processors = st.builds(
 )
 
 
-@given(processors, st.integers(0, 1 << 44))
-def test_what_is_planned_fits(processor: Processor, disk_bytes: int) -> None:
-    found = capacity(MODEL, processor, disk_bytes, CONTEXTS)
+@given(processors, st.integers(0, 1 << 44), st.floats(0.0, 1.0), st.integers(1, 20))
+def test_what_is_planned_fits(
+    processor: Processor, disk_bytes: int, window_share: float, window_pages: int
+) -> None:
+    model = MODEL._replace(window_share=window_share, window_pages=window_pages)
+    found = capacity(model, processor, disk_bytes, CONTEXTS)
     assert found.fits == (processor.memory_bytes >= MODEL.weight_bytes + 2 * MODEL.page_bytes)
     for plan in found.contexts:
         assert plan.context_tokens <= MODEL.context_tokens
         pages = -(-plan.context_tokens // MODEL.page_tokens)
-        held = plan.sessions * pages * MODEL.page_bytes
+        in_window = window_share * min(pages, window_pages) + (1.0 - window_share) * pages
+        held = plan.sessions * in_window * MODEL.page_bytes
         assert plan.sessions >= 1
-        assert held + MODEL.weight_bytes <= processor.memory_bytes
+        assert held + MODEL.weight_bytes <= processor.memory_bytes + plan.sessions
         assert plan.sessions_on_disk * pages * MODEL.page_bytes <= disk_bytes
         assert 1 <= plan.batch <= min(BATCH, plan.sessions)
         assert plan.batch_tpot_ms >= plan.tpot_ms
@@ -137,6 +143,20 @@ def test_contexts_end_at_the_model_and_at_memory() -> None:
     few = capacity(MODEL, small, 0, CONTEXTS)
     assert [(plan.context_tokens, plan.sessions) for plan in few.contexts] == [(2048, 1)]
     assert not capacity(MODEL, small._replace(memory_bytes=1), 0, CONTEXTS).fits
+
+
+def test_memory_holds_what_windows_show_of_long_sessions() -> None:
+    """32,768 tokens are 128 pages; layers with a window see 5 of them."""
+    whole, windowed = (capacity(m, CPU, 64 * GIB, (1024, 32768)) for m in (MODEL, WINDOWED))
+    of_page = 12 * GIB / MODEL.page_bytes
+    assert [plan.sessions for plan in whole.contexts] == [of_page // 4, of_page // 128]
+    assert [plan.sessions for plan in windowed.contexts] == [of_page // 4, of_page // (25.5)]
+    assert whole.contexts[1].sessions_on_disk == windowed.contexts[1].sessions_on_disk
+    few = CPU._replace(memory_bytes=MODEL.weight_bytes + 8 * MODEL.page_bytes)
+    longest = [capacity(m, few, 0, (1 << 20,)).contexts[0] for m in (MODEL, WINDOWED)]
+    assert [plan.context_tokens // 256 for plan in longest] == [8, 23]
+    every = MODEL._replace(window_share=1.0, window_pages=5)
+    assert capacity(every, few, 0, (1 << 20,)).contexts[0].context_tokens == MODEL.context_tokens
 
 
 def test_the_prediction_of_a_measured_model() -> None:

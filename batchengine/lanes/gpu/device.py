@@ -15,9 +15,10 @@ import kernels
 from batchengine import errors
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.device import LaneMemory, Report, StartedStep
+from batchengine.lanes.gpu.kv_room import KvRoom, bytes_min, divide
 from batchengine.lanes.gpu.lane import GpuLane, LoadedGpu
 from batchengine.lanes.gpu.memory import DeviceMemory
-from batchengine.lanes.gpu.page_cache import PageCache
+from batchengine.lanes.gpu.page_cache import PageCache, PageCopies
 from batchengine.lanes.gpu.states import DeviceStates
 from batchengine.lanes.gpu.step import GpuSteps
 from batchengine.lanes.host_device import facts_of, load_model
@@ -34,6 +35,7 @@ from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault
 from kernels.cuda.memory import Rows
 from kernels.cuda.ops import CudaOps
+from kernels.cuda.page_parts import PagePart, PageParts
 from kv_store.layout import PageLayout
 
 TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens take
@@ -112,17 +114,17 @@ class CudaDevice:
             report("compare with the CPU", "", 0.9, time.perf_counter() - started)
 
         try:
-            ops = CudaOps(gpu, pool)
+            parts = PageParts(model.shape, model.windows, load.context_tokens)
+            ops = CudaOps(gpu, pool, parts)
             upload_weights(ops, model.weights, uploaded)
             for table in model.ropes.values():
                 ops.upload_rope(table, load.context_tokens)
             steps = GpuSteps(gpu, ops, _stepper(ops, model, *limits))
-            _self_test(steps, ops, pool, min(TEST_TOKENS, load.tokens_max), testing)
+            _self_test(steps, ops, parts.parts, pool, min(TEST_TOKENS, load.tokens_max), testing)
         except MemoryError as error:
             why = f"no memory for weights and buffers, {gpu.used >> 20} MiB are taken"
             why += f" of the lane's {resources.vram_bytes >> 20}: {error}"
             raise errors.GPU_UNUSABLE(index=resources.index, why=why) from None
-        payload_bytes = gpu.taken_by(model.shape.payload_bytes)
         room = resources.vram_bytes * (SCRATCH_SHARE - 1) // SCRATCH_SHARE - gpu.used
         left, states_bytes, states = room, 0, ""
         if (shape := model.states) is not None:
@@ -132,14 +134,18 @@ class CudaDevice:
             states_bytes = n_states * state_bytes
             states = f"; with entries_max {load.entries_max} there are {n_states} states"
             states += f" of {state_bytes >> 10} KiB, with a smaller one fewer"
-        room -= states_bytes
-        if room < context_pages * payload_bytes:
-            why = f"{max(0, left) >> 20} MiB are left for KV, and one context has {context_pages}"
-            why += f" pages of {payload_bytes >> 10} KiB{states}"
+        of_pages = KvRoom(room - states_bytes, context_pages, load.tokens_max, load.entries_max)
+        needed = bytes_min(parts.parts, of_pages, gpu.taken_by)
+        if of_pages.n_bytes < needed:
+            why = f"{max(0, left) >> 20} MiB are left for KV, and the {context_pages} pages of one"
+            why += f" context take {needed >> 20}{states}"
             raise errors.GPU_UNUSABLE(index=resources.index, why=why)
-        cache = PageCache(gpu, model.shape.payload_bytes, room // payload_bytes)
-        self.gpu = LoadedGpu(pool, steps, cache, kernels.Batch(*limits))
-        detail = f"self-test ok, room for {cache.pages_max} pages"
+        counts = divide(parts.parts, of_pages, gpu.taken_by)
+        copies = PageCopies(
+            [PageCache(gpu, part, n) for part, n in zip(parts.parts, counts, strict=True)]
+        )
+        self.gpu = LoadedGpu(pool, steps, copies, kernels.Batch(*limits))
+        detail = f"self-test ok, room for {copies.pages_max}"
         report("gpu kernels", detail, 0.95, time.perf_counter() - started)
         gpu_facts = wire.GpuFacts(gpu.facts.name, gpu.facts.multiprocessors, gpu.facts.memory_bytes)
         facts = facts_of(model, pool, f"cuda {resources.index}")
@@ -156,9 +162,9 @@ class CudaDevice:
                 attach.state_slots,
                 attach.state_bytes,
                 attach.states_dir,
-                self.gpu.cache.shrink,
+                self.gpu.pages.shrink,
             )
-        self.memory = DeviceMemory(attach, layout, self.gpu.cache, self.gpu.pool, states)
+        self.memory = DeviceMemory(attach, layout, self.gpu.pages, self.gpu.pool, states)
         self.lane = GpuLane(self.gpu, self.memory)
         return self.memory
 
@@ -241,14 +247,20 @@ class SelfTestStates:
 
 
 def _self_test(
-    on_gpu: GpuSteps, ops: CudaOps, pool: kernels.Pool, most: int, testing: Callable[[], None]
+    on_gpu: GpuSteps,
+    ops: CudaOps,
+    parts: Sequence[PagePart],
+    pool: kernels.Pool,
+    most: int,
+    testing: Callable[[], None],
 ) -> None:
     """Raise GPU_DISAGREES unless the GPU gives the bits of the CPU for small steps, the largest of
     `most` tokens, of which the last ones are a captured one and its replay. `testing` is called
     before each: a step of a large model takes the CPU long. Raises MemoryError."""
     gpu, model = on_gpu.gpu, on_gpu.stepper.model
-    page = gpu.allocate(model.shape.payload_bytes)
-    gpu.copy_in(page, np.zeros(model.shape.payload_bytes, np.uint8))
+    pages = [gpu.allocate(part.n_bytes) for part in parts]
+    for page, part in zip(pages, parts, strict=True):
+        gpu.copy_in(page, np.zeros(part.n_bytes, np.uint8))
     states = None if model.states is None else SelfTestStates(gpu, model.states.image_bytes)
     on_host = mmap.mmap(-1, model.shape.payload_bytes)
     on_cpu = _stepper(CpuOps(pool), model, most, 1, 1)
@@ -260,7 +272,8 @@ def _self_test(
         seeds, entry = np.arange(n, dtype=np.uint64), np.array([[n, start, 1]], np.int32)
         last = np.array([n - 1], np.int32)
         of_gpu, of_cpu = (None, None) if states is None else states.next()
-        on_gpu.begin(tokens, entry, np.array([page], np.uint64), last, states=of_gpu)
+        of_step = np.array(pages, np.uint64).reshape(-1, 1)
+        on_gpu.begin(tokens, entry, of_step, last, states=of_gpu)
         at = np.array([kernels.address_of(on_host)], np.uint64)
         on_cpu.set(tokens, entry, at, states=of_cpu)
         on_cpu.run(last)
@@ -272,6 +285,7 @@ def _self_test(
             raise errors.GPU_DISAGREES(tokens=n)
         start += n
     on_gpu.graphs.clear()
-    gpu.free(page)
+    for page in pages:
+        gpu.free(page)
     if states is not None:
         states.free()

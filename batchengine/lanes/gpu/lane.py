@@ -16,8 +16,8 @@ import numpy as np
 import kernels
 from batchengine.lanes.device import StartedStep
 from batchengine.lanes.gpu.memory import DeviceMemory
-from batchengine.lanes.gpu.page_cache import PageCache
-from batchengine.lanes.gpu.step import GpuSteps, fits, parts_of, unwritten
+from batchengine.lanes.gpu.page_cache import PageCopies
+from batchengine.lanes.gpu.step import GpuSteps, Room, fits, parts_of, unwritten
 from batchengine.lanes.host_device import (
     Computed,
     HostStep,
@@ -63,7 +63,7 @@ class LoadedGpu(NamedTuple):
 
     pool: kernels.Pool
     steps: GpuSteps
-    cache: PageCache
+    pages: PageCopies
     on_host: kernels.Batch
 
 
@@ -95,13 +95,13 @@ class GpuLane:
     """Computes the steps of one model over the pages of one arena."""
 
     def __init__(self, gpu: LoadedGpu, memory: DeviceMemory) -> None:
-        self._pool, self._steps, self._cache, self._on_host = gpu
+        self._pool, self._steps, self._pages, self._on_host = gpu
         self._memory = memory
 
     def start(self, batch: StepInput, after: StartedStep | None = None) -> StartedStep:
         """Start a step on the GPU, if it fits there at once; see Device."""
         taken = after.rows_of(batch) if isinstance(after, GpuStep) else NOTHING_TAKEN
-        if fits(batch, self._cache.pages_max):
+        if fits(batch, self._rooms()):
             addresses, rows = addresses_of(self._memory, batch), self._memory.rows_of(batch)
             with contextlib.suppress(MemoryError):
                 launched = self.launch(batch, addresses, taken)
@@ -114,22 +114,25 @@ class GpuLane:
         """Compute a step, in parts if the pages of all its entries do not fit in the memory."""
         while True:
             try:
-                return self._run_parts(batch, self._cache.pages_max)
+                return self._run_parts(batch, self._rooms())
             except MemoryError as error:
-                if not self._cache.shrink():
+                if not self._pages.shrink():
                     raise GpuFault(f"out of memory: {error}") from error
-                log.warning("no memory on the GPU: it holds %d pages now", self._cache.pages_max)
+                log.warning("no memory on the GPU: it holds %s now", self._pages.pages_max)
 
-    def _run_parts(self, batch: StepInput, pages_max: int) -> StepOutput:
+    def _rooms(self) -> list[Room]:
+        return [Room(cache.part.window, cache.pages_max) for cache in self._pages.caches]
+
+    def _run_parts(self, batch: StepInput, rooms: list[Room]) -> StepOutput:
         rows: list[wire.SampledRow] = []
         nonfinite: list[int] = []
         unmasked: list[int] = []
         scores: list[wire.ScoredRows] = []
         rejected: list[tuple[int, int]] = []
-        for first, part in parts_of(batch, pages_max):
-            if not fits(part, pages_max):
-                n = len(np.unique(part.codes))
-                raise GpuFault(f"a session of {n} pages, and {pages_max} fit: memory was refused")
+        for first, part in parts_of(batch, rooms):
+            if not fits(part, rooms):
+                n, room = len(np.unique(part.codes)), self._pages.pages_max
+                raise GpuFault(f"a session of {n} pages, and room for {room}: memory was refused")
             output = run_on_host(self._memory, part, self._compute)
             rows += output.rows
             nonfinite += [first + index for index in output.nonfinite]
@@ -159,15 +162,15 @@ class GpuLane:
         wanted = wanted_rows(batch)
         ends = np.cumsum(batch.shape[:, 0], dtype=np.int32)
         if len(self._memory.late):  # the GPU gets pages as they are on the host
-            slots = np.array(written_slots(batch), np.uint64)
-            lacking = self._cache.lacking(slots | np.uint64(ARENA_BIT))
+            lacking = self._pages.lacking(batch.codes[batch.codes >= ARENA_BIT])
             self._memory.late.flush([code & SLOT_MASK for code in lacking])
         states = self._memory.states.addresses(batch)
-        pages = self._cache.addresses(batch.codes, addresses, unwritten(batch.shape))
+        shape = batch.shape
+        pages = self._pages.addresses(batch.codes, addresses, shape, unwritten(shape))
         tokens = {int(ends[entry]) - 1: row for entry, row in taken.items()}
-        inputs = batch.tokens, batch.shape, pages, wanted.rows
+        inputs = batch.tokens, shape, pages, wanted.rows
         bad_rows, rows = self._steps.begin(*inputs, tokens, states, batch.drafts)
-        self._cache.copy_expected(ASIDE_BYTES, batch.codes.tolist())
+        self._pages.copy_expected(ASIDE_BYTES, batch.codes.tolist())
         samplers = enumerate(wanted.entries)
         histories = {row: taken[entry] for row, entry in samplers if entry in taken}
         return Launched(wanted, ends, bad_rows, rows, histories)

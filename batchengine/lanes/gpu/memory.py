@@ -9,7 +9,7 @@ import numpy as np
 import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.gpu.late_rows import LateRows
-from batchengine.lanes.gpu.page_cache import PageCache
+from batchengine.lanes.gpu.page_cache import PageCopies
 from batchengine.lanes.host_memory import HostMemory
 from batchengine.lanes.state_memory import StateSlots
 from batchengine.lanes.step_input import SLOT_MASK, I32Array
@@ -27,13 +27,13 @@ class DeviceMemory(HostMemory):
         self,
         attach: wire.Attach,
         layout: PageLayout,
-        cache: PageCache,
+        copies: PageCopies,
         pool: kernels.Pool,
         states: StateSlots | None = None,
     ) -> None:
         """states: None of a model without."""
         super().__init__(attach, layout, states)
-        self._cache = cache
+        self._copies = copies
         shape = kernels.PageShape(layout.layers)
         self.late = LateRows(pool, shape, self._address, self.record_places)
 
@@ -55,10 +55,10 @@ class DeviceMemory(HostMemory):
         ]
         self.late.flush([source.slot for source in own])
         counts = super().prepare(step, imported)
-        self._cache.forget([ARENA_BIT | slot for slot in changed])
-        self._cache.forget(step.freed)
+        self._copies.forget([ARENA_BIT | slot for slot in changed])
+        self._copies.forget(step.freed)
         if not step.entries:
-            self._cache.copy_expected(IDLE_BYTES)
+            self._copies.copy_expected(IDLE_BYTES)
         return counts
 
     def touch(self, codes: Sequence[int]) -> list[int]:
@@ -67,11 +67,11 @@ class DeviceMemory(HostMemory):
         self.late.flush([code & SLOT_MASK for code in codes if code >= ARENA_BIT])
         readable = super().touch(codes)
         if readable:
-            self._cache.expect(readable, self.addresses(np.array(readable, np.uint64)))
+            self._copies.expect(readable, self.addresses(np.array(readable, np.uint64)))
         return readable
 
     def finish(self, step: wire.Step) -> tuple[tuple[bytes, ...], tuple[bool, ...]]:
         """Do the chores after the computation; see LaneMemory."""
         self.late.flush([of.slot for of in step.digest])
-        self._cache.forget([ARENA_BIT | of.slot for of in step.digest if of.rows < PAGE_TOKENS])
+        self._copies.forget([ARENA_BIT | of.slot for of in step.digest if of.rows < PAGE_TOKENS])
         return super().finish(step)

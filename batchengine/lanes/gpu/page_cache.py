@@ -1,7 +1,9 @@
 """Copies of a lane's pages in the memory of a GPU, by slot code.
 
 Host memory has every page too, so a copy may be given up at any time. The least recently used
-ones are, never one of the step at hand.
+ones are, never one of the step at hand. Of a model with windows, each page has two parts, which are
+copied and given up on their own: of a long timeline, the GPU has the layers with a window for its
+last pages only.
 """
 
 from __future__ import annotations
@@ -9,27 +11,26 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from batchengine.lanes.step_input import U64Array
+from batchengine.lanes.step_input import I32Array, U64Array
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.page_parts import BoolArray, PagePart, seen
 
 log = logging.getLogger("batchengine.worker")
 
-BoolArray = NDArray[np.bool_]
-
 
 class PageCache:
-    """Up to `pages_max` pages of `payload_bytes` each."""
+    """A part of each of up to `pages_max` pages."""
 
-    def __init__(self, gpu: Gpu, payload_bytes: int, pages_max: int) -> None:
-        self.pages_max = pages_max
+    def __init__(self, gpu: Gpu, part: PagePart, pages_max: int) -> None:
+        self.part, self.pages_max = part, pages_max
         self.copied = 0  # pages, since the start
         self._gpu = gpu
-        self._payload_bytes = payload_bytes
+        self._n_bytes = part.n_bytes
         self._held = OrderedDict[int, int]()  # address by code, least recently used first
         self._free: list[int] = []
         self._expected: dict[int, int] = {}  # address on the host by code
@@ -60,7 +61,8 @@ class PageCache:
             if code not in self._held:
                 self._held[code] = self._room(used)
                 if not is_empty:
-                    self._gpu.copy_in(self._held[code], self._page(address))
+                    for offset, run in self._runs(address):
+                        self._gpu.copy_in(self._held[code] + offset, run)
         return np.array([self._held[code] for code in wanted], np.uint64)
 
     def lacking(self, codes: U64Array) -> list[int]:
@@ -84,7 +86,7 @@ class PageCache:
         if not self._expected:
             return
         kept = {*used, *self._expected, *self._arriving}
-        for code in list(self._expected)[: -(-n_bytes // self._payload_bytes)]:
+        for code in list(self._expected)[: -(-n_bytes // self._n_bytes)]:
             address = self._expected.pop(code)
             if code in self._held:
                 continue
@@ -93,7 +95,8 @@ class PageCache:
             except MemoryError:
                 self._expected.clear()
                 return
-            self._gpu.copy_aside(self._held[code], self._page(address))
+            for offset, run in self._runs(address):
+                self._gpu.copy_aside(self._held[code] + offset, run)
             self._arriving.add(code)
 
     def shrink(self) -> bool:
@@ -114,7 +117,7 @@ class PageCache:
             return self._free.pop()
         if len(self._held) < self.pages_max:
             try:
-                return self._gpu.allocate(self._payload_bytes)
+                return self._gpu.allocate(self._n_bytes)
             except MemoryError:
                 if not self._held.keys() - used:
                     raise
@@ -137,7 +140,63 @@ class PageCache:
         self._gpu.join()
         self._arriving.clear()
 
-    def _page(self, address: int) -> NDArray[np.uint8]:
+    def _runs(self, address: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """The bytes to copy of a page on the host, and where in the copy each of them begins."""
         self.copied += 1
-        memory = (ctypes.c_ubyte * self._payload_bytes).from_address(address)
-        return np.frombuffer(memoryview(memory), np.uint8)
+        offset = 0
+        for start, end in self.part.runs:
+            memory = (ctypes.c_ubyte * (end - start)).from_address(address + start)
+            yield offset, np.frombuffer(memoryview(memory), np.uint8)
+            offset += end - start
+
+
+class PageCopies:
+    """The copies of all parts of pages."""
+
+    def __init__(self, caches: Sequence[PageCache]) -> None:
+        self.caches = tuple(caches)
+
+    @property
+    def pages_max(self) -> str:
+        """How many pages fit, in words."""
+        counts = [f"{self.caches[-1].pages_max} pages"]
+        counts += [
+            f"{cache.pages_max} of the layers with a window of {cache.part.window}"
+            for cache in self.caches[:-1]
+        ]
+        return ", ".join(counts)
+
+    def addresses(
+        self, codes: U64Array, on_host: U64Array, shape: I32Array, is_unwritten: BoolArray
+    ) -> U64Array:
+        """Addresses (parts, pages) of what a step reads and writes, 0 of a part that no token of
+        its entry sees. shape: tokens, start position and pages of each entry; the rest as of
+        `PageCache.addresses`."""
+        found = np.zeros((len(self.caches), len(codes)), np.uint64)
+        for at, cache in zip(found, self.caches, strict=True):
+            of = seen(shape, cache.part.window)
+            at[of] = cache.addresses(codes[of], on_host[of], is_unwritten[of])
+        return found
+
+    def lacking(self, codes: U64Array) -> list[int]:
+        """Those of these pages of which a part has no copy."""
+        return sorted({code for cache in self.caches for code in cache.lacking(codes)})
+
+    def forget(self, codes: Collection[int]) -> None:
+        """Give up the copies of pages whose bytes on the host have changed, or will."""
+        for cache in self.caches:
+            cache.forget(codes)
+
+    def expect(self, codes: Sequence[int], on_host: U64Array) -> None:
+        """Pages at `on_host` will be wanted by a later step. Layers with a window beside others are
+        left to it, as few of the pages have a token that it sees."""
+        self.caches[-1].expect(codes, on_host)
+
+    def copy_expected(self, n_bytes: int, used: Iterable[int] = ()) -> None:
+        """Copy expected pages; see PageCache."""
+        self.caches[-1].copy_expected(n_bytes, used)
+
+    def shrink(self) -> bool:
+        """Give the memory of all pages back, and hold fewer from now on; False if that is none."""
+        shrunk = [cache.shrink() for cache in self.caches]
+        return any(shrunk)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
 import kernels
 from batchengine.core import PAGE_TOKENS
-from batchengine.lanes.gpu.page_cache import BoolArray
 from batchengine.lanes.step_input import I32Array, StepInput, U64Array
 from batchengine.model import Stepper
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Batch, KvRows, Rows
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, CudaOps, Taken
+from kernels.cuda.page_parts import BoolArray, seen
 
 GRAPHS_MAX = 64  # shapes of steps
 
@@ -76,29 +76,41 @@ def unwritten(shape: I32Array) -> BoolArray:
     return index * PAGE_TOKENS >= np.repeat(starts, pages)
 
 
-def fits(batch: StepInput, pages_max: int) -> bool:
-    """Whether a step has at most `pages_max` different pages."""
-    return len(batch.codes) <= pages_max or len(np.unique(batch.codes)) <= pages_max
+class Room(NamedTuple):
+    """Pages of a part that fit in the memory of a GPU: of layers with this window, 0 for none."""
+
+    window: int
+    pages_max: int
 
 
-def parts_of(batch: StepInput, pages_max: int) -> Iterator[tuple[int, StepInput]]:
-    """The step as steps of up to `pages_max` different pages, or of one entry; and where each
-    begins."""
+def fits(batch: StepInput, rooms: Sequence[Room]) -> bool:
+    """Whether there is room for all different pages that a step sees."""
+    for window, pages_max in rooms:
+        codes = batch.codes[seen(batch.shape, window)]
+        if len(codes) > pages_max and len(np.unique(codes)) > pages_max:
+            return False
+    return True
+
+
+def parts_of(batch: StepInput, rooms: Sequence[Room]) -> Iterator[tuple[int, StepInput]]:
+    """The step as steps for whose pages there is room, or of one entry; and where each begins."""
     counts, pages = batch.shape[:, 0], batch.shape[:, 2]
-    if fits(batch, pages_max):
+    if fits(batch, rooms):
         yield 0, batch
         return
+    sees = [seen(batch.shape, room.window) for room in rooms]
     first_token, first_page = np.cumsum(counts) - counts, np.cumsum(pages) - pages
-    first, held = 0, set[int]()
+    first, held = 0, [set[int]() for _ in rooms]
     for index in range(len(batch.entries) + 1):
+        own = [set[int]() for _ in rooms]
         if index < len(batch.entries):
-            at = first_page[index]
-            own = set(batch.codes[at : at + pages[index]].tolist())
-            if index == first or len(held | own) <= pages_max:
-                held |= own
+            at = slice(first_page[index], first_page[index] + pages[index])
+            own = [set(batch.codes[at][of[at]].tolist()) for of in sees]
+            both = [codes | more for codes, more in zip(held, own, strict=True)]
+            sizes = zip(both, rooms, strict=True)
+            if index == first or all(len(codes) <= room.pages_max for codes, room in sizes):
+                held = both
                 continue
-        else:
-            own = set[int]()
         token, page = first_token[first], first_page[first]
         end_token, end_page = token + counts[first:index].sum(), page + pages[first:index].sum()
         yield (

@@ -21,13 +21,14 @@ from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.device import LaneMemory
 from batchengine.lanes.gpu.device import CudaDevice
 from batchengine.lanes.gpu.lane import GpuLane, Launched, LoadedGpu
-from batchengine.lanes.gpu.page_cache import PageCache
+from batchengine.lanes.gpu.page_cache import PageCache, PageCopies
 from batchengine.lanes.step_input import StepInput
 from batchengine.wire import lane as wire
 from bench.models.tensors import aligned
 from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
 from kernels.cuda.memory import BadRows, KvRows
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, Taken
+from kernels.cuda.page_parts import PagePart, Run
 from kv_store.layout import PageLayout
 
 LAYOUT = PageLayout.uniform(1, 1, 32)
@@ -198,7 +199,7 @@ class HashSteps:
         drafts: Any = (),
     ) -> tuple[list[Any], kernels.KvRows]:
         batch, ids = self.batch, tokens.tolist()
-        self.gpu.begin(lambda: self._compute(batch, ids, entries, pages, wanted, taken))
+        self.gpu.begin(lambda: self._compute(batch, ids, entries, pages[0], wanted, taken))
         fetched = self._rows.fetch(len(tokens))
         return [BadRows(self.gpu, self._flags, len(tokens)).fetch(), []], fetched
 
@@ -269,9 +270,10 @@ class HashDevice(CudaDevice):
 
     def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
         steps: Any = self._hashes
-        cache = PageCache(self._hashes.gpu, LAYOUT.payload_bytes, self._pages_max)
+        part = PagePart(0, (Run(0, LAYOUT.payload_bytes),))
+        copies = PageCopies([PageCache(self._hashes.gpu, part, self._pages_max)])
         on_host = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
-        self.gpu = LoadedGpu(self._hashes.pool, steps, cache, on_host)
+        self.gpu = LoadedGpu(self._hashes.pool, steps, copies, on_host)
         return FACTS
 
     def attach(self, attach: wire.Attach, layout: PageLayout) -> LaneMemory:

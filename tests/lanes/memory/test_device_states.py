@@ -214,10 +214,10 @@ def test_pages_have_the_room_beside_all_states(model: Path, cache_dir: Path) -> 
     gpu = LimitedGpu(1 << 30)
     device = load(model, cache_dir, gpu, seats=4)
     assert device.gpu is not None
-    few = device.gpu.cache.pages_max
+    few = device.gpu.pages.caches[0].pages_max
     more = load(model, cache_dir, LimitedGpu(1 << 30), seats=2).gpu
     assert more is not None
-    assert few < more.cache.pages_max
+    assert few < more.pages.caches[0].pages_max
     with pytest.raises(BatchEngineError, match="GPU 0 cannot be used") as refusal:
         load(model, cache_dir, LimitedGpu(1 << 30), seats=64)
     assert "with entries_max 64 there are 261 states of" in refusal.value.why
