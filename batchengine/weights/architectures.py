@@ -45,7 +45,8 @@ class ModelArchitecture:
     are not used. sigmoid: experts are chosen and weighted by sigmoids of the selector's logits
     (expert_gating_func 2), "normed" by their sum or as a key says (expert_weights_norm), and a bias
     may count in the choice; "by_function": so or by softmaxes, as a key says (expert_gating_func).
-    starts_dense: the first layers may have no experts (leading_dense_block_count).
+    starts_dense: the first layers may have no experts (leading_dense_block_count; in a file without
+    the key, those without a selector).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
@@ -203,6 +204,28 @@ ARCHITECTURES = {
         has_pre_norms=False,
         windows="of_64_layers",
     ),
+    "exaone-moe": replace(
+        _QWEN3_MOE,
+        window_every=4,
+        window_base=OTHERS_BASE,
+        rope_factors="some",
+        rotates="windowed",
+        shared_expert="sized",
+        has_mtp=True,
+        sigmoid="by_key",
+        starts_dense=True,
+    ),
+    "mellum": replace(
+        _QWEN3_MOE,
+        window_every=4,
+        window_base=OTHERS_BASE,
+        windows="by_key",
+        unscales_windows=True,
+    ),
+    "hy_v3": replace(
+        _QWEN3_MOE, shared_expert="sized", has_mtp=True, sigmoid="by_key", starts_dense=True
+    ),
+    "arcee": ModelArchitecture(pairs="norm", activation="relu2", rope_factors="some"),
     "dots1": replace(_QWEN3_MOE, shared_expert="plain", sigmoid="by_key", starts_dense=True),
     "bailingmoe2": replace(
         _QWEN3_MOE,

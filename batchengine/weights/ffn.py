@@ -186,11 +186,17 @@ def _count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
     if not ARCHITECTURES[arch].starts_dense:
         return 0
     key = f"{arch}.leading_dense_block_count"
-    count = gguf.integer(key, 0)
+    count = gguf.integer(key, _count_without_selector(gguf, n_layer))
     if not 0 <= count < n_layer:
         why = f"some of the {n_layer} layers must have experts"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=count, why=why)
     return count
+
+
+def _count_without_selector(gguf: GgufFile, n_layer: int) -> int:
+    """How many of the first layers of a file have no selector of experts."""
+    has_one = [f"blk.{index}.ffn_gate_inp.weight" in gguf.tensors for index in range(n_layer)]
+    return has_one.index(True) if True in has_one else 0
 
 
 def _latent_width(gguf: GgufFile, arch: str) -> int:

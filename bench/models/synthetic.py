@@ -243,7 +243,8 @@ def _choice_bias(shape: Shape, prefix: str) -> RandomTensor:
     def draw(rng: np.random.Generator) -> F32:
         return rng.normal(0.0, shape.choice_bias, n).astype(np.float32)
 
-    return RandomTensor(prefix + "exp_probs_b.bias", "f32", (n,), draw)
+    suffix = "" if shape.arch == "hy_v3" else ".bias"
+    return RandomTensor(f"{prefix}exp_probs_b{suffix}", "f32", (n,), draw)
 
 
 def _is_recurrent(shape: Shape, layer: int) -> bool:
@@ -441,7 +442,8 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType[shape.gating.upper()])
         writer.add_expert_weights_norm(shape.weights_norm)
         writer.add_expert_weights_scale(shape.weights_scale)
-        writer.add_leading_dense_block_count(shape.n_dense)
+        if shape.arch != "hy_v3":  # whose files do not say
+            writer.add_leading_dense_block_count(shape.n_dense)
         if shape.n_group:
             writer.add_expert_group_count(shape.n_group)
             writer.add_expert_group_used_count(shape.n_group_used)

@@ -27,7 +27,7 @@ class Run(NamedTuple):
     end: int
 
 
-class PagePart(NamedTuple):
+class LayerPart(NamedTuple):
     """Layers of a page whose queries see a `window` of tokens; 0: all. `runs`: where the page has
     them; in the part they lie one after another."""
 
@@ -65,7 +65,7 @@ class PageParts:
             raise ValueError(f"{len(of_layers)} windows of {len(layers)} layers")
         kinds = sorted(set(of_layers), key=lambda window: (window == 0, window))
         self.places: list[Place] = [Place(0, 0)] * len(layers)
-        parts: list[PagePart] = []
+        parts: list[LayerPart] = []
         for part, window in enumerate(kinds):
             runs, offset = list[Run](), 0
             for index, (layer, own) in enumerate(zip(layers, of_layers, strict=True)):
@@ -77,7 +77,7 @@ class PageParts:
                     start = runs.pop().start
                 runs.append(Run(start, end))
                 offset += layer.page_bytes
-            parts.append(PagePart(window, tuple(runs)))
+            parts.append(LayerPart(window, tuple(runs)))
         self.parts = tuple(parts)
 
     @property

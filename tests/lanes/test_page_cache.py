@@ -20,7 +20,7 @@ from batchengine.lanes.gpu.step import Room, parts_of, unwritten
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.wire import lane as wire
 from kernels.cuda.gpu import DeviceFacts, Gpu, GpuFault, Graph, KernelLaunch, Mark
-from kernels.cuda.page_parts import PagePart, Run
+from kernels.cuda.page_parts import LayerPart, Run
 from kv_store.arenas.arena import Arena
 from tests.kv.test_importing import LAYOUT, REPR, SLOTS, Bank
 
@@ -29,9 +29,9 @@ SPACING = 1 << 20  # of arrays of FakeGpu
 ANY = 99  # what new memory holds
 
 
-def whole(n_bytes: int) -> PagePart:
+def whole(n_bytes: int) -> LayerPart:
     """Pages of one part."""
-    return PagePart(0, (Run(0, n_bytes),))
+    return LayerPart(0, (Run(0, n_bytes),))
 
 
 class FakeGpu(Gpu):

@@ -57,13 +57,14 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
         row.recurrent
     ]
     rotates_none = row.splits_layers or arch == "granitehybrid"
-    assert without == ([3] if arch == "smollm3" else [*range(n_kv)] if rotates_none else [])
+    has_third_without = arch in ("smollm3", "exaone-moe")
+    assert without == ([3] if has_third_without else [*range(n_kv)] if rotates_none else [])
     assert spec.n_layer_kv == n_kv
     kinds = {"delta": DeltaNetSpec, "mamba2": Mamba2Spec, "conv": ShortConvSpec}
     assert type(spec.recurrent) is kinds.get(row.recurrent, type(None))
     windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
-    expected["olmo2"] = [40, 40, 40, 0, 40]
+    expected |= {name: [40, 40, 40, 0, 40] for name in ("olmo2", "exaone-moe", "mellum")}
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
     assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4"))

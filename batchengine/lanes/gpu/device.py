@@ -35,7 +35,7 @@ from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault
 from kernels.cuda.memory import Rows
 from kernels.cuda.ops import CudaOps
-from kernels.cuda.page_parts import PagePart, PageParts
+from kernels.cuda.page_parts import LayerPart, PageParts
 from kv_store.layout import PageLayout
 
 TEST_TOKENS = 17  # of the self-test: one more than the kernels for few tokens take
@@ -249,7 +249,7 @@ class SelfTestStates:
 def _self_test(
     on_gpu: GpuSteps,
     ops: CudaOps,
-    parts: Sequence[PagePart],
+    parts: Sequence[LayerPart],
     pool: kernels.Pool,
     most: int,
     testing: Callable[[], None],

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from batchengine.lanes.step_input import I32Array, U64Array
 from kernels.cuda.gpu import Gpu
-from kernels.cuda.page_parts import BoolArray, PagePart, seen
+from kernels.cuda.page_parts import BoolArray, LayerPart, seen
 
 log = logging.getLogger("batchengine.worker")
 
@@ -26,7 +26,7 @@ log = logging.getLogger("batchengine.worker")
 class PageCache:
     """A part of each of up to `pages_max` pages."""
 
-    def __init__(self, gpu: Gpu, part: PagePart, pages_max: int) -> None:
+    def __init__(self, gpu: Gpu, part: LayerPart, pages_max: int) -> None:
         self.part, self.pages_max = part, pages_max
         self.copied = 0  # pages, since the start
         self._gpu = gpu

@@ -28,7 +28,7 @@ from bench.models.tensors import aligned
 from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
 from kernels.cuda.memory import BadRows, KvRows
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, Taken
-from kernels.cuda.page_parts import PagePart, Run
+from kernels.cuda.page_parts import LayerPart, Run
 from kv_store.layout import PageLayout
 
 LAYOUT = PageLayout.uniform(1, 1, 32)
@@ -270,7 +270,7 @@ class HashDevice(CudaDevice):
 
     def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
         steps: Any = self._hashes
-        part = PagePart(0, (Run(0, LAYOUT.payload_bytes),))
+        part = LayerPart(0, (Run(0, LAYOUT.payload_bytes),))
         copies = PageCopies([PageCache(self._hashes.gpu, part, self._pages_max)])
         on_host = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
         self.gpu = LoadedGpu(self._hashes.pool, steps, copies, on_host)

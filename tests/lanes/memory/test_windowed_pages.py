@@ -23,7 +23,7 @@ from batchengine.wire import lane as wire
 from batchengine.wire.lane import ARENA_BIT
 from bench.models.synthetic import PRESETS, write_synthetic
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
-from kernels.cuda.page_parts import PagePart, PageParts, Run
+from kernels.cuda.page_parts import LayerPart, PageParts, Run
 from kv_store.arenas.arena import Arena
 from kv_store.layout import PageLayout
 from tests.lanes.test_page_cache import FakeGpu
@@ -172,7 +172,7 @@ def test_runs_of_a_page_lie_one_after_another_in_its_copy() -> None:
 
 def test_memory_is_divided_between_the_parts() -> None:
     """A window's part gets what steps may see of it, and at most half of what is left."""
-    window, whole = PagePart(1024, (Run(0, 500),)), PagePart(0, (Run(500, 600),))
+    window, whole = LayerPart(1024, (Run(0, 500),)), LayerPart(0, (Run(500, 600),))
     room = KvRoom(40_000, context_pages=16, tokens_max=512, entries_max=4)
 
     def taken_by(n: int) -> int:

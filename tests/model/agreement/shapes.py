@@ -77,6 +77,9 @@ OLMO2 = replace(LLAMA, arch="olmo2", tied=False, n_layer=4)
 EXAONE4 = replace(LLAMA, arch="exaone4", rope_base=1e6, n_layer=3)
 DOTS1 = replace(GLM4MOE, arch="dots1", bias=0.0, k_bias=0.0, n_rot=0, n_kv_head=4, qk_norm=False)
 BAILING2 = replace(DOTS1, arch="bailingmoe2", n_kv_head=2, fused=True, n_rot=64)
+EXAONE_MOE = replace(DOTS1, arch="exaone-moe", n_kv_head=2, window=40, n_layer=4, seed=6)
+HY_V3 = replace(DOTS1, arch="hy_v3", n_kv_head=2, n_layer=3)
+MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
 MLA = replace(
     LLAMA, arch="deepseek2", n_layer=3, n_head=4, n_kv_head=1, head_dim=160, n_rot=32, q_rank=192,
     kv_rank=128, nope_dim=96, value_dim=64, tied=False, yarn_factor=4.0,
@@ -288,6 +291,14 @@ SHAPES: dict[str, Shape] = {
         n_kv_head=1,
     ),
     "dots1": replace(DOTS1, seed=3),
+    "exaone_moe": replace(EXAONE_MOE, weights_scale=1.0),
+    "exaone_moe_f32": replace(EXAONE_MOE, base="f32"),
+    "hy_v3": replace(HY_V3, n_mtp=1),
+    "hy_v3_f32": replace(HY_V3, base="f32", n_dense=2, n_layer=4, seed=3),
+    "mellum": MELLUM,
+    "mellum_f32": replace(MELLUM, base="f32"),
+    "arcee": replace(LLAMA, arch="arcee", rope_factors=True, rope_base=5e5),
+    "arcee_f32": replace(LLAMA, arch="arcee", base="f32", yarn_factor=8.0, yarn_trained=100),
     "bailingmoe2": replace(BAILING2, n_group=4, n_group_used=2, n_embd=512, n_layer=3),
     "ernie4_5": replace(LLAMA, arch="ernie4_5", rope_base=5e5),
     "mla": MLA,
