@@ -225,6 +225,18 @@ ARCHITECTURES = {
     "hy_v3": replace(
         _QWEN3_MOE, shared_expert="sized", has_mtp=True, sigmoid="by_key", starts_dense=True
     ),
+    "afmoe": replace(
+        _QWEN3_MOE,
+        rope_every=4,
+        window_every=4,
+        windows="by_key",
+        has_gate=True,
+        has_post_norms=True,
+        scales_embedding=True,
+        shared_expert="plain",
+        sigmoid="by_key",
+        starts_dense=True,
+    ),
     "arcee": ModelArchitecture(pairs="norm", activation="relu2", rope_factors="some"),
     "dots1": replace(_QWEN3_MOE, shared_expert="plain", sigmoid="by_key", starts_dense=True),
     "bailingmoe2": replace(

@@ -53,7 +53,8 @@ class MoeSpec:
     every token uses; 0 = there is none. has_shared_weight: it has a weight of its own for each
     token. n_latent: width of the projection that experts read, and of their sum, which is projected
     back; 0 = there is none. n_group, n_group_used: of so many groups of experts those of so many
-    can be chosen for a token: of those whose best two have the largest sums.
+    can be chosen for a token: of those whose best two have the largest sums. has_post_norm: the sum
+    of all is normed before it is added.
     """
 
     n_expert: int
@@ -68,6 +69,7 @@ class MoeSpec:
     n_latent: int = 0
     n_group: int = 1
     n_group_used: int = 1
+    has_post_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def _read_experts(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> MoeSp
         row.shared_expert == "weighted",
         _latent_width(gguf, arch),
         *_groups(gguf, arch, n_expert, n_used),
+        row.has_post_norms and experts != "beside",
     )
 
 

@@ -344,7 +344,7 @@ def _plan_mla(
 
 
 def _post_norm(
-    find: _Finder, spec: AttentionSpec | DenseSpec, name: str, n_embd: int
+    find: _Finder, spec: AttentionSpec | DenseSpec | MoeSpec, name: str, n_embd: int
 ) -> VectorPlan | None:
     return find.vector(name, n_embd) if spec.has_post_norm else None
 
@@ -415,6 +415,7 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
         down_bias=bias("down", width),
         shared=_plan_shared(find, spec, n_embd, prefix) if spec.n_ff_shared else None,
         choice_bias=_plan_choice_bias(find, spec, prefix),
+        post_norm=_post_norm(find, spec, prefix + "post_ffw_norm.weight", n_embd),
         latent_down=latent("ffn_latent_down.weight", width, n_embd),
         latent_up=latent("ffn_latent_up.weight", n_embd, width),
     )
@@ -529,9 +530,12 @@ def _plan_plain_qkv(
 def _plan_gated_qkv(
     find: _Finder, spec: AttentionSpec, n_embd: int, prefix: str
 ) -> tuple[list[MatrixPlan], list[VectorPlan | None], MatrixPlan]:
-    """q, k and v as three matrices, and that of the gate: the file has the rows of both q and gate
-    head by head in one tensor."""
+    """q, k and v, and the gate, which has a tensor of its own, or rows in that of q, head by head
+    behind those of q."""
     heads, width = spec.n_head, spec.head_dim
+    if prefix + "attn_gate.weight" in find.gguf.tensors:
+        gate = find.matrix(prefix + "attn_gate.weight", spec.q_rows, n_embd)
+        return *_plan_qkv(find, spec, n_embd, prefix), gate
     q, gate = find.halves(prefix + "attn_q.weight", heads, width, n_embd, 2 * heads * width)
     k, v = [find.matrix(f"{prefix}attn_{letter}.weight", spec.kv_rows, n_embd) for letter in "kv"]
     biases = [find.optional(f"{prefix}attn_{letter}.bias", spec.kv_rows) for letter in "kv"]

@@ -254,6 +254,11 @@ PRESETS = {
         arch="olmo2", n_layer=5, n_embd=128, n_ff=96, n_head=4, n_kv_head=2, head_dim=32,
         tied=False, window=40, rope_base=5e5, yarn_factor=4.0,
     ),
+    "afmoe-tiny": Shape(
+        arch="afmoe", n_layer=4, n_embd=128, n_ff=64, n_expert=10, n_used=3, n_ff_shared=64,
+        n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, tied=False, window=40,
+        choice_bias=0.2, weights_scale=2.5, head_gain=1.0,
+    ),
     "bailingmoe2-tiny": Shape(
         arch="bailingmoe2", n_layer=3, n_embd=128, n_ff=64, n_expert=12, n_used=3, n_ff_shared=64,
         n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, n_rot=16, tied=False,

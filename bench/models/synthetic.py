@@ -169,7 +169,13 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         elif shape.fused:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         elif has_attention:
-            for letter, rows in (("q", q * (1 + has_gate)), ("k", kv), ("v", kv)):
+            is_apart = shape.arch == "afmoe"  # the gate, which elsewhere has rows of that matrix
+            for letter, rows in (
+                ("q", q * (1 + (has_gate and not is_apart))),
+                ("k", kv),
+                ("v", kv),
+                *([("gate", q)] if is_apart else []),
+            ):
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         if has_attention:
             yield from _biases(shape, p)

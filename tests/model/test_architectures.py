@@ -57,19 +57,20 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
         row.recurrent
     ]
     rotates_none = row.splits_layers or arch == "granitehybrid"
-    has_third_without = arch in ("smollm3", "exaone-moe")
+    has_third_without = arch in ("smollm3", "exaone-moe", "afmoe")
     assert without == ([3] if has_third_without else [*range(n_kv)] if rotates_none else [])
     assert spec.n_layer_kv == n_kv
     kinds = {"delta": DeltaNetSpec, "mamba2": Mamba2Spec, "conv": ShortConvSpec}
     assert type(spec.recurrent) is kinds.get(row.recurrent, type(None))
     windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
-    expected |= {name: [40, 40, 40, 0, 40] for name in ("olmo2", "exaone-moe", "mellum")}
+    expected |= {name: [40, 40, 40, 0, 40] for name in ("olmo2", "exaone-moe", "mellum", "afmoe")}
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch == "gpt-oss")
-    assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4"))
+    assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4", "afmoe"))
     only_post = arch in ("olmo2", "exaone4")
-    assert spec.attention.has_post_norm == (arch in ("gemma3", "gemma4", "glm4") or only_post)
+    with_post = "gemma3", "gemma4", "glm4", "afmoe"
+    assert spec.attention.has_post_norm == (arch in with_post or only_post)
     assert spec.attention.has_pre_norm == (not only_post)
     assert spec.attention.norms_whole_qk == (arch in ("minimax-m2", "olmo2"))
     assert (spec.attention.mla is not None) == (arch in ("deepseek2", "mistral4"))

@@ -57,6 +57,7 @@ SHAPES = {
     "glm4moe": PRESETS["glm4moe-tiny"],
     "deepseek2": PRESETS["deepseek2-tiny"],
     "olmo2": PRESETS["olmo2-tiny"],
+    "afmoe": PRESETS["afmoe-tiny"],
     "bailingmoe2": PRESETS["bailingmoe2-tiny"],
     "qwen3next": PRESETS["qwen3next-tiny"],
     "minimax-m2": PRESETS["minimax-m2-tiny"],

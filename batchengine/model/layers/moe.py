@@ -44,6 +44,8 @@ class MoeBuffers:
                 ops.make_rows(tokens_max, spec.n_latent),
                 ops.make_activations(tokens_max, spec.n_latent, keep_float),
             )
+        # Before the norm of the sum of all, if it has one.
+        self.output = ops.make_rows(tokens_max if spec.has_post_norm else 0, n_embd)
         shared = [w.shared for w in banks if w.shared is not None]
         self.shared: SharedBuffers | None = None
         if shared:
@@ -93,11 +95,23 @@ class MoeFfn:
     ) -> None:
         """hidden, or `out` if it is given, += the weighted sum of what the chosen experts make of
         the normed rows of hidden, for the first `n` rows; then, if there is one, += what the shared
-        expert makes of them, times the sigmoid of its selector if it has one. `normed` keeps
-        floats, which selectors read."""
+        expert makes of them, times the sigmoid of its selector if it has one. Where the spec has a
+        second norm, the sum of both is normed and added. `normed` keeps floats, which selectors
+        read."""
+        to, post_norm = hidden if out is None else out, self.weights.post_norm
+        if not self.spec.has_post_norm or post_norm is None:
+            self._add_all(hidden, n, normed, to)
+            return
+        self.ops.zero_rows(n, self.buffers.output)
+        self._add_all(hidden, n, normed, self.buffers.output)
+        self.ops.norm_add(self.buffers.output, post_norm, self.eps, n, to)
+
+    def _add_all(
+        self, hidden: kernels.Rows, n: int, normed: kernels.Activations, to: kernels.Rows
+    ) -> None:
+        """to += what experts and the shared expert make of the normed rows of hidden."""
         ops, w, buffers, spec = self.ops, self.weights, self.buffers, self.spec
         pairs, gated = buffers.pairs, buffers.gated
-        to = hidden if out is None else out
         ops.norm_quantise(hidden, w.selector_norm or w.norm, self.eps, n, normed)
         ops.linear(normed, [w.selector], [w.selector_bias], n, buffers.logits)
         gating = spec.gating, w.choice_bias, w.scales, spec.n_group, spec.n_group_used

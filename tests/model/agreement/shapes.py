@@ -79,6 +79,7 @@ DOTS1 = replace(GLM4MOE, arch="dots1", bias=0.0, k_bias=0.0, n_rot=0, n_kv_head=
 BAILING2 = replace(DOTS1, arch="bailingmoe2", n_kv_head=2, fused=True, n_rot=64)
 EXAONE_MOE = replace(DOTS1, arch="exaone-moe", n_kv_head=2, window=40, n_layer=4, seed=6)
 HY_V3 = replace(DOTS1, arch="hy_v3", n_kv_head=2, n_layer=3)
+AFMOE = replace(DOTS1, arch="afmoe", n_kv_head=2, window=40, head_gain=1.0)
 MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
 MLA = replace(
     LLAMA, arch="deepseek2", n_layer=3, n_head=4, n_kv_head=1, head_dim=160, n_rot=32, q_rank=192,
@@ -295,6 +296,8 @@ SHAPES: dict[str, Shape] = {
     "exaone_moe_f32": replace(EXAONE_MOE, base="f32"),
     "hy_v3": replace(HY_V3, n_mtp=1),
     "hy_v3_f32": replace(HY_V3, base="f32", n_dense=2, n_layer=4, seed=3),
+    "afmoe": AFMOE,
+    "afmoe_f32": replace(AFMOE, base="f32", n_layer=5, n_dense=2),
     "mellum": MELLUM,
     "mellum_f32": replace(MELLUM, base="f32"),
     "arcee": replace(LLAMA, arch="arcee", rope_factors=True, rope_base=5e5),
