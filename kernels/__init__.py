@@ -177,15 +177,16 @@ __all__ = [
 
 
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
-# choices of experts by sigmoids, of groups of experts and by a softmax over all, steps of so many
-# tokens that a level has other code for them, heads of more than 256 dims, rules 13 to 16, and
-# relu2 with residual scales. As part of arith_id they would make the KV of models without these
-# parts useless.
+# choices of experts by sigmoids, of groups of experts, by a softmax over all and by that and a
+# bias, steps of so many tokens that a level has other code for them, heads of more than 256 dims,
+# rules 13 to 16, and relu2 with residual scales. As part of arith_id they would make the KV of
+# models without these parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
     "gating": "f42103545a198f48637104999a67b17f354291c478024bc44dde8596ce9aded6",
     "choices": "10fa221b6d0ecb23f0876796a830d4875dc51dbf9939843f3643d7ea6c937ebe",
+    "biased_softmax": "75a02932b70e0dc7cba8ecd2092d16372a6ac6105fa48622f885073f2eac341c",
     "heads": "0d4cbba41e7cec97c97428fd674d66120f8bde6401c1daa9a6d27d84b0b308eb",
     "many_tokens": "e8ff16b78e2a57ac45426dca4311af048a16a2c756311ab5094f7bd9545bf72d",
     "wide_heads": "889d80c52d2bf117af7cc24d12cb28fd0c13f1d67c4cbfe93bbac5dfeea04260",

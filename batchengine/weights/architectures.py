@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "oai", "relu2"]
-Gating = Literal["softmax", "sigmoid", "normed_sigmoid", "softmax_all"]
+Gating = Literal["softmax", "sigmoid", "normed_sigmoid", "softmax_all", "biased_softmax"]
 Sigmoid = Literal["none", "by_key", "normed", "by_function"]
 
 
@@ -45,8 +45,9 @@ class ModelArchitecture:
     are not used. sigmoid: experts are chosen and weighted by sigmoids of the selector's logits
     (expert_gating_func 2), "normed" by their sum or as a key says (expert_weights_norm), and a bias
     may count in the choice; "by_function": so or by softmaxes, as a key says (expert_gating_func).
-    starts_dense: the first layers may have no experts (leading_dense_block_count; in a file without
-    the key, those without a selector).
+    has_choice_bias: experts that are weighted by softmaxes are chosen by those over all, and a bias
+    may count. starts_dense: the first layers may have no experts (leading_dense_block_count; in a
+    file without the key, those without a selector).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
@@ -91,6 +92,7 @@ class ModelArchitecture:
     shared_expert: Literal["none", "weighted", "plain", "sized", "counted"] = "none"
     has_mtp: bool = False
     sigmoid: Sigmoid = "none"
+    has_choice_bias: bool = False
     starts_dense: bool = False
     has_window_heads: bool = False
     has_v_norm: bool = False
@@ -248,6 +250,13 @@ ARCHITECTURES = {
         starts_dense=True,
     ),
     "ernie4_5": ModelArchitecture(pairs="norm"),
+    "ernie4_5-moe": ModelArchitecture(
+        pairs="norm",
+        experts="all",
+        shared_expert="sized",
+        has_choice_bias=True,
+        starts_dense=True,
+    ),
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
     "granitehybrid": replace(_GRANITE_MOE, recurrent="mamba2"),

@@ -22,6 +22,7 @@ from batchengine.weights.keys import (
 EXPERTS_MAX = 1024  # as llama.cpp; keeps a step's tables of experts and pairs small
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 SIGMOIDS = "sigmoid", "normed_sigmoid"  # gatings
+WITH_BIAS = (*SIGMOIDS, "biased_softmax")  # which may have one of the choice
 GLM_FLASH_VOCAB, GLM_FLASH_LAYERS = 154880, (47, 48)
 GROUPS_MAX = 32  # EXPERT_GROUPS_MAX of choice.h
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
@@ -47,7 +48,8 @@ class MoeSpec:
 
     A selector chooses n_used of them for each token. Their outputs are summed with weights, times
     scale: by `gating` the softmax over the chosen, or over all ("softmax_all"), or the sigmoid of
-    each one's logit, "normed" by the sum over the chosen. activation: what becomes of the gate and
+    each one's logit, "normed" by the sum over the chosen. The choice of "biased_softmax" is by the
+    softmax over all. activation: what becomes of the gate and
     up products, by the name that kernels have for it; "relu2" has no gate. has_bias: the products
     of the selector and of each expert have biases. n_ff_shared: width of one more expert, which
     every token uses; 0 = there is none. has_shared_weight: it has a weight of its own for each
@@ -218,7 +220,7 @@ def _gating(gguf: GgufFile, arch: str) -> Gating:
     if kind == "by_function" and _gating_function(gguf, arch) == SOFTMAX:
         return "softmax" if gguf.values.get(f"{arch}.expert_weights_norm", False) else "softmax_all"
     if kind == "none":
-        return "softmax"
+        return "biased_softmax" if ARCHITECTURES[arch].has_choice_bias else "softmax"
     is_normed = kind == "normed" or gguf.values.get(f"{arch}.expert_weights_norm", False)
     return "normed_sigmoid" if is_normed else "sigmoid"
 

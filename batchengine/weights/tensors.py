@@ -26,7 +26,7 @@ from batchengine.weights.attention import (
     MlaSpec,
     rope_factors_of,
 )
-from batchengine.weights.ffn import SIGMOIDS, DenseSpec, FfnSpec, MoeSpec, PairedSpec
+from batchengine.weights.ffn import WITH_BIAS, DenseSpec, FfnSpec, MoeSpec, PairedSpec
 from batchengine.weights.keys import unsupported
 from batchengine.weights.recurrent import DeltaNetSpec, Mamba2Spec, ShortConvSpec
 from batchengine.weights.roles import (
@@ -351,7 +351,7 @@ def _post_norm(
 
 def _refuse_other_experts(gguf: GgufFile, spec: MoeSpec) -> None:
     """Raises for the first tensor of a mixture of experts of another form."""
-    others = (*_OTHER_EXPERTS, *([_CHOICE_BIAS] if spec.gating not in SIGMOIDS else []))
+    others = (*_OTHER_EXPERTS, *([_CHOICE_BIAS] if spec.gating not in WITH_BIAS else []))
     for name, info in gguf.tensors.items():
         for pattern, why, fix in others:
             if pattern.match(name):
@@ -423,7 +423,7 @@ def _plan_moe(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str, norm: str)
 
 def _plan_choice_bias(find: _Finder, spec: MoeSpec, prefix: str) -> VectorPlan | None:
     """What is added to what experts are chosen by; older files have another name for it."""
-    if spec.gating not in SIGMOIDS:
+    if spec.gating not in WITH_BIAS:
         return None
     bias = find.optional(prefix + "exp_probs_b.bias", spec.n_expert)
     return bias or find.optional(prefix + "exp_probs_b", spec.n_expert)

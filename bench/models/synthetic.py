@@ -458,6 +458,10 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         if is_counted and shape.n_ff_shared:
             n_shared = 1
         writer.add_expert_shared_count(n_shared)
+    if row.has_choice_bias and shape.n_expert:
+        writer.add_leading_dense_block_count(shape.n_dense)
+        writer.add_interleave_moe_layer_step(1)
+        writer.add_expert_shared_count(int(shape.n_ff_shared > 0))
     if shape.arch.startswith("qwen3vl"):  # pairs by the axis of an image that they turn with
         pairs = shape.head_dim // 2
         writer.add_rope_dimension_sections([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3, 0])

@@ -34,7 +34,8 @@ from kernels.cuda.products import (
 )
 
 EXPERTS_MAX = CHUNK_PAIRS_MAX = 1024  # THREADS_MAX and PAIRS_MAX of experts.cu
-GATINGS = "softmax", "sigmoid", "normed_sigmoid", "softmax_all"  # in the order of ca::Gating
+# In the order of ca::Gating.
+GATINGS = "softmax", "sigmoid", "normed_sigmoid", "softmax_all", "biased_softmax"
 CHUNK_TOKENS = 16  # that a block chooses for, a warp for each
 PORTION_WORDS = 4
 # A portion has room for so many times the pairs that an expert has on average, since they differ.

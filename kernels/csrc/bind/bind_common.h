@@ -70,7 +70,8 @@ inline bool is_ungated(const char* op, const std::string& activation, bool has_g
 }
 
 inline ca::Gating gating_of(const char* op, const std::string& name) {
-    const char* const names[ca::GATINGS] = {"softmax", "sigmoid", "normed_sigmoid", "softmax_all"};
+    const char* const names[ca::GATINGS] = {"softmax", "sigmoid", "normed_sigmoid", "softmax_all",
+                                            "biased_softmax"};
     for (int i = 0; i < ca::GATINGS; ++i)
         if (name == names[i]) return static_cast<ca::Gating>(i);
     throw std::invalid_argument(std::string(op) + ": no gating is named " + name);

@@ -93,8 +93,8 @@ void bind_operations(nb::module_& module) {
             require_tokens(tokens, pairs.tokens_max, "select_experts");
             require_width(logits.width, pairs.n_expert, "select_experts");
             require_groups(choice, pairs);
-            require(!bias || !ca::is_softmax(choice.gating),
-                    "select_experts: a softmax has no bias of the choice");
+            require(!bias || !ca::has_logit_keys(choice.gating),
+                    "select_experts: a choice by logits has no bias");
             require(!bias || bias->size == pairs.n_expert,
                     "select_experts: the bias has one value per expert");
             require(!scales || scales->size == pairs.n_expert,
@@ -106,9 +106,9 @@ void bind_operations(nb::module_& module) {
         nb::arg("gating") = "softmax", nb::arg("bias") = nb::none(),
         nb::arg("scales") = nb::none(), nb::arg("n_group") = 1, nb::arg("n_group_used") = 1,
         "Chooses the experts of each token by the selector's logits; weights are times `scale`.\n\n"
-        "The gating is \"softmax\", \"sigmoid\", \"normed_sigmoid\" or \"softmax_all\": rule 11 of "
-        "docs/numerics.md. "
-        "The bias, of a sigmoid alone, is added to what experts are chosen by; `scales` are what "
+        "The gating is \"softmax\", \"sigmoid\", \"normed_sigmoid\", \"softmax_all\" or \"biased_softmax\": "
+        "rule 11 of docs/numerics.md. "
+        "The bias, of a sigmoid or the last one, is added to what experts are chosen by; `scales` are what "
         "weights are multiplied by, one for each expert. Of n_group groups of experts, of a sigmoid, those of "
         "n_group_used can be chosen. ValueError if they do not fit.");
     module.def(

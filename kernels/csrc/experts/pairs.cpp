@@ -11,14 +11,14 @@ namespace {
 // Below this many values to copy, waking the pool costs more than copying alone.
 constexpr size_t COPIED_ALONE = 4 * VALUES_ALONE;
 
-// The keys of a token's experts; those of a softmax are the logits themselves.
-const float* keys_of(const ExpertChoice& choice, const float* logit, size_t n) {
-    if (ca::is_softmax(choice.gating)) return logit;
+// The keys of a token's experts, which may be the logits themselves.
+const float* keys_of(const ExpertChoice& choice, const float* logit, const ca::SoftmaxOfAll& all,
+                     size_t n) {
+    if (ca::has_logit_keys(choice.gating)) return logit;
     static thread_local Buffer<float> keys;
     if (keys.size() < n) keys = Buffer<float>(n);
     for (size_t i = 0; i < n; ++i)
-        keys[i] =
-            ca::choice_key(choice.gating, logit[i], choice.bias ? choice.bias->data[i] : 0.0f);
+        keys[i] = ca::choice_key(choice.gating, logit[i], choice.bias ? choice.bias->data[i] : 0.0f, all);
     return keys.data();
 }
 
@@ -77,10 +77,13 @@ void select_experts(Pool& pool, const Rows& logits, size_t tokens, const ExpertC
     for_each(pool, tokens, alone, [&](size_t token) {
         const size_t at = token * pairs.n_used;
         const float* logit = logits.row(token);
-        ca::select_experts(choice.gating, logit, keys_of(choice, logit, pairs.n_expert),
-                           static_cast<int>(pairs.n_expert), static_cast<int>(pairs.n_used),
-                           choice.groups, choice.scale, choice.scales ? choice.scales->data.data() : nullptr,
-                           pairs.id.data() + at, pairs.weight.data() + at);
+        const int n = static_cast<int>(pairs.n_expert);
+        ca::SoftmaxOfAll all;
+        if (choice.gating == ca::Gating::biased_softmax) all = ca::softmax_of_all(logit, n);
+        ca::select_experts(choice.gating, logit, keys_of(choice, logit, all, pairs.n_expert), all, n,
+                           static_cast<int>(pairs.n_used), choice.groups, choice.scale,
+                           choice.scales ? choice.scales->data.data() : nullptr, pairs.id.data() + at,
+                           pairs.weight.data() + at);
     });
     sort_pairs(pairs);
 }

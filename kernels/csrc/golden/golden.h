@@ -60,6 +60,7 @@ void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates
 void golden_gating(Pool& pool, Golden& golden);     // choices of experts by other functions than softmax
 void golden_choices(Pool& pool, Golden& golden);  // softmax over all experts, and groups of experts
+void golden_biased_softmax(Pool& pool, Golden& golden);  // a softmax over all with a bias of the choice
 void golden_heads(Pool& pool, Golden& golden);  // rule 16
 void golden_many_tokens(Golden& golden);  // linear kernels that some levels use for many token groups
 void golden_wide_heads(Pool& pool, Golden& golden);  // attention with heads of more than 256 dims

@@ -110,33 +110,62 @@ void golden_gating(Pool& pool, Golden& golden) {
     record("by normed sigmoid and bias", {ca::Gating::normed_sigmoid, 2.5f, &bias});
 }
 
-void golden_choices(Pool& pool, Golden& golden) {
-    constexpr size_t MANY = 24;
-    GoldenSource source(0x6207);
-    Rows logits(TOKENS, MANY);
-    for (size_t t = 0; t < TOKENS; ++t)
-        for (size_t i = 0; i < MANY; ++i) logits.row(t)[i] = 6.0f * source.unit();
-    for (size_t i = 0; i < MANY; ++i) {
-        logits.row(5)[i] = i % 2 ? 0.0f : -0.0f;
-        logits.row(7)[i] = 20.0f + static_cast<float>(i);  // all of the same logistic function
-        logits.row(9)[i] = -30.0f - static_cast<float>(i);
+namespace {
+
+// Logits of many experts, and a bias, for choices that are recorded.
+struct ManyExperts {
+    static constexpr size_t MANY = 24;
+
+    explicit ManyExperts(uint64_t seed) : logits(TOKENS, MANY), bias_values(MANY) {
+        GoldenSource source(seed);
+        for (size_t t = 0; t < TOKENS; ++t)
+            for (size_t i = 0; i < MANY; ++i) logits.row(t)[i] = 6.0f * source.unit();
+        for (size_t i = 0; i < MANY; ++i) {
+            logits.row(5)[i] = i % 2 ? 0.0f : -0.0f;
+            logits.row(7)[i] = 20.0f + static_cast<float>(i);  // all of the same logistic function
+            logits.row(9)[i] = -30.0f - static_cast<float>(i);
+        }
+        logits.row(11)[8] = ca::canonical_nan();
+        logits.row(12)[0] = ca::float_of(ca::INFINITY_BITS);
+        for (float& value : bias_values) value = 0.5f * source.unit();
+        bias_values[3] = bias_values[4] = 0.25f;
     }
-    logits.row(11)[8] = ca::canonical_nan();
-    logits.row(12)[0] = ca::float_of(ca::INFINITY_BITS);
-    std::vector<float> values(MANY);
-    for (float& value : values) value = 0.5f * source.unit();
-    values[3] = values[4] = 0.25f;
-    const Vector bias(values.data(), values.size());
-    ExpertPairs pairs(TOKENS, MANY, USED);
-    const auto record = [&](const std::string& name, const ExpertChoice& choice) {
+    Vector bias() const { return Vector(bias_values.data(), bias_values.size()); }
+    void record(Pool& pool, Golden& golden, const std::string& name, const ExpertChoice& choice) const {
+        ExpertPairs pairs(TOKENS, MANY, USED);
         select_experts(pool, logits, TOKENS, choice, pairs);
         golden.add("experts " + name, pairs.id.data(), pairs.pairs() * sizeof(int32_t));
         golden.add("weights of experts " + name, pairs.weight.data(),
                    pairs.pairs() * sizeof(float));
+    }
+
+    Rows logits;
+    std::vector<float> bias_values;
+};
+
+}  // namespace
+
+void golden_choices(Pool& pool, Golden& golden) {
+    const ManyExperts experts(0x6207);
+    const Vector bias = experts.bias();
+    const auto record = [&](const std::string& name, const ExpertChoice& choice) {
+        experts.record(pool, golden, name, choice);
     };
     record("by softmax of all", {ca::Gating::softmax_all, 1.25f, nullptr});
     record("of groups by sigmoid", {ca::Gating::sigmoid, 1.0f, nullptr, nullptr, {6, 2}});
     record("of groups by sigmoid and bias", {ca::Gating::normed_sigmoid, 2.5f, &bias, nullptr, {8, 4}});
+}
+
+void golden_biased_softmax(Pool& pool, Golden& golden) {
+    ManyExperts experts(0x6208);
+    for (size_t i = 0; i < ManyExperts::MANY; ++i)  // those that the bias prefers have next to nothing
+        experts.logits.row(10)[i] = experts.bias_values[i] > 0.0f ? -40.0f : 10.0f;
+    const Vector bias = experts.bias();
+    experts.record(pool, golden, "by softmax", {ca::Gating::biased_softmax, 1.25f, nullptr});
+    experts.record(pool, golden, "by softmax and bias", {ca::Gating::biased_softmax, 2.5f, &bias});
+    for (float& value : experts.bias_values) value *= 64.0f;
+    const Vector large = experts.bias();
+    experts.record(pool, golden, "by bias", {ca::Gating::biased_softmax, 1.0f, &large});
 }
 
 }  // namespace batchengine

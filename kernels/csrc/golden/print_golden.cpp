@@ -149,6 +149,7 @@ void print_level(Pool& pool) {
     for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
     golden_gating(pool, golden);
     golden_choices(pool, golden);
+    golden_biased_softmax(pool, golden);
     golden_heads(pool, golden);
     golden_many_tokens(golden);
     golden_wide_heads(pool, golden);

@@ -26,18 +26,40 @@ struct Sorted {
 };
 
 // How experts are chosen; bias: of the keys, scales: of the output of each expert; or null. groups: 1 of 1, or
-// those of a gating that is no softmax.
+// those of a gating that is no softmax. all: of the token at hand, of biased_softmax.
 struct Choice {
     ca::Gating gating;
     float scale;
     gpu::In<float> bias;
     gpu::In<float> scales;
     ca::ExpertGroups groups;
+    ca::SoftmaxOfAll all;
 
     GPU_FN float key(gpu::In<float> logits, int expert) const {
-        return ca::choice_key(gating, logits[expert], bias ? float(bias[expert]) : 0.0f);
+        return ca::choice_key(gating, logits[expert], bias ? float(bias[expert]) : 0.0f, all);
     }
 };
+
+// ca::softmax_of_all by a warp.
+GPU_FN ca::SoftmaxOfAll softmax_of_all(gpu::In<float> logits, int n) {
+    bool finite = true;
+    float largest = logits[0];
+    for (int i = gpu::lane(); i < n; i += gpu::WARP) {
+        const float logit = logits[i];
+        finite = ca::is_finite(logit) && finite;
+        if (logit > largest) largest = logit;
+    }
+    if (gpu::any(!finite)) return {ca::canonical_nan(), 1.0f};
+    for (int mask = gpu::WARP / 2; mask >= 1; mask /= 2) {
+        const float other = gpu::shuffle_xor(largest, mask);
+        if (other > largest) largest = other;
+    }
+    int32_t sum = 0;
+    for (int i = gpu::lane(); i < n; i += gpu::WARP)
+        sum += ca::part_of_all(ca::expc(ca::sub_rn(logits[i], largest)));
+    for (int mask = gpu::WARP / 2; mask >= 1; mask /= 2) sum += gpu::shuffle_xor(sum, mask);
+    return {largest, ca::sum_of_all(sum)};
+}
 
 // ca::kept_groups by a warp: a lane has the keys of a group.
 GPU_FN uint32_t kept_groups(gpu::In<float> logits, int n, const Choice& choice) {
@@ -56,8 +78,10 @@ GPU_FN uint32_t kept_groups(gpu::In<float> logits, int n, const Choice& choice) 
 
 // The experts of a token and their weights, by ascending id, from `at` on; those of the chunk from
 // `in_chunk` on. As ca::select_experts, by a warp.
-GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choice, Numbers& chunk_ids,
+GPU_FN void choose(gpu::In<float> logits, int n, int n_used, Choice choice, Numbers& chunk_ids,
                    Floats& parts, int in_chunk, gpu::Out<int32_t> ids, gpu::Out<float> weights, int64_t at) {
+    const bool is_biased = choice.gating == ca::Gating::biased_softmax;
+    if (is_biased) choice.all = softmax_of_all(logits, n);
     bool finite = true;
     for (int i = gpu::lane(); i < n; i += gpu::WARP) finite = ca::is_finite(choice.key(logits, i)) && finite;
     const bool is_poisoned = gpu::any(!finite);
@@ -80,7 +104,7 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
         last = static_cast<int>(gpu::min_of_lanes(static_cast<uint32_t>(candidate)));
         if (j == 0) top = last;
     }
-    const float largest = logits[top];
+    const float largest = is_biased ? choice.all.largest : float(logits[top]);
     int found = 0;
     for (int first = 0; first < n; first += gpu::WARP) {
         const int i = first + gpu::lane();
@@ -98,15 +122,9 @@ GPU_FN void choose(gpu::In<float> logits, int n, int n_used, const Choice& choic
     gpu::warp_barrier();
     float sum = 0.0f;
     for (int j = 0; j < n_used; j++) sum = ca::add_rn(sum, parts[in_chunk + j]);
-    if (choice.gating == ca::Gating::softmax_all) {
-        int32_t all = 0;
-        for (int i = gpu::lane(); i < n && !is_poisoned; i += gpu::WARP)
-            all += ca::part_of_all(ca::weight_part(choice.gating, logits[i], largest));
-        for (int mask = gpu::WARP / 2; mask >= 1; mask /= 2) all += gpu::shuffle_xor(all, mask);
-        sum = ca::sum_of_all(all);
-    }
+    if (choice.gating == ca::Gating::softmax_all) sum = softmax_of_all(logits, n).sum;
     for (int j = gpu::lane(); j < n_used; j += gpu::WARP) {
-        float weight = ca::weight_of_part(choice.gating, parts[in_chunk + j], sum, choice.scale);
+        float weight = ca::weight_of_part(choice.gating, parts[in_chunk + j], sum, choice.scale, choice.all);
         if (choice.scales) weight = ca::mul_rn(weight, choice.scales[chunk_ids[in_chunk + j]]);
         ids[at + j] = int32_t(chunk_ids[in_chunk + j]);
         weights[at + j] = is_poisoned ? ca::canonical_nan() : weight;
@@ -181,7 +199,7 @@ KERNEL(select_experts, THREADS_MAX, gpu::In<float> logits, int stride, int n_exp
     const int first = gpu::block() * chunk, n = tokens - first < chunk ? tokens - first : chunk;
     for (int i = gpu::warp(); i < n; i += gpu::warps())
         choose(logits + static_cast<int64_t>(first + i) * stride, n_expert, n_used,
-               {static_cast<ca::Gating>(gating), scale, bias, scales, {n_group, n_group_kept}}, chunk_ids,
+               {static_cast<ca::Gating>(gating), scale, bias, scales, {n_group, n_group_kept}, {}}, chunk_ids,
                parts, i * n_used, ids, weights, static_cast<int64_t>(first + i) * n_used);
     gpu::barrier();
     const int count = rank_pairs(chunk_ids, ranks, n * n_used);

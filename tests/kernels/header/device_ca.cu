@@ -22,7 +22,7 @@ __device__ const void* const FUNCTIONS[] = {
     ADDRESS(finish),
     ADDRESS(penalised), ADDRESS(weight_of), ADDRESS(integer_weight), ADDRESS(share_of), ADDRESS(falling_key), ADDRESS(philox),
     ADDRESS(fraction_of), ADDRESS(log_of_sum), ADDRESS(log_probability),
-    ADDRESS(is_softmax), ADDRESS(add_key), ADDRESS(group_order), ADDRESS(part_of_all), ADDRESS(sum_of_all), ADDRESS(kept_groups),
+    ADDRESS(is_softmax), ADDRESS(has_logit_keys), ADDRESS(softmax_of_all), ADDRESS(add_key), ADDRESS(group_order), ADDRESS(part_of_all), ADDRESS(sum_of_all), ADDRESS(kept_groups),
     ADDRESS(choice_key), ADDRESS(weight_part), ADDRESS(weight_of_part), ADDRESS(select_experts),
     ADDRESS(add_expert),
     ADDRESS(sigmoid), ADDRESS(tanhc), ADDRESS(capped), ADDRESS(softplus), ADDRESS(convolved), ADDRESS(unit_factor), ADDRESS(state_decay),

@@ -267,9 +267,10 @@ void experts() {
         const auto gating = static_cast<ca::Gating>(source.below(ca::GATINGS));
         for (int i = 0; i < n; i++) logit[i] = source.below(4) ? source.between(-9, 9) : 1.0f;
         if (round % 16 == 3) logit[source.below(n)] = source.any();
-        for (int i = 0; i < n; i++) key[i] = ca::choice_key(gating, logit[i], source.between(-1, 1));
+        const ca::SoftmaxOfAll all = ca::softmax_of_all(logit, n);
+        for (int i = 0; i < n; i++) key[i] = ca::choice_key(gating, logit[i], source.between(-1, 1), all);
         for (int i = 0; i < n; i++) scales[i] = source.between(-2, 2);
-        ca::select_experts(gating, logit, key, n, used, groups, source.between(0.5f, 2),
+        ca::select_experts(gating, logit, key, all, n, used, groups, source.between(0.5f, 2),
                            round % 2 ? scales : nullptr, id, weight);
         for (int i = 0; i < used; i++) ids.add(id[i]);
         weights.add(weight, used);

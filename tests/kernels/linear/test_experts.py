@@ -143,6 +143,33 @@ def test_weights_of_a_softmax_over_all_are_rule_11(data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
+def test_a_choice_by_a_softmax_and_a_bias_is_rule_11(data: st.DataObject) -> None:
+    """Also of experts that are nearly nothing beside others, whose sum is below the least one."""
+    n = data.draw(st.integers(1, 40))
+    n_used = data.draw(st.integers(1, n))
+    few = st.sampled_from([0.0, -0.0, 1.0, -3.0, 30.0, -14.0, -87.5, -89.0])
+    row = data.draw(st.lists(few | st.floats(-30, 30, width=32), min_size=n, max_size=n))
+    some = st.sampled_from([0.0, 0.5, -0.5, 3.0]) | st.floats(-2, 2, width=32)
+    bias = data.draw(st.none() | st.lists(some, min_size=n, max_size=n))
+    pool, logits = k.Pool(1), np.array([row], np.float32)
+    given_bias = None if bias is None else np.array(bias, np.float32)
+    _, ids, weights = selected(pool, logits, n_used, 2.5, "biased_softmax", given_bias)
+    largest = max(logits[0].tolist())
+    parts = [exp(max(add(x, -largest), -88.0)) for x in logits[0].tolist()]
+    of_all = mul(rn(float(sum(round(part * 2**20) for part in parts))), 2.0**-20)
+    keys = [add(div(part, of_all), b) for part, b in zip(parts, bias or [0.0] * n, strict=True)]
+    wanted = sorted(sorted(range(n), key=lambda i: (-keys[i], i))[:n_used])
+    assert ids[0].tolist() == wanted
+    total = parts[wanted[0]]
+    for i in wanted[1:]:
+        total = add(total, parts[i])
+    divisor = max(total, mul(of_all, 2.0**-14))
+    assert_bits(weights, [[mul(div(parts[i], divisor), 2.5) for i in wanted]])
+    pool.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
 def test_groups_of_experts_are_rule_11(data: st.DataObject) -> None:
     """The groups that are kept are chosen first; the rest is a choice among their experts."""
     n_group, each = data.draw(st.integers(2, 8)), data.draw(st.integers(2, 6))
@@ -200,7 +227,9 @@ def test_the_bias_of_a_choice_changes_no_weight(pool: k.Pool) -> None:
     assert float(weights.sum()) == pytest.approx(3.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("gating", ["softmax", "sigmoid", "normed_sigmoid", "softmax_all"])
+@pytest.mark.parametrize(
+    "gating", ["softmax", "sigmoid", "normed_sigmoid", "softmax_all", "biased_softmax"]
+)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_logit_that_is_no_number_poisons_its_token_alone(
     pool: k.Pool, bad: float, gating: str

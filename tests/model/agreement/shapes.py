@@ -80,6 +80,9 @@ BAILING2 = replace(DOTS1, arch="bailingmoe2", n_kv_head=2, fused=True, n_rot=64)
 EXAONE_MOE = replace(DOTS1, arch="exaone-moe", n_kv_head=2, window=40, n_layer=4, seed=6)
 HY_V3 = replace(DOTS1, arch="hy_v3", n_kv_head=2, n_layer=3)
 AFMOE = replace(DOTS1, arch="afmoe", n_kv_head=2, window=40, head_gain=1.0)
+ERNIE_MOE = replace(
+    DOTS1, arch="ernie4_5-moe", n_kv_head=2, weights_scale=1.0, choice_bias=0.05, rope_base=5e5
+)
 MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
 MLA = replace(
     LLAMA, arch="deepseek2", n_layer=3, n_head=4, n_kv_head=1, head_dim=160, n_rot=32, q_rank=192,
@@ -304,6 +307,9 @@ SHAPES: dict[str, Shape] = {
     "arcee_f32": replace(LLAMA, arch="arcee", base="f32", yarn_factor=8.0, yarn_trained=100),
     "bailingmoe2": replace(BAILING2, n_group=4, n_group_used=2, n_embd=512, n_layer=3),
     "ernie4_5": replace(LLAMA, arch="ernie4_5", rope_base=5e5),
+    "ernie4_5_moe": ERNIE_MOE,
+    "ernie4_5_moe_f32": replace(ERNIE_MOE, base="f32"),
+    "ernie4_5_moe_plain": replace(ERNIE_MOE, base="f32", choice_bias=0.0, n_ff_shared=0),
     "mla": MLA,
     "mla_f32": replace(MLA, base="f32"),
     # llama.cpp takes queries without a projection in models of 26 layers and a few others.
