@@ -148,12 +148,13 @@ _DEEPSEEK2 = ModelArchitecture(
 )
 _LFM2 = ModelArchitecture(has_qk_norm=True, recurrent="conv", output_norm="token_embd_norm.weight")
 
-# Of qwen3vl and qwen3vlmoe only text is computed: there their RoPE is that of qwen3.
+# Of qwen2vl, qwen3vl and qwen3vlmoe only text is computed: there their RoPE is as without images.
 ARCHITECTURES = {
     "llama": ModelArchitecture(pairs="norm", experts="some", rope_factors="some"),
     "mistral3": ModelArchitecture(pairs="norm", log_multiplier="whole", scales_queries=True),
     "smollm3": ModelArchitecture(pairs="norm", rope_every=4),
     "qwen2": ModelArchitecture(),
+    "qwen2vl": ModelArchitecture(),
     "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,

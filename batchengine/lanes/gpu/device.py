@@ -145,7 +145,7 @@ class CudaDevice:
             [PageCache(gpu, part, n) for part, n in zip(parts.parts, counts, strict=True)]
         )
         self.gpu = LoadedGpu(pool, steps, copies, kernels.Batch(*limits))
-        detail = f"self-test ok, room for {copies.pages_max}"
+        detail = f"self-test ok, room for {copies}"
         report("gpu kernels", detail, 0.95, time.perf_counter() - started)
         gpu_facts = wire.GpuFacts(gpu.facts.name, gpu.facts.multiprocessors, gpu.facts.memory_bytes)
         facts = facts_of(model, pool, f"cuda {resources.index}")

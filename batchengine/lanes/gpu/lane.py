@@ -118,7 +118,7 @@ class GpuLane:
             except MemoryError as error:
                 if not self._pages.shrink():
                     raise GpuFault(f"out of memory: {error}") from error
-                log.warning("no memory on the GPU: it holds %s now", self._pages.pages_max)
+                log.warning("no memory on the GPU: it holds %s now", self._pages)
 
     def _rooms(self) -> list[Room]:
         return [Room(cache.part.window, cache.pages_max) for cache in self._pages.caches]
@@ -131,8 +131,8 @@ class GpuLane:
         rejected: list[tuple[int, int]] = []
         for first, part in parts_of(batch, rooms):
             if not fits(part, rooms):
-                n, room = len(np.unique(part.codes)), self._pages.pages_max
-                raise GpuFault(f"a session of {n} pages, and room for {room}: memory was refused")
+                n, fit = len(np.unique(part.codes)), self._pages
+                raise GpuFault(f"a session of {n} pages, and room for {fit}: memory was refused")
             output = run_on_host(self._memory, part, self._compute)
             rows += output.rows
             nonfinite += [first + index for index in output.nonfinite]

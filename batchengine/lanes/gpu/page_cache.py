@@ -156,9 +156,8 @@ class PageCopies:
     def __init__(self, caches: Sequence[PageCache]) -> None:
         self.caches = tuple(caches)
 
-    @property
-    def pages_max(self) -> str:
-        """How many pages fit, in words."""
+    def __str__(self) -> str:
+        """How many pages fit."""
         counts = [f"{self.caches[-1].pages_max} pages"]
         counts += [
             f"{cache.pages_max} of the layers with a window of {cache.part.window}"

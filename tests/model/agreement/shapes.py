@@ -132,6 +132,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "smollm3": replace(LLAMA, arch="smollm3", n_layer=5, rope_base=5e6),
     "seed_oss": replace(QWEN2, arch="seed_oss"),
+    "qwen2vl": replace(QWEN2, arch="qwen2vl", sections=(8, 12, 12, 0)),
     "qwen3vl": replace(QWEN3, arch="qwen3vl"),
     "fused_qkv": replace(QWEN2, arch="llama", fused=True),
     "f32": replace(QWEN3, base="f32"),
