@@ -150,10 +150,46 @@ def test_a_cache_that_does_not_fit_becomes_smaller() -> None:
     assert scene.use(4, 1) == [4, 1]
     with pytest.raises(MemoryError):
         scene.use(0, 1, 2, 3, 4)
-    assert scene.cache.shrink()
+    copies = PageCopies([scene.cache])
+    assert copies.shrink()
     assert (scene.cache.pages_max, scene.gpu.held) == (3, {})
-    assert not scene.cache.shrink()
+    assert not copies.shrink()
     assert scene.use(0, 1, 2) == [0, 1, 2]
+
+
+def test_a_part_gets_its_share_of_memory_that_another_part_has_taken() -> None:
+    """Memory that is refused to layers with a window is not taken from them alone."""
+    scene = Scene(1, fit=10)
+    windowed, others = LayerPart(40, (Run(0, 32),)), whole(BYTES // 2)
+    caches = PageCache(scene.gpu, windowed, 50, 2), PageCache(scene.gpu, others, 100, 8)
+    copies = PageCopies(caches)
+    pages = list(range(8))
+    codes = np.arange(10, 18, dtype=np.uint64)
+    hidden = np.array([[1, 7 * 256 + 200, 8]], np.int32)  # of all pages but the last
+    both = np.array([[300, 5 * 256, 8]], np.int32)  # a token sees the last four
+    copies.addresses(codes, scene.at(*pages), hidden, np.zeros(8, bool))
+    with pytest.raises(MemoryError):
+        copies.addresses(codes, scene.at(*pages), both, np.zeros(8, bool))
+    assert [len(cache) for cache in caches] == [2, 8]
+    assert copies.shrink()  # to 7 pages of 10
+    assert [cache.pages_max for cache in caches] == [2, 5]
+    assert scene.gpu.held == {}
+    copies.addresses(codes[3:], scene.at(*pages[3:]), np.array([[1, 1024, 5]]), np.zeros(5, bool))
+    assert copies.shrink()
+    assert [cache.pages_max for cache in caches] == [2, 3]
+
+
+def test_each_part_keeps_what_one_entry_needs_if_there_is_room() -> None:
+    scene = Scene(1)
+    windowed = PageCache(scene.gpu, LayerPart(40, (Run(0, BYTES),)), 3, 3)
+    copies = PageCopies((windowed, PageCache(scene.gpu, whole(BYTES // 2), 50, 3)))
+    of_ten = np.array([[1, 9 * 256 - 1, 9], [1, 255, 1]], np.int32)
+    pages = [0, 1, 2, 3, 4, 5, 6, 7, 7, 6]
+    codes = np.arange(20, 30, dtype=np.uint64)
+    copies.addresses(codes, scene.at(*pages), of_ten, np.zeros(10, bool))
+    assert [len(cache) for cache in copies.caches] == [2, 10]
+    assert copies.shrink()  # to the bytes of three pages and of four and a half
+    assert [cache.pages_max for cache in copies.caches] == [3, 4]
 
 
 def test_memory_that_was_refused_is_not_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:

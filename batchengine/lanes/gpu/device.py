@@ -142,7 +142,10 @@ class CudaDevice:
             raise errors.GPU_UNUSABLE(index=resources.index, why=why)
         counts = divide(parts.parts, of_pages, gpu.taken_by)
         copies = PageCopies(
-            [PageCache(gpu, part, n) for part, n in zip(parts.parts, counts, strict=True)]
+            [
+                PageCache(gpu, part, n, of_pages.pages_min(part))
+                for part, n in zip(parts.parts, counts, strict=True)
+            ]
         )
         self.gpu = LoadedGpu(pool, steps, copies, kernels.Batch(*limits))
         detail = f"self-test ok, room for {copies}"

@@ -24,10 +24,16 @@ log = logging.getLogger("batchengine.worker")
 
 
 class PageCache:
-    """A part of each of up to `pages_max` pages."""
+    """A part of each of up to `pages_max` pages. pages_min: what a step of one entry may need.
 
-    def __init__(self, gpu: Gpu, part: LayerPart, pages_max: int) -> None:
-        self.part, self.pages_max = part, pages_max
+    is_alone: no other part has copies. Memory that is refused makes it smaller then; otherwise
+    `PageCopies.shrink` does, as the other parts may have the memory that it lacks.
+    """
+
+    def __init__(self, gpu: Gpu, part: LayerPart, pages_max: int, pages_min: int = 1) -> None:
+        self.part, self.pages_max, self.pages_min = part, pages_max, pages_min
+        self.page_bytes = gpu.taken_by(part.n_bytes)
+        self.is_alone = True
         self.copied = 0  # pages, since the start
         self._gpu = gpu
         self._n_bytes = part.n_bytes
@@ -38,6 +44,11 @@ class PageCache:
 
     def __len__(self) -> int:
         return len(self._held)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the GPU that it has taken."""
+        return (len(self._held) + len(self._free)) * self.page_bytes
 
     def addresses(self, codes: U64Array, on_host: U64Array, is_unwritten: BoolArray) -> U64Array:
         """The addresses of the copies of pages, which lie at `on_host`; copies those that lack,
@@ -99,17 +110,13 @@ class PageCache:
                 self._gpu.copy_aside(self._held[code] + offset, run)
             self._arriving.add(code)
 
-    def shrink(self) -> bool:
-        """Give the memory of all pages back, and hold fewer from now on; False if that is none."""
+    def give_back(self, pages_max: int) -> None:
+        """Give the memory of all pages back, and hold up to `pages_max` from now on."""
         self.forget(list(self._held))
-        fewer = len(self._free) * 3 // 4
-        if not fewer:
-            return False
-        self.pages_max = fewer
+        self.pages_max = pages_max
         for address in self._free:
             self._gpu.free(address)
         self._free.clear()
-        return True
 
     def _room(self, used: set[int]) -> int:
         """Memory for one more page, of a page that is not in `used` if there is no other."""
@@ -119,7 +126,7 @@ class PageCache:
             try:
                 return self._gpu.allocate(self._n_bytes)
             except MemoryError:
-                if not self._held.keys() - used:
+                if not self.is_alone or not self._held.keys() - used:
                     raise
                 self.pages_max = len(self._held)
                 log.warning("no memory on the GPU: it holds %d pages now", self.pages_max)
@@ -155,6 +162,8 @@ class PageCopies:
 
     def __init__(self, caches: Sequence[PageCache]) -> None:
         self.caches = tuple(caches)
+        for cache in caches:
+            cache.is_alone = len(caches) == 1
 
     def __str__(self) -> str:
         """How many pages fit."""
@@ -196,6 +205,22 @@ class PageCopies:
         self.caches[-1].copy_expected(n_bytes, used)
 
     def shrink(self) -> bool:
-        """Give the memory of all pages back, and hold fewer from now on; False if that is none."""
-        shrunk = [cache.shrink() for cache in self.caches]
-        return any(shrunk)
+        """Give the memory of all pages back, and hold three quarters of it from now on, each part
+        its share. A part has what one entry needs of it as long as that leaves the others half of
+        the memory, or what one entry needs of them. False if some part would have none."""
+        left = sum([cache.taken_bytes for cache in self.caches]) * 3 // 4
+        planned = sum([cache.pages_max * cache.page_bytes for cache in self.caches])
+        least = sum([cache.pages_min * cache.page_bytes for cache in self.caches])
+        counts: list[int] = []
+        for cache in self.caches[:-1]:
+            least -= cache.pages_min * cache.page_bytes
+            n = max(cache.pages_max * left // planned, cache.pages_min)
+            counts.append(min(n, max(left - least, left // 2) // cache.page_bytes))
+            left -= counts[-1] * cache.page_bytes
+            planned -= cache.pages_max * cache.page_bytes
+        counts.append(left // self.caches[-1].page_bytes)
+        if not all(counts):
+            return False
+        for cache, pages_max in zip(self.caches, counts, strict=True):
+            cache.give_back(pages_max)
+        return True
