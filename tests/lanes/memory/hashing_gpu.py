@@ -1,7 +1,7 @@
 """A GPU whose rows are hashes, for tests of the memory of a lane.
 
-A row is the hash of all rows before it and of its token. The GPU computes when it is waited for,
-piece by piece, or at once.
+A row is the hash of its token and of the rows before it: of two layers, those that a window of
+tokens has, and of one all. The GPU computes when it is waited for, piece by piece, or at once.
 """
 
 from __future__ import annotations
@@ -22,29 +22,46 @@ from batchengine.lanes.device import LaneMemory
 from batchengine.lanes.gpu.device import CudaDevice
 from batchengine.lanes.gpu.lane import GpuLane, Launched, LoadedGpu
 from batchengine.lanes.gpu.page_cache import PageCache, PageCopies
-from batchengine.lanes.step_input import StepInput
+from batchengine.lanes.step_input import I32Array, StepInput
 from batchengine.wire import lane as wire
 from bench.models.tensors import aligned
 from kernels.cuda.gpu import DeviceFacts, Gpu, Graph, KernelLaunch
 from kernels.cuda.memory import BadRows, KvRows
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, Taken
-from kernels.cuda.page_parts import LayerPart, Run
+from kernels.cuda.page_parts import PageParts
 from kv_store.layout import PageLayout
 
-LAYOUT = PageLayout.uniform(1, 1, 32)
+LAYOUT = PageLayout.uniform(3, 1, 32)
 WIDTH = LAYOUT.row_bytes
+WINDOWED, WHOLE = (0, 2), (1,)  # layers with a window, if a model has one, and the other
 VOCAB, ENTRIES, TOKENS = 64, 20, 500  # entries and tokens of a step, at most
+CONTEXT = 3 * PAGE_TOKENS
 BAD = bytes([255]) * WIDTH  # a row that is not finite
+PART_BYTES = LAYOUT.layers[0].layer_bytes  # a part of a page is as large, or several times
 FACTS = wire.ModelFacts("", "", 1, LAYOUT.layers, LAYOUT.payload_bytes, VOCAB, {})
 
 
 def page_shape() -> kernels.PageShape:
     """The shape of LAYOUT."""
-    return kernels.PageShape(1, 1, 32)
+    return kernels.PageShape(LAYOUT.layers)
 
 
-def row_of(before: bytes | bytearray, token: int) -> bytes:
+def columns_of(layers: Sequence[int]) -> I32Array:
+    """The bytes of a row that are of these layers."""
+    width = WIDTH // LAYOUT.n_layer
+    return np.concatenate([np.arange(width, dtype=np.int32) + width * layer for layer in layers])
+
+
+def hidden(n: int, window: int) -> int:
+    """How many of `n` rows a window hides from a token behind them; 0: there is no window."""
+    return max(0, n - (window - 1)) if window else 0
+
+
+def row_of(before: bytes | bytearray, token: int, window: int) -> bytes:
     """The row of a token behind these rows."""
+    if n := hidden(len(before) // WIDTH, window):
+        rows = np.frombuffer(before, np.uint8).reshape(-1, LAYOUT.n_layer, WIDTH // LAYOUT.n_layer)
+        before = rows[:n, WHOLE].tobytes() + rows[n:].tobytes()
     state = xxhash.xxh3_64_digest(before, token & 0xFFFF)
     return hashlib.shake_128(state).digest(WIDTH)
 
@@ -99,7 +116,11 @@ class LazyGpu(Gpu):
             copy()
 
     def _allocate(self, n_bytes: int) -> int:
-        if sum(len(one) == LAYOUT.payload_bytes for one in self.held.values()) == self._pages:
+        of_pages = [len(one) for one in self.held.values() if len(one) % PART_BYTES == 0]
+        if (
+            n_bytes % PART_BYTES == 0
+            and sum(of_pages) + n_bytes > self._pages * LAYOUT.payload_bytes
+        ):
             raise MemoryError
         memory = aligned(n_bytes)
         memory[:] = 255
@@ -111,8 +132,10 @@ class LazyGpu(Gpu):
         del self.held[address]
 
     def _copy(self, address: int, array: np.ndarray[Any, Any]) -> Callable[[], None]:
-        target, given = self.held[address], array.tobytes()
-        return lambda: target.__setitem__(slice(len(given)), np.frombuffer(given, np.uint8))
+        given = array.tobytes()
+        start = next(at for at, one in self.held.items() if 0 <= address - at < len(one))
+        target = self.held[start][address - start :][: len(given)]
+        return lambda: target.__setitem__(slice(None), np.frombuffer(given, np.uint8))
 
     def copy_in(self, address: int, array: np.ndarray[Any, Any]) -> None:
         self.begin(self._copy(address, array))
@@ -168,15 +191,40 @@ def no_states(_: object) -> None:
     """As Stepper.rewind of a model without recurrent state."""
 
 
+class RowPart:
+    """The bytes of rows of some layers, which are a part of each page. window: of these layers."""
+
+    def __init__(self, layers: Sequence[int], window: int) -> None:
+        self.window, self.columns = window, columns_of(layers)
+        self.layout = PageLayout.uniform(len(layers), 1, 32)
+        self.shape = kernels.PageShape(self.layout.layers)
+        self._rows = kernels.KvRows(TOKENS, self.shape)
+        self._batch = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
+        self._hidden = aligned(self.layout.payload_bytes)  # in place of pages that are not there
+
+    def read(self, page: Any) -> Any:
+        return self.layout.gather_rows(page.data, 0, PAGE_TOKENS)
+
+    def store(self, pool: kernels.Pool, rows: Any, table: Any, pages: Sequence[int]) -> None:
+        """Write rows (n, WIDTH) to pages at these addresses."""
+        self._rows.view(len(rows))[:] = rows[:, self.columns]
+        at = np.array([address or self._hidden.ctypes.data for address in pages], np.uint64)
+        self._batch.set(np.zeros(len(rows), np.int32), table, at)
+        kernels.store_rows(pool, self._rows, self._batch)
+
+
 class HashSteps:
     """`GpuSteps` that reads and writes rows of pages by address. computed: tokens and rows of each
-    entry, by session and first position."""
+    entry, by session and first position. window: of some layers; 0: all rows are seen."""
 
-    def __init__(self, gpu: LazyGpu, refusals: int) -> None:
+    def __init__(self, gpu: LazyGpu, refusals: int, window: int) -> None:
         model = SimpleNamespace(spec=SimpleNamespace(suppressed=()))
         self.gpu = gpu
         self.stepper = SimpleNamespace(logits_max=ENTRIES, rewind=no_states, model=model)
-        self.pool, self.refusals = kernels.Pool(1), refusals
+        self.pool, self.refusals, self.window = kernels.Pool(1), refusals, window
+        every = range(LAYOUT.n_layer)
+        self.whole = RowPart(every, 0)
+        self.parts = [RowPart(WINDOWED, window), RowPart(WHOLE, 0)] if window else [self.whole]
         self.fails = set[
             tuple[int, int]
         ]()  # entries whose last row, or only its sample, is not finite
@@ -185,7 +233,6 @@ class HashSteps:
         self.batch: StepInput
         self._rows, self._flags = KvRows(gpu, TOKENS, page_shape()), gpu.allocate(TOKENS)
         self._made = kernels.KvRows(TOKENS, page_shape())
-        self._pages = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
         self._wanted, self._sampled = list[bytes](), list[int]()
 
     def begin(
@@ -199,7 +246,8 @@ class HashSteps:
         drafts: Any = (),
     ) -> tuple[list[Any], kernels.KvRows]:
         batch, ids = self.batch, tokens.tolist()
-        self.gpu.begin(lambda: self._compute(batch, ids, entries, pages[0], wanted, taken))
+        self._refuse()
+        self.gpu.begin(lambda: self._compute(batch, ids, entries, pages, wanted, taken))
         fetched = self._rows.fetch(len(tokens))
         return [BadRows(self.gpu, self._flags, len(tokens)).fetch(), []], fetched
 
@@ -210,37 +258,44 @@ class HashSteps:
             ids[at] = self._sampled[row]
         made, first, first_page, invalid = self._made.view(TOKENS), 0, 0, set[int]()
         for entry, (n, start, n_pages) in zip(batch.entries, table.tolist(), strict=True):
-            on_gpu = [self.gpu.held[int(at)] for at in pages[first_page : first_page + n_pages]]
-            held = [LAYOUT.gather_rows(page.data, 0, PAGE_TOKENS).tobytes() for page in on_gpu]
-            rows = bytearray(b"".join(held)[: start * WIDTH])
-            known = self.rows[entry.session][: start * WIDTH]
-            assert rows[: len(known)] == known, f"pages on the GPU: {entry}"
-            is_bad = bool((np.frombuffer(rows, np.uint8).reshape(-1, WIDTH) == 255).all(1).any())
+            rows, known = bytearray(start * WIDTH), self.rows[entry.session][: start * WIDTH]
+            on_gpu = np.frombuffer(rows, np.uint8).reshape(-1, WIDTH)
+            wanted_rows = np.frombuffer(known, np.uint8).reshape(-1, WIDTH)
+            for part, addresses in zip(self.parts, pages, strict=True):
+                of_entry = addresses[first_page : first_page + n_pages].tolist()
+                for page in range(-(-start // PAGE_TOKENS)):
+                    low = max(page * PAGE_TOKENS, hidden(start, part.window))
+                    high = min((page + 1) * PAGE_TOKENS, start)
+                    if low < high:
+                        held = part.read(self.gpu.held[of_entry[page]])[low % 256 :][: high - low]
+                        on_gpu[low:high, part.columns] = held
+                        want = wanted_rows[low:high, part.columns]
+                        assert np.array_equal(held[: len(want)], want), f"pages on the GPU: {entry}"
+            is_bad = bool((on_gpu[:, columns_of(WHOLE)] == 255).all(1).any())
+            del on_gpu  # rows may grow
             for i in range(first, first + n):
                 if i == first + n - 1 and (entry.session, start) in self.fails:
                     invalid.add(i)
                     is_bad = is_bad or start % 2 == 0
                     del self.rows[entry.session][len(rows) :]  # when it computes them again
-                rows += BAD if is_bad else row_of(rows, ids[i])
+                rows += BAD if is_bad else row_of(rows, ids[i], self.window)
             self.computed[entry.session, start] = ids[first : first + n], bytes(rows)[-n * WIDTH :]
             made[first : first + n] = np.frombuffer(rows[-n * WIDTH :], np.uint8).reshape(n, -1)
             first, first_page = first + n, first_page + n_pages
-        self.store(made[:first].tobytes(), table, pages)
+        for part, addresses in zip(self.parts, pages, strict=True):
+            part.store(self.pool, made[:first], table, addresses.tolist())
         self.gpu.held[self._rows.address][: first * WIDTH] = made[:first].reshape(-1)
         self.gpu.held[self._flags][:first] = (made[:first] == 255).all(1)
         self._wanted = [BAD if i in invalid else made[i].tobytes() for i in wanted.tolist()]
 
-    def store(self, rows: bytes | bytearray, table: Any, pages: Sequence[int]) -> None:
-        """Write rows to pages at these addresses."""
-        n = len(rows) // WIDTH
-        self._made.view(n)[:] = np.frombuffer(rows, np.uint8).reshape(n, WIDTH)
-        self._pages.set(np.zeros(n, np.int32), table, np.array(pages, np.uint64))
-        kernels.store_rows(self.pool, self._made, self._pages)
-
-    def sample(self, specs: Sequence[kernels.SampleSpec], taken: Taken) -> BegunSample:
+    def _refuse(self) -> None:
+        """Raise MemoryError, by chance and not too often."""
         if self.refusals and random.Random(self.gpu.begun).random() < 0.01:
             self.refusals -= 1
             raise MemoryError
+
+    def sample(self, specs: Sequence[kernels.SampleSpec], taken: Taken) -> BegunSample:
+        self._refuse()
         got, masks = np.zeros(2 * len(specs), np.int32), [spec.mask.tobytes() for spec in specs]
 
         def run() -> None:
@@ -264,14 +319,21 @@ class HashLane(GpuLane):
 class HashDevice(CudaDevice):
     """A `CudaDevice` with `HashSteps`."""
 
-    def __init__(self, steps: HashSteps, pages_max: int) -> None:
+    def __init__(self, steps: HashSteps, counts: Sequence[int]) -> None:
+        """counts: how many pages of each part of its steps the GPU holds."""
         super().__init__()
-        self._hashes, self._pages_max = steps, pages_max
+        self._hashes, self._counts = steps, counts
 
     def load(self, load: wire.Load, report: Any) -> wire.ModelFacts:
         steps: Any = self._hashes
-        part = LayerPart(0, (Run(0, LAYOUT.payload_bytes),))
-        copies = PageCopies([PageCache(self._hashes.gpu, part, self._pages_max)])
+        windows = [self._hashes.window if i in WINDOWED else 0 for i in range(LAYOUT.n_layer)]
+        parts = PageParts(page_shape(), windows).parts
+        least = CONTEXT // PAGE_TOKENS
+        caches = [
+            PageCache(self._hashes.gpu, part, n, least)
+            for part, n in zip(parts, self._counts, strict=True)
+        ]
+        copies = PageCopies(caches)
         on_host = kernels.Batch(TOKENS, ENTRIES, 3 * ENTRIES)
         self.gpu = LoadedGpu(self._hashes.pool, steps, copies, on_host)
         return FACTS

@@ -48,6 +48,7 @@ from kv_store.keys import payload_digest
 from kv_store.layout import ROW_RECORD_DTYPE, ROW_RECORDS_BYTES
 from kv_store.pages.extents import extent_path
 from tests.lanes.memory.hashing_gpu import (
+    CONTEXT,
     ENTRIES,
     LAYOUT,
     TOKENS,
@@ -63,10 +64,11 @@ from tests.lanes.memory.hashing_gpu import (
 )
 from tests.support.kv_workload import scratch
 
-CONTEXT, SLOTS, SEALED = 3 * PAGE_TOKENS, 44, 16
+SLOTS, SEALED = 44, 16
 LOAD = wire.Load("", "", wire.CudaResources(0, 1 << 30, 0, 1, (), 0), TOKENS, ENTRIES, CONTEXT)
 # Pages that the cache may hold, those that fit, and how often the memory for samples is refused.
 MEMORIES = [(3, 3, 0), (8, 9, 0), (16, 16, 1), (24, 24, 0), (64, 8, 1), (64, 64, 0), (64, 64, 1)]
+WINDOWS = [0, 0, 1, 2, 40, 200, 255, 256, 257, 258, 400]  # of some layers
 STEPS = 60
 ASIDE_BYTES = LAYOUT.payload_bytes  # of one expected page beside each step
 SEEDS = int(os.environ.get("GPU_MEMORY_SEEDS", "24"))
@@ -198,8 +200,10 @@ class Scene:
         self.states = SimpleNamespace(is_used=False, until=lambda _session, _at, end: end)
         self.slots.attach(self.arena)
         pages_max, fit, refusals = rng.choice(MEMORIES)
-        self.steps = HashSteps(LazyGpu(rng, fit), refusals)
-        self.device = HashDevice(self.steps, pages_max)
+        window = rng.choice(WINDOWS)
+        self.steps = HashSteps(LazyGpu(rng, fit), refusals, window)
+        counts = [min(rng.choice([3, 22, 26, 64]), pages_max), pages_max] if window else [pages_max]
+        self.device = HashDevice(self.steps, counts)
         ours, theirs = socket.socketpair()
         self.end, self.link = (BlockingLink(one, wire.LANE_LINK) for one in (ours, theirs))
         self.worker = SteppedWorker(self.link, 1, {wire.CudaResources: lambda: self.device})
@@ -425,7 +429,7 @@ class Scene:
         session, first = player.session, entry.start * WIDTH
         rows = player.rows[:first]
         for token in session.tokens[entry.start : entry.start + entry.n_tokens]:
-            rows += row_of(rows, token)
+            rows += row_of(rows, token, self.steps.window)
         assert ids == session.tokens[entry.start : entry.start + entry.n_tokens], f"{entry}"
         assert made == rows[first:], f"rows of {entry}"
         player.rows[: len(rows)] = rows
@@ -508,8 +512,10 @@ class Scene:
         """Have a page of the session in the store, and touch it before the session runs."""
         session, code, page = player.session, self.codes.pop(), aligned(LAYOUT.page_bytes)
         for token in session.tokens[:PAGE_TOKENS]:
-            player.rows += row_of(player.rows, token)
-        self.steps.store(player.rows, np.array([[PAGE_TOKENS, 0, 1]], np.int32), [page.ctypes.data])
+            player.rows += row_of(player.rows, token, self.steps.window)
+        rows = np.frombuffer(bytes(player.rows), np.uint8).reshape(-1, WIDTH)
+        entry = np.array([[PAGE_TOKENS, 0, 1]], np.int32)
+        self.steps.whole.store(self.steps.pool, rows, entry, [page.ctypes.data])
         os.pwrite(self.extent.fileno(), page.tobytes(), code * LAYOUT.page_bytes)
         ref: Any = code
         session.kv.extend_sealed([ref], [code])
