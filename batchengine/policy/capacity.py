@@ -79,11 +79,12 @@ class ModelSize(NamedTuple):
     def tokens_in(self, kv_bytes: int) -> int:
         """Tokens of whole pages of the longest session that reads at most `kv_bytes`."""
         pages = kv_bytes // self.page_bytes
-        if self.window_share and pages > self.window_pages:
+        if self.window_share and pages >= self.window_pages:
             left = kv_bytes / self.page_bytes - self.window_pages * self.window_share
-            pages = self.context_tokens // self.page_tokens + 1
+            most = self.context_tokens // self.page_tokens + 1
             if self.window_share < 1.0:
-                pages = min(pages, int(left / (1.0 - self.window_share)))
+                most = min(most, int(left / (1.0 - self.window_share)))
+            pages = max(pages, most)
         return pages * self.page_tokens
 
 

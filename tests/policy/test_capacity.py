@@ -145,6 +145,18 @@ def test_contexts_end_at_the_model_and_at_memory() -> None:
     assert not capacity(MODEL, small._replace(memory_bytes=1), 0, CONTEXTS).fits
 
 
+@pytest.mark.parametrize("share", [0.5, 5 / 6, 1.0])
+def test_memory_holds_no_more_than_the_longest_session(share: float) -> None:
+    """Also if it has room for few more pages than the window shows."""
+    model = MODEL._replace(window_share=share, window_pages=5)
+    for tenths in range(20, 100):
+        kv_bytes = tenths * MODEL.page_bytes // 10
+        tokens = min(MODEL.context_tokens, model.tokens_in(kv_bytes))
+        assert model.read_bytes(tokens) <= kv_bytes
+        longer = model.read_bytes(tokens + MODEL.page_tokens)
+        assert longer > kv_bytes or tokens == MODEL.context_tokens, tenths
+
+
 def test_memory_holds_what_windows_show_of_long_sessions() -> None:
     """32,768 tokens are 128 pages; layers with a window see 5 of them."""
     whole, windowed = (capacity(m, CPU, 64 * GIB, (1024, 32768)) for m in (MODEL, WINDOWED))
