@@ -15,6 +15,8 @@ from service.cli.local.child import ChildDaemon
 from tests.lanes.test_confinement import run_apart
 from tests.support.engines import Site, read, request, running_engine, words
 
+pytestmark = pytest.mark.usefixtures("started_by_exec")
+
 # Modules that children import, and this process has imported already.
 PLANTED = ("msgspec", "numpy", "xxhash", "psutil", "aiohttp", "kernels", "batchengine")
 PLANT = "open({mark!r}, 'a').write(__name__ + '\\n')\nraise ImportError('planted')\n"
