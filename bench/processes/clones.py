@@ -66,6 +66,16 @@ class Template:
             )
         self._sock = ours
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can make clones."""
+        return self._process.poll() is None
+
     def clone(self, arguments: Sequence[str], files: Mapping[int, int]) -> int:
         """The pid of a new child of this process; `files`: its descriptors, and which of this
         process they are. Raises OSError."""
@@ -99,14 +109,21 @@ class Clones:
             return subprocess.Popen(words, env=env, **options)
         start = _Start(words[place + 1], tuple(sorted(env.items())))
         template = self._templates.get(start)
-        if template is None:
+        if template is None or not template.is_running:
+            if template is not None:
+                template.close()
             template = self._templates[start] = Template(start)
         self.n_started += 1
         return _Clone(words, template, words[place + 2 :], env=env, **options)
 
+    @property
+    def templates(self) -> list[Template]:
+        """Those that were started and not replaced."""
+        return list(self._templates.values())
+
     def close(self) -> None:
         """End all templates."""
-        for template in self._templates.values():
+        for template in self.templates:
             template.close()
 
 
