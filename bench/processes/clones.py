@@ -6,8 +6,9 @@ that a test wants as children of the process of the tests (CLONE_PARENT), so tha
 exit statuses and parents are those of processes started by exec. A clone runs the module from its
 first line, with the arguments, descriptors, folder and environment of the start that it stands for.
 
-What a clone does not show is that a new interpreter finds the module: tests of daemons do, and
-those that ask for the fixture `started_by_exec`.
+What clones do not show is that a new interpreter finds the module, that each worker tests its
+kernels (`_test_kernels`), and that the interpreter ends: tests of daemons do, and those that ask
+for the fixture `started_by_exec`.
 """
 
 from __future__ import annotations
