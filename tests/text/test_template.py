@@ -29,8 +29,6 @@ from batchengine.text.pool import TextLimits, TextWorker
 from batchengine.text.renderer import CHATML, Renderer
 from batchengine.text.vocab import TEXT_BYTES_MAX
 
-pytestmark = pytest.mark.usefixtures("started_by_exec")
-
 USER: list[dict[str, object]] = [{"role": "user", "content": "hi"}]
 # Small limits keep hostile cases short; the address space must still hold an interpreter.
 TIGHT = TextLimits(cpu_s=1, memory_bytes=256 << 20, output_chars_max=1 << 20)
