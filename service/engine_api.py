@@ -5,7 +5,6 @@ The service depends on these types alone, so tests can replace the engine.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,8 @@ from batchengine.core import (
 )
 
 if TYPE_CHECKING:
+    import asyncio
+
     from batchengine.metrics import Metrics  # loads the Prometheus client: not for the CLI
 
 Facts = Mapping[str, Any]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
+import subprocess
+import types
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from batchengine.child import process
+from bench.processes.clones import Clones
 from tests.support.engines import Reference, Site
 from tests.support.tracebacks import give_lines
 
@@ -40,6 +44,26 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
         give_lines(call.excinfo.value)
         call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
     return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def clones() -> Iterator[Clones]:
+    """Engines in the process of the tests start their children as clones: importing is most of a
+    start."""
+    made = Clones()
+    with pytest.MonkeyPatch.context() as patched:
+        own = types.SimpleNamespace(Popen=made.popen, DEVNULL=subprocess.DEVNULL)
+        patched.setattr(process, "subprocess", own)
+        yield made
+    made.close()
+
+
+@pytest.fixture
+def started_by_exec(clones: Clones) -> Iterator[None]:
+    """For tests of how processes start: every child is started by exec."""
+    clones.is_used = False
+    yield
+    clones.is_used = True
 
 
 @pytest.fixture(scope="session")

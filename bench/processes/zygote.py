@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CLONE_PARENT = 0x8000
 SYS_CLONE = {"x86_64": 56, "aarch64": 220}[platform.machine()]
 MESSAGE_BYTES_MAX = 1 << 16
+FILES_MAX = 8  # of one message
 
 
 def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
@@ -42,7 +43,7 @@ def send(sock: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
 
 def receive(sock: socket.socket) -> tuple[Any, list[int]]:
     """Receive one message and its files; (None, []) when the other side is gone. Blocks."""
-    data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 4)
+    data, fds, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, FILES_MAX)
     return (json.loads(data) if data else None), list(fds)
 
 

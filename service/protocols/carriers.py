@@ -12,15 +12,18 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from multidict import CIMultiDictProxy
 
 from batchengine import errors
-from batchengine.config import Config, keys
 from batchengine.core import Sla, SlaClass
 from service.protocols.schema import Common, Extension, binary32
 from service.session_ids import session_key, shown_name
+
+if TYPE_CHECKING:
+    from batchengine.config import Config  # a text process, which reads bodies, has no settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,8 @@ def appends(headers: CIMultiDictProxy[str], caller: Caller, config: Config) -> b
 
     Raises 400 for a header that says neither.
     """
+    from batchengine.config import keys
+
     given = headers.get(HEADER_APPEND, "").strip().lower()
     if not given:
         return keys.key_of(config, caller.tenant).append
@@ -219,6 +224,8 @@ def sla_of(body: Common, headers: CIMultiDictProxy[str], caller: Caller, config:
 
     A class above the one that the caller's key may have is served as that one.
     """
+    from batchengine.config import keys
+
     asked = body.batchengine or Extension()
     sla_class = next(_classes(body, headers, caller), config.sla.default_class)
     most = keys.class_max(config, caller.tenant)

@@ -6,20 +6,18 @@ sampling parameters, derived seeds, and submitting several generations as one.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hashlib
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from multidict import CIMultiDictProxy
 
 from batchengine import errors
-from batchengine.config import Config
 from batchengine.core import (
     PLAIN_OUTPUT,
     Constraint,
@@ -40,6 +38,9 @@ from service.protocols.schema import (
     stop_strings,
 )
 from service.session_ids import session_key
+
+if TYPE_CHECKING:
+    from batchengine.config import Config  # a text process, which reads bodies, has no settings
 
 # No vocabulary averages this many bytes per token: a text beyond it cannot fit, and is refused
 # before the tokenizer spends seconds on it.
@@ -410,6 +411,8 @@ async def submit_all(engine: EngineApi, job: HttpJob) -> list[GenerationApi]:
 
     Other tasks run between two of them: each looks a whole prompt up.
     """
+    import asyncio  # only an engine has an event loop
+
     made: list[GenerationApi] = []
     try:
         for request in job.requests:

@@ -17,6 +17,8 @@ from batchengine.text.frontend import TextFrontend
 from tests.support.confined_worker import PRY
 from tests.support.engines import Reference, Site, read, request, running_engine, until, words
 
+pytestmark = pytest.mark.usefixtures("started_by_exec")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -33,6 +33,8 @@ from kv_store.layout import PageLayout
 from tests.support.arena_rows import valid_rows
 from tests.support.engines import suspend, words
 
+pytestmark = pytest.mark.usefixtures("started_by_exec")
+
 LAYOUT = PageLayout.uniform(4, 2, 64)
 LIMITS = StepLimits(tokens_max=600, entries_max=4, context_tokens=2048, vocab_size=2048)
 

@@ -32,6 +32,8 @@ from tests.support.engines import (
 )
 from tests.support.stopping_worker import STAGES
 
+pytestmark = pytest.mark.usefixtures("started_by_exec")
+
 SILENCE_S = 1.5
 
 

@@ -64,6 +64,7 @@ def extensions(messages: list[str]) -> int:
 
 
 @pytest.mark.alone
+@pytest.mark.usefixtures("started_by_exec")
 async def test_a_load_extends_its_start_while_it_progresses(
     pocket_path: Path, tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,8 @@ from batchengine.text.frontend import TextFrontend
 from batchengine.text.pool import LONG_NICE, SHORT_NICE, TextLimits
 from tests.support.engines import suspend, until
 
+pytestmark = pytest.mark.usefixtures("started_by_exec")
+
 LONG = "the small fox " * 40_000
 ENDLESS = (
     "{% if messages[0].content == 'endless' %}{% for a in range(99999) %}"
