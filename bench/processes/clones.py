@@ -31,7 +31,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import kernels
 from batchengine.child.command import FOLDER, python_command
-from bench.processes.zygote import CLONE_PARENT, SYS_CLONE, close_files, receive, send
+from bench.processes.zygote import (
+    CLONE_PARENT,
+    SYS_CLONE,
+    close_files,
+    number_of_thread,
+    receive,
+    send,
+)
 
 # Modules that a process of the key imports after its start, and those of no key.
 LATER = {
@@ -169,7 +176,7 @@ def main(module: str, parent: int, number: int) -> None:
     gc.collect()
     gc.freeze()  # a collection in a clone would copy the memory of all objects
     sock = socket.socket(fileno=number)
-    tid = _number_of_thread(libc)
+    tid = number_of_thread(libc)
     while True:
         asked, fds = receive(sock)
         if asked is None:
@@ -194,15 +201,6 @@ def _test_kernels() -> None:
     if not faults:
         kernels.arith_id = lambda pool=None: identity
         kernels.arithmetic_faults = lambda pool, head_dim=0: []
-
-
-def _number_of_thread(libc: ctypes.CDLL) -> ctypes.c_int:
-    """Where the C library keeps the number of this thread, by which it pins threads to cores. It
-    changes it in fork(), but not in the system call clone."""
-    libc.pthread_self.restype = ctypes.c_size_t
-    kept = (ctypes.c_int * 256).from_address(libc.pthread_self())
-    (index,) = (i for i, value in enumerate(kept) if value == threading.get_native_id())
-    return ctypes.c_int.from_address(ctypes.addressof(kept) + index * ctypes.sizeof(ctypes.c_int))
 
 
 def _become(module: str, arguments: Sequence[str], files: Mapping[int, int]) -> NoReturn:

@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,15 @@ def receive(sock: socket.socket) -> tuple[Any, list[int]]:
 def die_with_parent() -> None:
     """Have this process receive SIGKILL when its parent ends."""
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+
+
+def number_of_thread(libc: ctypes.CDLL) -> ctypes.c_int:
+    """Where the C library keeps the number of this thread, by which it pins threads to cores. It
+    changes it in fork(), but not in the system call clone."""
+    libc.pthread_self.restype = ctypes.c_size_t
+    kept = (ctypes.c_int * 256).from_address(libc.pthread_self())
+    (index,) = (i for i, value in enumerate(kept) if value == threading.get_native_id())
+    return ctypes.c_int.from_address(ctypes.addressof(kept) + index * ctypes.sizeof(ctypes.c_int))
 
 
 def close_files(keep: Sequence[int]) -> None:
@@ -109,13 +119,15 @@ class _Process:
 
 def _serve_workers(sock: socket.socket, compute: str) -> None:
     """The template's loop: each request becomes a clone that is the engine's child."""
-    clone = ctypes.CDLL(None).syscall
+    libc = ctypes.CDLL(None)
+    tid = number_of_thread(libc)
     while True:
         asked, fds = receive(sock)
         if asked is None:
             os._exit(0)
-        pid = clone(SYS_CLONE, CLONE_PARENT | int(signal.SIGCHLD), 0, 0, 0, 0)
+        pid = libc.syscall(SYS_CLONE, CLONE_PARENT | int(signal.SIGCHLD), 0, 0, 0, 0)
         if pid == 0:
+            tid.value = threading.get_native_id()
             _, parent, _, _, incarnation = asked
             sock_fd, report_fd, files_fd = (str(fd) for fd in fds)
             sys.argv = ["worker", sock_fd, parent, report_fd, files_fd, incarnation]
