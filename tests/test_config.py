@@ -407,6 +407,12 @@ def test_loopback_addresses_are_recognised(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_has_one_pair_of_brackets_in_urls(tmp_path: Path, host: str) -> None:
+    server = load(write(tmp_path, f"[server]\nhost='{host}'\nport=80")).server
+    assert (server.host, server.address) == ("::1", "[::1]:80")
+
+
 def test_a_non_local_host_with_a_key_is_allowed(tmp_path: Path) -> None:
     path = write(
         tmp_path, f"[server]\nhost='0.0.0.0'\ntls_terminated=true\n[auth.keys.a]\nkey='{KEY}'"

@@ -476,7 +476,7 @@ def _derive(source: Source, config: Config, machine: Machine, has_port: bool) ->
             f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
             fix="choose a shorter path with --admin-socket",
         )
-    server = config.server
+    server = dataclasses.replace(config.server, host=config.server.host.strip("[]"))
     if config.instance and not has_port:
         server = dataclasses.replace(server, port=free_port(server.host, server.port + 1))
     store_dir = config.store.dir or f"{state}/kv"
