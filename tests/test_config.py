@@ -324,6 +324,14 @@ def test_a_zero_byte_in_a_path_is_refused(tmp_path: Path) -> None:
     assert "zero byte" in message(tmp_path, '[model]\npath = "a\\u0000b"')
 
 
+@pytest.mark.parametrize("key", ["model.path", "store.dir", "cache_dir", "server.admin_socket"])
+def test_a_path_that_is_not_text_is_refused(key: str) -> None:
+    with pytest.raises(BatchEngineError, match=r"BE1105 .*'/x/\\udcff' holds bytes") as error:
+        load(None, {"model.id": "m", key: os.fsdecode(b"/x/\xff")})
+    assert key in str(error.value)
+    assert str(error.value).isprintable()
+
+
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="BE1100 cannot read"):
         load(str(tmp_path / "none.toml"))
@@ -350,6 +358,8 @@ def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
         ("[model]\nid = 'foo:batch'", "model.id = 'foo:batch' ends as NAME:CLASS"),
         ("[model]\npath = '/x/Foo:Batch.gguf'", "model.id = 'foo:batch' ends as NAME:CLASS"),
         ("[model]\nid = 'a'\naliases = ['b', 'c:interactive']", "model.aliases = 'c:interactive'"),
+        ("[model]\nid = 'a\\nb'".replace("'", '"'), "is no name that a request can have"),
+        (f"[model]\npath = '/x/{'y' * 245}.gguf'", "is no name that a request can have"),
         ("[model]\nid = 'a'\naliases = ['']", "model.aliases has '', no name"),
         ("[model]\nid = 'a'\naliases = ['b', 'b']", "has 'b', which is a name already"),
         ("[model]\nid = 'a'\naliases = ['a']", "has 'a', which is a name already"),
