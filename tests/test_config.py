@@ -23,6 +23,7 @@ from batchengine.config import (
 from batchengine.config.loading import is_loopback
 from batchengine.core import BatchEngineError, SlaClass
 from kv_store.pages.maintenance import SESSIONS_MAX
+from service.http.access import key_lines
 
 KEY = "0123456789abcdef"
 
@@ -513,6 +514,14 @@ def test_sizes_may_have_units(tmp_path: Path, machine: Machine) -> None:
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[model]\nid = 'a'\n")
     assert load(str(tmp_path / "x.toml")).model.id == "a"
+
+
+def test_a_key_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"\xef\xbb\xbf" + KEY.encode() + b"\r\n")
+    key.chmod(0o600)
+    assert load(write(tmp_path, "[auth.keys.a]\nkey_file = 'key'")).auth[0].key == KEY
+    assert key_lines(key) == [KEY]
 
 
 def test_a_key_file_that_holds_no_single_key_is_explained(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def _is_absent_credential(path: str) -> bool:
 def _read_key(source: Source, path: str, dotted: str) -> str:
     dotted = f"{dotted}.key_file"
     try:
-        key = Path(path).read_text().strip()
+        key = Path(path).read_text("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is not text"
         fix = "name a file with the key alone that the daemon's user can read"
