@@ -37,7 +37,7 @@ from kv_store.ledger.ledger import (
 )
 from kv_store.pages.extents import EXTENT_NAME, ExtentInfo, extent_path
 from kv_store.states import STATES_DIR, is_intact
-from kv_store.store import name_aside, set_aside, take_lock
+from kv_store.store import check_is_folder, name_aside, set_aside, take_lock
 
 Severity = Literal["error", "warning", "info"]
 Progress = Callable[[int, int], None]  # pages read, pages to read
@@ -546,9 +546,7 @@ def _check_folders(check: _Check) -> None:
             what, why = f"there is no folder {folder}", "the ledger alone was put here"
             check.remark("info", what, why, "the next opening makes it")
             continue
-        if not os.path.isdir(folder) or os.path.islink(folder):
-            raise StoreUnsupported(f"{folder} is not a directory")
-        if stat.S_IMODE(os.lstat(folder).st_mode) & 0o077:
+        if stat.S_IMODE(check_is_folder(folder).st_mode) & 0o077:
             what, why = f"others may look into {folder}", "KV and token ids equal the prompts"
             check.find("warning", what, why, "it is made private")
             check.removals.append(lambda folder=folder: os.chmod(folder, 0o700))

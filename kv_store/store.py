@@ -479,13 +479,7 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
         for folder in (path, os.path.join(path, "ext"), os.path.join(path, "arena")):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
-            mode = os.lstat(folder).st_mode
-            if not stat.S_ISDIR(mode):
-                raise StoreUnsupported(
-                    f"{folder} is not a directory",
-                    why="a store keeps its files in folders of its own",
-                    fix="move away what stands there, or choose another store directory",
-                )
+            mode = check_is_folder(folder).st_mode
             warnings += _check_owner(folder, os.lstat(folder).st_uid)
             if mode & 0o077:  # KV equals the prompt: other users must not read it
                 os.chmod(folder, 0o700)
@@ -498,6 +492,24 @@ def _prepare_directory(path: str, allow_any_fs: bool) -> list[str]:
     return warnings
 
 
+def check_is_folder(folder: str) -> os.stat_result:
+    """What `lstat` says of a folder. Raises StoreUnsupported for a link and for all else."""
+    found = os.lstat(folder)
+    if stat.S_ISLNK(found.st_mode):
+        raise StoreUnsupported(
+            f"{folder} is a symbolic link",
+            why="what it leads to could be exchanged while the store is open",
+            fix=f"name the folder that it leads to, {os.path.realpath(folder)}, or mount that here",
+        )
+    if not stat.S_ISDIR(found.st_mode):
+        raise StoreUnsupported(
+            f"{folder} is not a directory",
+            why="a store keeps its files in folders of its own",
+            fix="move away what stands there, or choose another store directory",
+        )
+    return found
+
+
 def check_directory(path: str, allow_any_fs: bool) -> list[str]:
     """What `Store.open` would say of a store directory, which may not exist yet: warnings. Changes
     nothing. Raises StoreUnsupported, OSError."""
@@ -507,6 +519,9 @@ def check_directory(path: str, allow_any_fs: bool) -> list[str]:
     found = _check_file_system(osio.file_system(nearest), path, allow_any_fs)
     if nearest != os.path.abspath(path):
         return found
+    for name in ("", "ext", "arena"):
+        with contextlib.suppress(FileNotFoundError):
+            check_is_folder(os.path.join(nearest, name).rstrip("/"))
     owner, above = os.stat(path).st_uid, os.stat(os.path.dirname(nearest)).st_uid
     if os.geteuid() == 0 and owner == above:  # root looks at what a service of its own user has
         return found

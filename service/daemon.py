@@ -159,7 +159,7 @@ class Daemon:
             gc.freeze()  # later collections leave out what the start made: they held the loop 40 ms
             if self._is_passed:
                 await listener.open()
-            self._announce(engine, listener.port)
+            self._announce(engine)
             return await self._wait(engine, service, listener)
         finally:
             if watchdog is not None:
@@ -203,9 +203,8 @@ class Daemon:
         self._say(line)
         self._notifier.stage(line.strip())
 
-    def _announce(self, engine: EngineApi, port: int) -> None:
-        host = self._config.server.host
-        base = f"http://{f'[{host}]' if ':' in host.strip('[]') else host}:{port}/v1"
+    def _announce(self, engine: EngineApi) -> None:
+        base = f"http://{self._config.server.address}/v1"
         info = engine.info
         self._say(
             f"  model   {info.model_id}  {info.arch} {info.quantisation}"

@@ -23,6 +23,7 @@ from batchengine.config import (
 from batchengine.config.loading import is_loopback
 from batchengine.core import BatchEngineError, SlaClass
 from kv_store.pages.maintenance import SESSIONS_MAX
+from service.http.access import key_lines
 
 KEY = "0123456789abcdef"
 
@@ -324,6 +325,14 @@ def test_a_zero_byte_in_a_path_is_refused(tmp_path: Path) -> None:
     assert "zero byte" in message(tmp_path, '[model]\npath = "a\\u0000b"')
 
 
+@pytest.mark.parametrize("key", ["model.path", "store.dir", "cache_dir", "server.admin_socket"])
+def test_a_path_that_is_not_text_is_refused(key: str) -> None:
+    with pytest.raises(BatchEngineError, match=r"BE1105 .*'/x/\\udcff' holds bytes") as error:
+        load(None, {"model.id": "m", key: os.fsdecode(b"/x/\xff")})
+    assert key in str(error.value)
+    assert str(error.value).isprintable()
+
+
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="BE1100 cannot read"):
         load(str(tmp_path / "none.toml"))
@@ -350,6 +359,8 @@ def test_lane_override_of_two_lanes_is_ambiguous(tmp_path: Path) -> None:
         ("[model]\nid = 'foo:batch'", "model.id = 'foo:batch' ends as NAME:CLASS"),
         ("[model]\npath = '/x/Foo:Batch.gguf'", "model.id = 'foo:batch' ends as NAME:CLASS"),
         ("[model]\nid = 'a'\naliases = ['b', 'c:interactive']", "model.aliases = 'c:interactive'"),
+        ("[model]\nid = 'a\\nb'".replace("'", '"'), "is no name that a request can have"),
+        (f"[model]\npath = '/x/{'y' * 245}.gguf'", "is no name that a request can have"),
         ("[model]\nid = 'a'\naliases = ['']", "model.aliases has '', no name"),
         ("[model]\nid = 'a'\naliases = ['b', 'b']", "has 'b', which is a name already"),
         ("[model]\nid = 'a'\naliases = ['a']", "has 'a', which is a name already"),
@@ -405,6 +416,12 @@ def test_hosts_that_a_header_can_have_are_allowed(tmp_path: Path) -> None:
 )
 def test_loopback_addresses_are_recognised(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_has_one_pair_of_brackets_in_urls(tmp_path: Path, host: str) -> None:
+    server = load(write(tmp_path, f"[server]\nhost='{host}'\nport=80")).server
+    assert (server.host, server.address) == ("::1", "[::1]:80")
 
 
 def test_a_non_local_host_with_a_key_is_allowed(tmp_path: Path) -> None:
@@ -497,6 +514,14 @@ def test_sizes_may_have_units(tmp_path: Path, machine: Machine) -> None:
 def test_a_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_bytes(b"\xef\xbb\xbf[model]\nid = 'a'\n")
     assert load(str(tmp_path / "x.toml")).model.id == "a"
+
+
+def test_a_key_file_that_begins_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"\xef\xbb\xbf" + KEY.encode() + b"\r\n")
+    key.chmod(0o600)
+    assert load(write(tmp_path, "[auth.keys.a]\nkey_file = 'key'")).auth[0].key == KEY
+    assert key_lines(key) == [KEY]
 
 
 def test_a_key_file_that_holds_no_single_key_is_explained(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ ADDRESSES_BYTES = 4 << 30  # of children beside the store's pages
 CREDENTIALS = "/run/credentials/"  # of systemd
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
+MODEL_NAME_CHARS_MAX = 244  # with ":interactive" it is the longest `model` of a request
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 3}  # by kind of lane
 GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -75,7 +76,9 @@ def load(
     config = _build_config(source, tree, is_served)
     _check_together(source, config)
     has_port = "port" in table(source, tree.get("server", {}), "server")
-    return _derive(source, config, machine or Machine.here(), has_port)
+    derived = _derive(source, config, machine or Machine.here(), has_port)
+    _check_paths(source, derived)
+    return derived
 
 
 def warnings(config: Config) -> list[str]:
@@ -225,7 +228,7 @@ def _is_absent_credential(path: str) -> bool:
 def _read_key(source: Source, path: str, dotted: str) -> str:
     dotted = f"{dotted}.key_file"
     try:
-        key = Path(path).read_text().strip()
+        key = Path(path).read_text("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         why = (error.strerror or "").lower() if isinstance(error, OSError) else "it is not text"
         fix = "name a file with the key alone that the daemon's user can read"
@@ -329,6 +332,13 @@ def _check_model_names(source: Source, config: Config) -> None:
                 fix="a name for each alias, other than model.id, or no aliases",
             )
         seen.add(name)
+        if len(name) > MODEL_NAME_CHARS_MAX or not name.isprintable():
+            raise source.contradiction(
+                dotted,
+                f"= {name[:80]!r} is no name that a request can have",
+                fix=f"up to {MODEL_NAME_CHARS_MAX} printable characters; model.id names a file of"
+                " another name",
+            )
         if name.rpartition(":")[2] in {*SlaClass}:
             raise source.contradiction(
                 dotted,
@@ -476,7 +486,7 @@ def _derive(source: Source, config: Config, machine: Machine, has_port: bool) ->
             f"is longer than the {SOCKET_PATH_BYTES_MAX} bytes a unix socket path may have",
             fix="choose a shorter path with --admin-socket",
         )
-    server = config.server
+    server = dataclasses.replace(config.server, host=config.server.host.strip("[]"))
     if config.instance and not has_port:
         server = dataclasses.replace(server, port=free_port(server.host, server.port + 1))
     store_dir = config.store.dir or f"{state}/kv"
@@ -494,6 +504,27 @@ def _derive(source: Source, config: Config, machine: Machine, has_port: bool) ->
         peers=dataclasses.replace(config.peers, dir=config.peers.dir or f"{state}/peers"),
         cache_dir=config.cache_dir or cache,
     )
+
+
+def _check_paths(source: Source, config: Config) -> None:
+    """Raises CONFIG_CHOICE for a path that is not text: messages between processes and answers
+    over HTTP name it."""
+    for dotted, path in (
+        ("model.path", config.model.path),
+        ("server.admin_socket", config.server.admin_socket),
+        ("store.dir", config.store.dir),
+        ("cache_dir", config.cache_dir),
+        ("peers.dir", config.peers.dir),
+    ):
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            raise source.error(
+                errors.CONFIG_CHOICE,
+                dotted,
+                f"= {path[:200]!r} holds bytes that are not UTF-8",
+                fix="rename the file or folder, or name another one",
+            ) from None
 
 
 def _model_id(path: str) -> str:

@@ -67,6 +67,12 @@ class ServerConfig:
     drain_s: float = field(default=30.0, metadata=_within(0, 3600))
     reader_stall_s: float = field(default=60.0, metadata=_within(1, 3600))
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT, as a URL has it: an IPv6 address in brackets."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:

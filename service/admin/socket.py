@@ -210,7 +210,7 @@ class AdminSocket:
             "progress": engine.progress,
             "pid": os.getpid(),
             "version": batchengine.__version__,
-            "address": f"{service.config.server.host}:{service.config.server.port}",
+            "address": service.config.server.address,
             "model": None if loading else engine.info.model_id,
             "context_tokens": None if loading else engine.info.context_tokens,
             "http_requests": len(service.live),

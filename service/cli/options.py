@@ -44,9 +44,7 @@ def _url_of(_: object, tokens: Sequence[Token]) -> str:
     from service.admin.client import admin
 
     status: dict[str, str] = admin(instance_socket(given.value), "status")["status"]
-    host, _, port = status["address"].rpartition(":")
-    address = f"[{host.strip('[]')}]" if ":" in host else host
-    return f"http://{address}:{port}/v1"
+    return f"http://{status['address']}/v1"
 
 
 Socket = Annotated[

@@ -137,7 +137,7 @@ def key_lines(path: Path) -> list[str]:
     """The keys in a file, one per line, # comments left out; refuses a file others can read."""
     try:
         why = openness(str(path))
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         fix = "name a text file with one key per line"

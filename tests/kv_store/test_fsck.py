@@ -532,6 +532,10 @@ def test_open_folders_and_killed_checks_are_found(path: Path) -> None:
     (path / "ext").write_bytes(b"x")
     with pytest.raises(StoreUnsupported, match="not a directory"):
         fsck(path)
+    (path / "ext").unlink()
+    (path / "ext").symlink_to("arena")
+    with pytest.raises(StoreUnsupported, match="symbolic link"):
+        fsck(path)
 
 
 # -- random damage ----------------------------------------------------------------------------

@@ -228,10 +228,7 @@ def _roff(text: str) -> str:
 
 
 def _address(config: Config | None) -> str:
-    if config is None:
-        return "127.0.0.1:7717"
-    host = config.server.host
-    return f"[{host}]:{config.server.port}" if ":" in host else f"{host}:{config.server.port}"
+    return "127.0.0.1:7717" if config is None else config.server.address
 
 
 def _read_config(path: Path) -> Config | None:

@@ -161,7 +161,7 @@ def _address(config: Config, running: Running, found: Findings) -> list[str]:
     try:
         bind(server.host, server.port).close()
     except BatchEngineError:
-        if running is not None and running["address"] == f"{server.host}:{server.port}":
+        if running is not None and running["address"] == server.address:
             return [f"a daemon of this configuration runs, pid {running['pid']}: stop it first"]
         raise
     return []

@@ -23,6 +23,7 @@ import pytest
 
 import batchengine
 from batchengine import errors
+from kv_store.errors import StoreUnsupported
 from kv_store.store import check_directory, take_lock
 from service.admin.client import Client
 from service.cli import main
@@ -341,6 +342,16 @@ def test_root_may_check_the_store_of_a_service(tmp_path: Path) -> None:
     os.chown(tmp_path, 65534, 65534)
     found = check_directory(str(tmp_path / "kv"), True)
     assert not any("belongs to user" in text for text in found)
+
+
+def test_a_store_behind_a_symbolic_link_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to("kv")
+    (tmp_path / "kv" / "ext").symlink_to(tmp_path)
+    for folder in ("link", "kv"):
+        with pytest.raises(StoreUnsupported, match="is a symbolic link") as error:
+            check_directory(str(tmp_path / folder), True)
+        assert f"{tmp_path / 'kv' if folder == 'link' else tmp_path}, " in error.value.fix
 
 
 def test_check_says_that_another_daemon_has_the_store(tmp_path: Path) -> None:
