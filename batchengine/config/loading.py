@@ -47,6 +47,7 @@ CREDENTIALS = "/run/credentials/"  # of systemd
 SOCKET_PATH_BYTES_MAX = 107  # sun_path less its terminating zero
 POOL_CHARS_MAX = 64
 MODEL_NAME_CHARS_MAX = 244  # with ":interactive" it is the longest `model` of a request
+FILE_NAME_BYTES_MAX = 255  # of file systems
 STEPS_IN_FLIGHT = {"cpu": 1, "cuda": 3}  # by kind of lane
 GPU_LANE_THREADS_MAX, GPU_LANE_SHARE = 4, 4  # of a GPU lane, by default: one core of so many
 INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}")
@@ -332,7 +333,9 @@ def _check_model_names(source: Source, config: Config) -> None:
                 fix="a name for each alias, other than model.id, or no aliases",
             )
         seen.add(name)
-        if len(name) > MODEL_NAME_CHARS_MAX or not name.isprintable():
+        is_unusable = len(name) > MODEL_NAME_CHARS_MAX or not name.isprintable()
+        is_of_no_file = name != config.model.id and len(name) > FILE_NAME_BYTES_MAX
+        if is_unusable and (dotted != "model.id" or not is_of_no_file):  # whose path is refused
             raise source.contradiction(
                 dotted,
                 f"= {name[:80]!r} is no name that a request can have",
