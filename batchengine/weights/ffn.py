@@ -49,14 +49,14 @@ class MoeSpec:
     A selector chooses n_used of them for each token. Their outputs are summed with weights, times
     scale: by `gating` the softmax over the chosen, or over all ("softmax_all"), or the sigmoid of
     each one's logit, "normed" by the sum over the chosen. The choice of "biased_softmax" is by the
-    softmax over all. activation: what becomes of the gate and
-    up products, by the name that kernels have for it; "relu2" has no gate. has_bias: the products
-    of the selector and of each expert have biases. n_ff_shared: width of one more expert, which
-    every token uses; 0 = there is none. has_shared_weight: it has a weight of its own for each
-    token. n_latent: width of the projection that experts read, and of their sum, which is projected
-    back; 0 = there is none. n_group, n_group_used: of so many groups of experts those of so many
-    can be chosen for a token: of those whose best two have the largest sums. has_post_norm: the sum
-    of all is normed before it is added.
+    softmax over all. activation: what becomes of the gate and up products, by the name that kernels
+    have for it; "relu2" has no gate. has_bias: the products of the selector and of each expert have
+    biases. n_ff_shared: width of one more expert, which every token uses; 0 = there is none.
+    has_shared_weight: it has a weight of its own for each token. n_latent: width of the projection
+    that experts read, and of their sum, which is projected back; 0 = there is none. n_group,
+    n_group_used: of so many groups of experts those of so many can be chosen for a token: of those
+    whose best two have the largest sums. has_post_norm: the sum of all is normed before it is
+    added.
     """
 
     n_expert: int

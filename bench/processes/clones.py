@@ -156,7 +156,7 @@ class _Clone(subprocess.Popen[bytes]):
             self.pid = self._template.clone(self._arguments, files | {fd: fd for fd in pass_fds})
             self._child_created = True
         finally:
-            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # of CPython's Popen
 
 
 # ---------------------------------------------------------------------------------- the template
