@@ -333,9 +333,10 @@ def _check_model_names(source: Source, config: Config) -> None:
                 fix="a name for each alias, other than model.id, or no aliases",
             )
         seen.add(name)
-        is_unusable = len(name) > MODEL_NAME_CHARS_MAX or not name.isprintable()
-        is_of_no_file = name != config.model.id and len(name) > FILE_NAME_BYTES_MAX
-        if is_unusable and (dotted != "model.id" or not is_of_no_file):  # whose path is refused
+        is_usable = len(name) <= MODEL_NAME_CHARS_MAX and name.isprintable()
+        is_of_file = dotted == "model.id" and not config.model.id
+        is_refused_later = is_of_file and len(name) > FILE_NAME_BYTES_MAX  # with the path
+        if not is_usable and not is_refused_later:
             raise source.contradiction(
                 dotted,
                 f"= {name[:80]!r} is no name that a request can have",

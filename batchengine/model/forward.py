@@ -406,11 +406,10 @@ class Stepper:
     ) -> None:
         """Set the step: tokens of all entries in order; entries (n, 3) of n_tokens, start position
         and n_pages; page addresses of all entries in order, or of each part of the pages, if the
-        ops know parts. With `attend`, which computes the attention of each layer then, they may
-        be 0. states (n, 2), of a model with recurrent state:
-        where each entry's is read, 0 at position 0, and where the next one is written. drafts: how
-        many of the last tokens of each entry `rewind` may take back; empty: none. ValueError if
-        they do not fit; MemoryError for drafts.
+        ops know parts. With `attend`, which computes the attention of each layer then, they may be
+        0. states (n, 2), of a model with recurrent state: where each entry's is read, 0 at position
+        0, and where the next one is written. drafts: how many of the last tokens of each entry
+        `rewind` may take back; empty: none. ValueError if they do not fit; MemoryError for drafts.
         """
         if (states is None) == (self.model.states is not None):
             raise ValueError("states are for models with recurrent state, and needed by these")

@@ -259,8 +259,8 @@ class Batch:
         self._sent = [0] * 3  # the addresses, but of tables and pages
         self._written, self._pages = ([0] * len(windows) for _ in range(2))
         self._has_states = False
-        self._entries: list[tuple[int, int, int]] = []
-        self._firsts: list[list[int]] = []  # of each part
+        self._entries: list[tuple[int, int]] = []  # tokens and start position
+        self._firsts: list[list[int]] = []  # of each part; see PageTable
         self._tiles: dict[TileHeads, Tiles] = {}  # of all steps so far
         self._memory = defaultdict[TileHeads, tuple[Scratch, ...]](
             lambda: tuple([Scratch(gpu) for _ in range(4)])
@@ -290,7 +290,7 @@ class Batch:
         written = parts[:, first_page + positions // kernels.PAGE_TOKENS]
         pages = [page_table(entries, *of) for of in zip(parts, self._windows, strict=True)]
         self._firsts = [table.firsts.tolist() for table in pages]
-        self._entries = [(int(n), int(start), int(pages)) for n, start, pages in entries.tolist()]
+        self._entries = [(int(n), int(start)) for n, start, _ in entries.tolist()]
         tables: list[I32] = []
         for heads in self._tiles:
             table, self._tiles[heads] = self._make_tiles(heads)
@@ -315,7 +315,7 @@ class Batch:
             raise ValueError("a state at an odd address, or one that is read and written")
         if not self._unsent:
             raise ValueError("the step was sent without states")
-        counts = np.array([n for n, _, _ in self._entries], np.int32)
+        counts = np.array([n for n, _ in self._entries], np.int32)
         table = np.zeros(len(counts), STATE_ENTRY)
         table["read"], table["written"], table["n_tokens"] = reads, writes, counts
         table["first_token"] = np.cumsum(counts) - counts
@@ -415,7 +415,7 @@ class Batch:
         n_head, n_kv_head, head_dim, window, part = heads
         group = n_head // n_kv_head
         first_token = 0
-        for (n, start, _), first_page in zip(self._entries, self._firsts[part], strict=True):
+        for (n, start), first_page in zip(self._entries, self._firsts[part], strict=True):
             is_long = n * group > QUERY_TILE_ROWS and head_dim <= NARROW_DIMS
             for row in (
                 range(0, n * group, rows_max) if is_long == (rows_max > QUERY_TILE_ROWS) else ()

@@ -97,14 +97,18 @@ def pages_seen_max(window: int) -> int:
     return (window + PAGE_TOKENS - 2) // PAGE_TOKENS + 1
 
 
+def page_indices(n_pages: I32) -> I32:
+    """The index of each page of a step among those of its entry; n_pages: of each entry."""
+    return np.arange(int(n_pages.sum())) - np.repeat(np.cumsum(n_pages) - n_pages, n_pages)
+
+
 def seen(shape: I32, window: int) -> BoolArray:
     """Whether a token of its entry sees each page of a step. shape (n, 3): tokens, start position
     and pages of each entry."""
     pages = shape[:, 2]
     if not window:
         return np.ones(int(pages.sum()), np.bool_)
-    index = np.arange(int(pages.sum())) - np.repeat(np.cumsum(pages) - pages, pages)
-    return index >= np.repeat(first_seen(shape[:, 1], window), pages)
+    return page_indices(pages) >= np.repeat(first_seen(shape[:, 1], window), pages)
 
 
 class PageTable(NamedTuple):
@@ -119,15 +123,14 @@ def page_table(entries: I32, addresses: U64, window: int) -> PageTable:
     """The pages of a part that tokens of their entries see. With a window, each entry has as many
     places as a token sees pages, at least."""
     starts, n_pages = entries[:, 1], entries[:, 2]
-    ends = np.cumsum(n_pages)
     if not window:
-        return PageTable(addresses, ends - n_pages)
+        return PageTable(addresses, np.cumsum(n_pages) - n_pages)
     hidden = first_seen(starts, window)
     counts = n_pages - hidden
     places = np.maximum(counts, pages_seen_max(window))
     firsts = np.cumsum(places) - places - hidden
     pages = np.zeros(int(places.sum()), np.uint64)
-    index = np.arange(len(addresses)) - np.repeat(ends - n_pages, n_pages)
-    is_seen = index >= np.repeat(hidden, n_pages)
-    pages[(np.repeat(firsts, n_pages) + index)[is_seen]] = addresses[is_seen]
+    is_seen = seen(entries, window)
+    at = np.repeat(firsts, n_pages) + page_indices(n_pages)
+    pages[at[is_seen]] = addresses[is_seen]
     return PageTable(pages, firsts)

@@ -16,7 +16,7 @@ from kernels.cuda.gpu import Gpu
 from kernels.cuda.graphs import Graphs
 from kernels.cuda.memory import BadRows, Batch, KvRows, Rows
 from kernels.cuda.ops import NOTHING_TAKEN, BegunSample, CudaOps, Taken
-from kernels.cuda.page_parts import BoolArray, seen
+from kernels.cuda.page_parts import BoolArray, page_indices, seen
 
 GRAPHS_MAX = 64  # shapes of steps
 
@@ -72,8 +72,7 @@ class GpuSteps:
 def unwritten(shape: I32Array) -> BoolArray:
     """Whether each page of a step has no row before those that the step writes."""
     starts, pages = shape[:, 1], shape[:, 2]
-    index = np.arange(int(pages.sum())) - np.repeat(np.cumsum(pages) - pages, pages)
-    return index * PAGE_TOKENS >= np.repeat(starts, pages)
+    return page_indices(pages) * PAGE_TOKENS >= np.repeat(starts, pages)
 
 
 class Room(NamedTuple):
