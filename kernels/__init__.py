@@ -90,7 +90,7 @@ from kernels._native import (
 
 KINDS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k", "mxfp4",
-    "iq4_xs", "q3_k", "f16", "bf16", "f32",
+    "iq4_xs", "q3_k", "q2_k", "f16", "bf16", "f32",
 )  # fmt: skip
 
 __all__ = [
@@ -184,11 +184,12 @@ __all__ = [
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
+    "q2_k": "dc35d3eb1e627e1427c097657127ead68011fa6fcb6b420e8a5daadb67d3b519",
     "gating": "f42103545a198f48637104999a67b17f354291c478024bc44dde8596ce9aded6",
     "choices": "10fa221b6d0ecb23f0876796a830d4875dc51dbf9939843f3643d7ea6c937ebe",
     "biased_softmax": "75a02932b70e0dc7cba8ecd2092d16372a6ac6105fa48622f885073f2eac341c",
     "heads": "0d4cbba41e7cec97c97428fd674d66120f8bde6401c1daa9a6d27d84b0b308eb",
-    "many_tokens": "e8ff16b78e2a57ac45426dca4311af048a16a2c756311ab5094f7bd9545bf72d",
+    "many_tokens": "ce0e463a9898d55cccfd72c8de887a8d307817d4a15655c52141da6227a45ea4",
     "wide_heads": "889d80c52d2bf117af7cc24d12cb28fd0c13f1d67c4cbfe93bbac5dfeea04260",
     "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",
     "branches": "4c2fea7438d67709d7611c246d23beecd8d10b5b9020e067bcb10e0c467a857e",

@@ -343,7 +343,7 @@ TYPES = {
     name: gguf.GGMLQuantizationType[name.upper()]
     for name in (
         "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k",
-        "q6_k", "mxfp4", "iq4_xs", "q3_k",
+        "q6_k", "mxfp4", "iq4_xs", "q3_k", "q2_k",
     )
 }  # fmt: skip
 

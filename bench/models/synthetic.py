@@ -42,10 +42,12 @@ TEMPLATE = (
 LONG_FACTOR = 1.19  # of cosines and sines, of a context 40 times as long as the first
 _FALLBACKS = {  # of rows that are not whole superblocks
     "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl", "q3_k": "q4_0",
+    "q2_k": "q4_0",
 }  # fmt: skip
 _FILE_TYPES = {
-    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q3_k": 12,
-    "q4_k": 15, "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "bf16": 32, "mxfp4": 38,
+    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10,
+    "q3_k": 12, "q4_k": 15, "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "bf16": 32,
+    "mxfp4": 38,
 }  # fmt: skip
 
 
@@ -388,6 +390,10 @@ def random_matrix(
         parts = [half(scales(18.5 * 67.0)), raw(134)]
     elif kind == "q3_k":  # the same for each 16 weights
         parts = [raw(108), half(scales(18.5 * 2.3))]
+    elif kind == "q2_k":  # minima equal to the scales, so that the weights have no mean
+        d = scales(10.9 * 1.12)
+        least = half((d * np.float16(1.5)).astype(np.float16))
+        parts = [raw(16) % 10 * 17 + 6 * 17, raw(64), half(d), least]
     elif kind == "mxfp4":  # scales are powers of two
         size = np.log2(spread / 5.85 * rng.uniform(0.6, 1.4, n_blocks))
         parts = [(128 + np.rint(size)).astype(np.uint8).reshape(n_blocks, 1), raw(16)]

@@ -14,12 +14,13 @@ U8 = NDArray[np.uint8]
 BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
     "q4_k": 144, "q5_k": 176, "q6_k": 210, "mxfp4": 17, "iq4_xs": 136,
-    "q3_k": 110,
+    "q3_k": 110, "q2_k": 84,
 }  # fmt: skip
-SUPERBLOCK_KINDS = ("q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
+SUPERBLOCK_KINDS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 # Where a block's scales stand, if not at its start alone: d, then m or dmin.
 SCALES_AT = {
     "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "q3_k": (108,),
+    "q2_k": (80, 82),
 }  # fmt: skip
 
 

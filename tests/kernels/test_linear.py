@@ -481,7 +481,8 @@ def test_a_block_without_scale_adds_nothing(pool: k.Pool, level: str, kind: str)
     blocks[:, :, at : at + 2] = 0
     blocks[:, 1::2, at + 1] = 0x80
     if len(SCALES_AT.get(kind, ())) == 2:
-        blocks[:, :, 2:4] = 0
+        at = SCALES_AT[kind][1]
+        blocks[:, :, at : at + 2] = 0
     matrix = packed(pool, kind, tensor, rows, cols)
     k.set_isa(level)
     for size in (2.0**95, 2.0**-89, 1.0):
@@ -542,7 +543,7 @@ def test_pack_reports_the_first_bad_scale(pool: k.Pool, kind: str, bad: float) -
             packed(pool, kind, tensor, rows, cols)
     if len(SCALES_AT.get(kind, ())) == 2:  # the minimum is a scale too
         tensor = random_tensor(kind, rows, cols, np.random.default_rng(1))
-        at = BLOCK_BYTES[kind] + 2
+        at = BLOCK_BYTES[kind] + SCALES_AT[kind][1]
         tensor.reshape(rows, -1)[3, at : at + 2] = half
         with pytest.raises(ValueError, match="row 3, block 1"):
             packed(pool, kind, tensor, rows, cols)

@@ -48,7 +48,10 @@ LLAMA_EXPERTS = replace(
 # Dense matrices, banks of experts and embeddings of superblocks.
 SUPERBLOCKS = replace(
     EXPERTS, n_layer=2, n_embd=256, n_ff=256, head_dim=64, base="iq4_xs",
-    kinds={"token_embd": "q3_k", "attn_v": "q5_k", "attn_output": "q3_k", "ffn_up": "q3_k"},
+    kinds={
+        "token_embd": "q3_k", "attn_v": "q5_k", "attn_output": "q2_k", "ffn_up": "q3_k",
+        "ffn_down": "q2_k",
+    },
 )  # fmt: skip
 SHAPES = {
     "mixed": MIXED,

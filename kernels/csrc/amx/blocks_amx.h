@@ -8,8 +8,9 @@
 namespace batchengine {
 namespace {
 
-// What folds the integer sums of a block into an accumulator; see scale_in, power_in and minimum_in.
-enum class FoldKind { scale, power, scale_and_minimum };
+// What folds the integer sums of a block into an accumulator; see scale_in, power_in, minimum_in and, of minima of
+// halves, WeightsQ2_K.
+enum class FoldKind { scale, power, scale_and_minimum, scale_and_minima };
 
 constexpr size_t OPERAND_BLOCKS = 32;  // a segment, except with floats in any order, which has none
 static_assert(SEGMENT_BLOCKS % OPERAND_BLOCKS == 0);
@@ -20,6 +21,7 @@ struct Operands {
     alignas(64) int8_t weights[OPERAND_BLOCKS][PARTS][GROUPS][64];  // row 16, k of the dword 4
     __m512 scale[OPERAND_BLOCKS];
     __m512 minimum[OPERAND_BLOCKS];
+    __m512i minima[OPERAND_BLOCKS];  // of both halves, as two int16: factors of `minimum`
 };
 
 SIMD_FN void put(int8_t (&to)[64], __m512i bytes) { _mm512_store_si512(to, bytes); }
@@ -143,6 +145,24 @@ struct UnpackHalves {
     }
 };
 
+// The scales of halves are multiplied with the weights, at most 15 * 3.
+struct UnpackQ2_K {
+    using Packed = PackedQ2_K;
+    static constexpr int PARTS = 1;
+    static constexpr FoldKind FOLD = FoldKind::scale_and_minima;
+    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
+        const HalfPairs pairs = half_pairs_at(unit, i);
+        to.scale[b] = halves_at(unit.d);
+        to.minimum[b] = halves_at(unit.m);
+        to.minima[b] = pairs.minima;
+        const BothScales scales = both_scales(pairs);
+        repeat<GROUPS>(EACH(g) {
+            put(to.weights[b][0][g],
+                _mm512_mullo_epi16(unsigned_weights<g>(unit.block[i]), scales.of[g / 4]));
+        });
+    }
+};
+
 // Of each kind: its packed unit, and block(unit, i, to, b), which unpacks block i of a unit as block b of `to`.
 template <class Weights>
 struct Unpack;
@@ -170,6 +190,8 @@ template <>
 struct Unpack<WeightsQ6_K> : UnpackHalves<PackedQ6_K, 32> {};
 template <>
 struct Unpack<WeightsQ3_K> : UnpackHalves<PackedQ3_K, 4> {};
+template <>
+struct Unpack<WeightsQ2_K> : UnpackQ2_K {};
 
 }  // namespace
 }  // namespace batchengine

@@ -49,10 +49,14 @@ SIMD_FN __m512i sum_of(const BlockSums<PARTS>& sums, int token) {
 
 template <FoldKind FOLD, int PARTS>
 SIMD_FN void fold_block(__m512 (&acc)[GROUP_TOKENS], const BlockSums<PARTS>& sums,
-                        const Operands<PARTS>& from, size_t b, const float* scale,
-                        const float* sum) {
+                        const Operands<PARTS>& from, size_t b, const Panel& x, size_t block) {
+    constexpr bool HAS_MINIMA = FOLD == FoldKind::scale_and_minima;
+    const float* scale = x.scale + block * GROUP_TOKENS;
+    const float* sum = x.sum + block * GROUP_TOKENS;
+    const int32_t* halves = x.halves + 2 * block * GROUP_TOKENS;
     const __m512 dw = from.scale[b];
-    const __m512 mw = FOLD == FoldKind::scale_and_minimum ? from.minimum[b] : _mm512_setzero_ps();
+    const __m512 mw =
+        FOLD == FoldKind::scale_and_minimum || HAS_MINIMA ? from.minimum[b] : _mm512_setzero_ps();
     repeat<GROUP_TOKENS>(EACH(n) {
         const __m512 value = _mm512_cvtepi32_ps(sum_of(sums, n));
         const __m512 dx = _mm512_set1_ps(scale[n]);
@@ -62,6 +66,11 @@ SIMD_FN void fold_block(__m512 (&acc)[GROUP_TOKENS], const BlockSums<PARTS>& sum
             acc[n] = _mm512_fmadd_ps(value, _mm512_mul_ps(dw, dx), acc[n]);
         if constexpr (FOLD == FoldKind::scale_and_minimum)
             acc[n] = _mm512_fmadd_ps(_mm512_set1_ps(sum[n]), mw, acc[n]);
+        if constexpr (HAS_MINIMA) {
+            const __m512i sums = _mm512_set1_epi32(half_sums(halves + n));
+            acc[n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_madd_epi16(sums, from.minima[b])),
+                                     _mm512_mul_ps(mw, dx), acc[n]);
+        }
     });
 }
 
@@ -92,8 +101,7 @@ void multiply_segment(const Operands<PARTS>& from, const Panel& x, size_t first,
         if (b + 1 < blocks)
             sum_block(q + (b + 1) * GROUP_TOKENS * BLOCK_WIDTH, from, b + 1, sums[(b + 1) % 2]);
         if (next.lines > 0) next.fetch(b, blocks);
-        fold_block<FOLD>(acc, sums[b % 2], from, b, x.scale + cell + b * GROUP_TOKENS,
-                         x.sum + cell + b * GROUP_TOKENS);
+        fold_block<FOLD>(acc, sums[b % 2], from, b, x, first + b);
     }
     repeat<GROUP_TOKENS>(EACH(n) {
         float* y = result.y[n];

@@ -29,12 +29,13 @@ SIMD_FN uint8x16_t nibbles(uint8x16_t packed) {
 }
 
 // Each kind: how many blocks one packed unit holds; its size; whether the scales are powers of two of any
-// size, and whether each 16 k have a factor; how many times the offset (-8 * S, or of 16 k -32 times their
+// size, and whether each 16 k have a factor, and of the minimum; how many times the offset (-8 * S, or of 16 k -32 times their
 // sum) a sum starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
 template <class Packed>
 struct Unit {
     static constexpr size_t BYTES = sizeof(Packed);
     static constexpr bool HAS_MINIMUM = false, HAS_POWER = false, HAS_HALVES = false;
+    static constexpr bool HAS_MINIMA = false;
     static constexpr int OFFSETS = 0;
     SIMD_FN const Packed& of(const uint8_t* unit) { return *reinterpret_cast<const Packed*>(unit); }
 };
@@ -242,6 +243,38 @@ struct WeightsQ3_K : HalvesUnit<PackedQ3_K> {
     }
 };
 
+// A scale and a minimum for each 16 k.
+struct WeightsQ2_K : Unit<PackedQ2_K> {
+    static constexpr size_t BLOCKS = 8;
+    static constexpr bool HAS_HALVES = true, HAS_MINIMA = true;
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        uint8x16_t low = vld1q_u8(of(unit).block[i].low[G % 4 / 2][row]);
+        if constexpr (at > 0) low = vshrq_n_u8(low, at > 0 ? at : 1);
+        return vandq_u8(low, vdupq_n_u8(3));
+    }
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t, size_t row) {
+        return halves_at(of(unit).d + row);
+    }
+    SIMD_FN float32x4_t minimum(const uint8_t* unit, size_t, size_t row) {
+        return halves_at(of(unit).m + row);
+    }
+    // The bytes of a half of four rows.
+    SIMD_FN int32x4_t both(const uint8_t* unit, size_t sub, size_t row) {
+        const uint8_t* two = of(unit).scale_and_min[sub / 2][row];
+        const uint16x4_t bytes = vreinterpret_u16_u8(vld1_u8(two));
+        const uint16x4_t one = sub % 2 ? vshr_n_u16(bytes, 8) : vand_u16(bytes, vdup_n_u16(255));
+        return vreinterpretq_s32_u32(vmovl_u16(one));
+    }
+    SIMD_FN int32x4_t subscale(const uint8_t* unit, size_t sub, size_t row) {
+        return vandq_s32(both(unit, sub, row), vdupq_n_s32(15));
+    }
+    SIMD_FN int32x4_t subminimum(const uint8_t* unit, size_t sub, size_t row) {
+        return vshrq_n_s32(both(unit, sub, row), 4);
+    }
+};
+
 template <class Weights, int G>
 SIMD_FN int8x16_t weights_of(const uint8_t* unit, size_t i, size_t row, int quad) {
     return vreinterpretq_s8_u8(
@@ -360,6 +393,19 @@ void product(const uint8_t* tile, size_t row, const Panel& x, size_t token, Tile
                                              vmulq_n_f32(scaled, x.scale[cell + n]));
                 }
                 // acc = fma(S * dx, m, acc), the same number as fma(S, m * dx, acc).
+                if constexpr (Weights::HAS_MINIMA) {
+                    const int32x4_t least0 = Weights::subminimum(unit, 2 * i, at);
+                    const int32x4_t least1 = Weights::subminimum(unit, 2 * i + 1, at);
+                    const float32x4_t mw = Weights::minimum(unit, i, at);
+                    UNROLL for (int n = 0; n < N; ++n) {
+                        const int32_t* halves = x.halves + 2 * cell - token + n;
+                        const int32x4_t sum =
+                            vmlaq_n_s32(vmulq_n_s32(least0, -halves[0] / 32), least1,
+                                        -halves[GROUP_TOKENS] / 32);
+                        acc[quad][n] = vfmaq_f32(acc[quad][n], vcvtq_f32_s32(sum),
+                                                 vmulq_n_f32(mw, x.scale[cell + n]));
+                    }
+                }
                 if constexpr (Weights::HAS_MINIMUM) {
                     const float32x4_t mw = Weights::minimum(unit, i, at);
                     UNROLL for (int n = 0; n < N; ++n)

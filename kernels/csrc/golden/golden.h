@@ -16,7 +16,7 @@
 
 namespace batchengine {
 
-constexpr Kind LATER_KINDS[] = {Kind::iq4_xs, Kind::q3_k};
+constexpr Kind LATER_KINDS[] = {Kind::iq4_xs, Kind::q3_k, Kind::q2_k};
 
 struct Golden {
     void add(const std::string& name, const void* bytes, size_t count) {

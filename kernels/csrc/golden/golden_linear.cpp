@@ -47,6 +47,7 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
         {Kind::q5_1, 24, {0, 2}},  {Kind::q8_0, 34, {0}},     {Kind::iq4_nl, 18, {0}},
         {Kind::q4_k, 144, {0, 2}}, {Kind::q5_k, 176, {0, 2}}, {Kind::q6_k, 210, {208}},
         {Kind::iq4_xs, 136, {0}},  {Kind::q3_k, 110, {108}},
+        {Kind::q2_k, 84, {80, 82}},
     };
     for (const Scales& scales : SCALES) {
         if (kind != scales.kind) continue;

@@ -365,5 +365,53 @@ struct WeightsQ3_K : HalvesUnit<WeightsQ3_K, PackedQ3_K> {
     }
 };
 
+// A scale and a minimum for each 16 k. Both halves of a block add up in int16 (4*3*127*2 = 3048); a scale then takes
+// the place of ones, and so does a minimum beside the sums of the activations.
+struct WeightsQ2_K {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ2_K);
+
+    template <int G>
+    SIMD_FN __m256i weights(const PackedQ2_K::Block& from, size_t row) {
+        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+        return _mm256_and_si256(_mm256_srli_epi16(load32(from.low[G % 4 / 2][row]), at),
+                                _mm256_set1_epi8(3));
+    }
+    // sums += scale * (dot of 16 k); scale: twice in each row.
+    template <int N, int G>
+    SIMD_FN void half(__m256i (&sums)[N], const PackedQ2_K::Block& from, __m256i scale, size_t row,
+                      const int8_t* q) {
+        __m256i pairs[N];
+        UNROLL for (int n = 0; n < N; ++n) pairs[n] = _mm256_setzero_si256();
+        repeat<4>(EACH(g) {
+            const __m256i w = weights<G + g>(from, row);
+            UNROLL for (int n = 0; n < N; ++n)
+                add_words(pairs[n],
+                          _mm256_maddubs_epi16(w, every_dword(q + n * BLOCK_WIDTH + 4 * (G + g))));
+        });
+        UNROLL for (int n = 0; n < N; ++n) add_dwords(sums[n], _mm256_madd_epi16(pairs[n], scale));
+    }
+    template <int N>
+    SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
+                       const Panel& x, size_t cell, size_t halves) {
+        const auto& super = *reinterpret_cast<const PackedQ2_K*>(unit);
+        const __m256i both = _mm256_cvtepu8_epi16(
+            _mm_load_si128(reinterpret_cast<const __m128i*>(super.scale_and_min[i][row])));
+        const __m256i scales = _mm256_and_si256(both, _mm256_set1_epi16(15));
+        const __m256i first =
+            _mm256_blend_epi16(scales, _mm256_slli_epi32(scales, 16), 0xAA);
+        const __m256i last = _mm256_blend_epi16(_mm256_srli_epi32(scales, 16), scales, 0xAA);
+        const int8_t* q = x.q + cell * BLOCK_WIDTH;
+        __m256i sums[N];
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
+        half<N, 0>(sums, super.block[i], first, row, q);
+        half<N, 4>(sums, super.block[i], last, row, q);
+        scale_in<N>(acc, sums, halves_at(super.d + row), x.scale + cell);
+        const __m256i minima = _mm256_srli_epi16(both, 4);
+        UNROLL for (int n = 0; n < N; ++n)
+            sums[n] = _mm256_madd_epi16(minima, _mm256_set1_epi32(half_sums(x.halves + halves + n)));
+        scale_in<N>(acc, sums, halves_at(super.m + row), x.scale + cell);
+    }
+};
+
 }  // namespace
 }  // namespace batchengine

@@ -473,5 +473,126 @@ struct HalvesUnit {
 struct WeightsQ6_K : HalvesUnit<PackedQ6_K, 0> {};
 struct WeightsQ3_K : HalvesUnit<PackedQ3_K, -3> {};
 
+template <int G>
+SIMD_FN __m512i unsigned_weights(const PackedQ2_K::Block& from) {
+    constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+    const __m512i packed = _mm512_load_si512(&from.low[G % 4 / 2][0][0]);
+    return _mm512_and_si512(_mm512_srli_epi16(packed, at), _mm512_set1_epi8(3));
+}
+
+// Scales and minima of block i of Q2_K: of each row those of both halves, as two int16.
+struct HalfPairs {
+    __m512i scales, minima;
+};
+SIMD_FN HalfPairs half_pairs_at(const PackedQ2_K& from, size_t i) {
+    const __m512i both = _mm512_cvtepu8_epi16(
+        _mm256_load_si256(reinterpret_cast<const __m256i*>(from.scale_and_min[i])));
+    return {_mm512_and_si512(both, _mm512_set1_epi16(15)), _mm512_srli_epi16(both, 4)};
+}
+
+// The scale of each half in both words of its row: two bytes times it, at most 3 * 15 each, stay in their places.
+struct BothScales {
+    __m512i of[2];
+};
+SIMD_FN BothScales both_scales(const HalfPairs& pairs) {
+    return {{_mm512_mask_blend_epi16(0xAAAAAAAAu, pairs.scales, _mm512_slli_epi32(pairs.scales, 16)),
+             _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(pairs.scales, 16), pairs.scales)}};
+}
+
+// acc = fma(J, m * dx, acc), where J is the sum of both minima times the sums of their halves.
+template <int R, int N>
+SIMD_FN void minima_in(Accumulators<R, N>& acc, const __m512i (&minima)[R], const __m512 (&mw)[R],
+                       const int32_t* halves, const float* scale) {
+    UNROLL for (int n = 0; n < N; ++n) {
+        const __m512i sums = _mm512_set1_epi32(half_sums(halves + n));
+        const __m512 dx = _mm512_set1_ps(scale[n]);
+        UNROLL for (int r = 0; r < R; ++r)
+            acc.a[r][n] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_madd_epi16(sums, minima[r])),
+                                          _mm512_mul_ps(mw[r], dx), acc.a[r][n]);
+    }
+}
+
+// A scale and a minimum for each 16 k.
+struct WeightsQ2_K {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedQ2_K);
+    static constexpr bool HAS_TWO_SUMS = true;  // per output
+
+    // The dots of both halves fit int16 (16*3*127 = 6096): one instruction multiplies them with their scales and
+    // adds the products.
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                       const Panel& x, size_t cell, size_t halves) {
+        const PackedQ2_K* super[R];
+        __m512i minima[R];
+        __m512 dw[R], mw[R];
+        UNROLL for (int r = 0; r < R; ++r)
+            super[r] = reinterpret_cast<const PackedQ2_K*>(unit[r]);
+        Sums<R, N> first, last;
+        start_at_zero(first);
+        start_at_zero(last);
+        repeat<GROUPS>(EACH(g) {
+            __m512i w[R];
+            UNROLL for (int r = 0; r < R; ++r) w[r] = unsigned_weights<g>(super[r]->block[i]);
+            dot<R, N>(g < 4 ? first : last, w, x.q + cell * BLOCK_WIDTH, g);
+        });
+        UNROLL for (int r = 0; r < R; ++r) {
+            const HalfPairs pairs = half_pairs_at(*super[r], i);
+            minima[r] = pairs.minima;
+            dw[r] = halves_at(super[r]->d);
+            mw[r] = halves_at(super[r]->m);
+            UNROLL for (int n = 0; n < N; ++n)
+                first.s[r][n] = _mm512_madd_epi16(
+                    _mm512_mask_blend_epi16(0xAAAAAAAAu, first.s[r][n],
+                                            _mm512_slli_epi32(last.s[r][n], 16)),
+                    pairs.scales);
+        }
+        scale_in(acc, first, dw, x.scale + cell);
+        minima_in(acc, minima, mw, x.halves + halves, x.scale + cell);
+    }
+
+    // One superblock of R tiles, unpacked: weights times their scales, at most 45.
+    template <int R>
+    struct Unpacked {
+        __m512i weights[8][GROUPS][R];
+        __m512i minima[8][R];
+        __m512 d[R], m[R];
+    };
+    static constexpr size_t TOKENS_UNPACKED = 5;
+
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
+        UNROLL for (int r = 0; r < R; ++r) {
+            const auto* super = reinterpret_cast<const PackedQ2_K*>(unit[r]);
+            to.d[r] = halves_at(super->d);
+            to.m[r] = halves_at(super->m);
+        }
+    }
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& from, size_t b, const Panel& x, size_t cell, size_t halves) {
+        BothScales scales[R];
+        if (FIRST)
+            UNROLL for (int r = 0; r < R; ++r) {
+                const auto* super = reinterpret_cast<const PackedQ2_K*>(unit[r]);
+                const HalfPairs pairs = half_pairs_at(*super, b);
+                scales[r] = both_scales(pairs);
+                from.minima[b][r] = pairs.minima;
+            }
+        Sums<R, N> sums;
+        start_at_zero(sums);
+        repeat<GROUPS>(EACH(g) {
+            if (FIRST)
+                UNROLL for (int r = 0; r < R; ++r) {
+                    const auto* super = reinterpret_cast<const PackedQ2_K*>(unit[r]);
+                    from.weights[b][g][r] =
+                        _mm512_mullo_epi16(unsigned_weights<g>(super->block[b]), scales[r].of[g / 4]);
+                }
+            dot<R, N>(sums, from.weights[b][g], x.q + cell * BLOCK_WIDTH, g);
+        });
+        scale_in(acc, sums, from.d, x.scale + cell);
+        minima_in(acc, from.minima[b], from.m, x.halves + halves, x.scale + cell);
+    }
+};
+
 }  // namespace
 }  // namespace batchengine

@@ -45,9 +45,16 @@ struct FileIQ4_NL {
     uint8_t q[16];  // indices into IQ4_VALUES
 };
 static_assert(sizeof(FileIQ4_NL) == 18);
+struct FileQ2_K {
+    uint8_t scales[16];  // of 16 k each: the scale, and above it the minimum
+    uint8_t q[64];       // 128 k per 32 bytes: the bits 0-1 first, then 2-3, 4-5, 6-7
+    uint16_t d;
+    uint16_t dmin;
+};
+static_assert(sizeof(FileQ2_K) == 84);
 struct FileQ3_K {
     uint8_t high[32];   // bit k / 32 of byte k % 32: the third bit of element k
-    uint8_t low[64];    // 128 k per 32 bytes: the bits 0-1 first, then 2-3, 4-5, 6-7
+    uint8_t low[64];    // as FileQ2_K::q
     uint8_t scales[12];  // see scale_of
     uint16_t d;
 };
@@ -108,6 +115,9 @@ bool legal(const Block& from) {
     return finite_half(from.d);
 }
 
+inline unsigned two_bits_of(const uint8_t (&q)[64], size_t k) {
+    return q[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3u;
+}
 inline unsigned nibble_of(const uint8_t (&q)[16], size_t k) {
     return q[k % 16] >> (k < 16 ? 0 : 4) & 15u;
 }
@@ -125,9 +135,9 @@ inline unsigned quant(const FileQ5_0& from, size_t k) {
 inline unsigned quant(const FileQ5_1& from, size_t k) {
     return nibble_of(from.q, k) | (from.high[k / 8] >> k % 8 & 1u) << 4;
 }
+inline unsigned quant(const FileQ2_K& from, size_t k) { return two_bits_of(from.q, k); }
 inline unsigned quant(const FileQ3_K& from, size_t k) {
-    const unsigned low = from.low[k / 128 * 32 + k % 32] >> (k % 128 / 32 * 2) & 3u;
-    return low | (from.high[k % 32] >> k / 32 & 1u) << 2;
+    return two_bits_of(from.low, k) | (from.high[k % 32] >> k / 32 & 1u) << 2;
 }
 inline unsigned quant(const FileQ4_K& from, size_t k) { return nibble_of(from.q, k); }
 inline unsigned quant(const FileQ5_K& from, size_t k) {

@@ -81,11 +81,11 @@ extern const LinearKernels LINEAR_NEON;
 extern const LinearKernels LINEAR_I8MM;
 #endif
 
-// Row tiles that run together: those of the widest register tile of the kernels (Q6_K and Q3_K have
-// two sums per output); few enough that weights, 16 tokens and results stay in cache.
+// Row tiles that run together: those of the widest register tile of the kernels (Q6_K, Q3_K and Q2_K
+// have two sums per output); few enough that weights, 16 tokens and results stay in cache.
 constexpr size_t RUN_TILES_MAX = 3;
 constexpr size_t run_tiles(Kind kind) {
-    return kind == Kind::q6_k || kind == Kind::q3_k ? 2 : RUN_TILES_MAX;
+    return kind == Kind::q6_k || kind == Kind::q3_k || kind == Kind::q2_k ? 2 : RUN_TILES_MAX;
 }
 
 // Most bytes of weights in a piece, in the level-2 cache: every token group of it reads them again.

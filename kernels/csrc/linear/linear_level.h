@@ -61,6 +61,12 @@ struct Panel {
     }
 };
 
+// The sums of both halves of a block of one token as two int16, the first one below. halves: of the block, from
+// the token on.
+[[maybe_unused]] SIMD_FN int32_t half_sums(const int32_t* halves) {
+    return (-halves[0] >> 5 & 0xFFFF) | -halves[GROUP_TOKENS] >> 5 << 16;
+}
+
 // How far ahead weights are prefetched for one token, which memory bandwidth bounds. Into the second
 // level: prefetches into the first fill its few miss buffers and cost a third of the bandwidth.
 constexpr size_t STREAM_AHEAD_BYTES = 9216;
@@ -110,6 +116,7 @@ struct WeightsQ6_K;
 struct WeightsMXFP4;
 struct WeightsIQ4_XS;
 struct WeightsQ3_K;
+struct WeightsQ2_K;
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results);
@@ -208,6 +215,7 @@ bool of_blocks(Kind kind, Body&& body) {
         case Kind::mxfp4: body.template operator()<WeightsMXFP4>(); return true;
         case Kind::iq4_xs: body.template operator()<WeightsIQ4_XS>(); return true;
         case Kind::q3_k: body.template operator()<WeightsQ3_K>(); return true;
+        case Kind::q2_k: body.template operator()<WeightsQ2_K>(); return true;
         case Kind::f16:
         case Kind::bf16:
         case Kind::f32: break;

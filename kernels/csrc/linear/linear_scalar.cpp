@@ -163,6 +163,24 @@ float step_q3_k(float acc, const uint8_t* tile, size_t block, size_t row, const 
     return ca::step(acc, dot, super.d[row], x.scale);
 }
 
+// I = scale0 * (dot of the first 16 k) + scale1 * (dot of the last 16 k), |I| < 2^18; then the minima times the
+// sums of the halves, below 2^16.
+float step_q2_k(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& super = reinterpret_cast<const PackedQ2_K*>(tile)[block / 8];
+    int32_t half[2] = {0, 0};
+    for (size_t k = 0; k < 16; ++k) {
+        const size_t j = k / 4;
+        const uint8_t low = super.block[block % 8].low[j / 2][row][k % 4];
+        half[0] += (low >> (j % 2 ? 2 : 4) & 3) * x.q[k];
+        half[1] += (low >> (j % 2 ? 0 : 6) & 3) * x.q[k + 16];
+    }
+    const uint8_t(&both)[2] = super.scale_and_min[block % 8][row];
+    const int32_t dot = (both[0] & 15) * half[0] + (both[1] & 15) * half[1];
+    const int32_t least = (both[0] >> 4) * (x.half0 / -32) + (both[1] >> 4) * (x.half1 / -32);
+    acc = ca::step(acc, dot, ca::half_to_float(super.d[row]), x.scale);
+    return ca::step(acc, least, ca::half_to_float(super.m[row]), x.scale);
+}
+
 float step_mxfp4(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& four = reinterpret_cast<const PackedMXFP4*>(tile)[block / 4];
     const int32_t dot = dot_table(MXFP4_VALUES, four.q[block % 4], row, x.q);
@@ -217,6 +235,7 @@ float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activatio
         case Kind::mxfp4: return dot_blocks<step_mxfp4>(tile, row, x, group, token);
         case Kind::iq4_xs: return dot_blocks<step_iq4_xs>(tile, row, x, group, token);
         case Kind::q3_k: return dot_blocks<step_q3_k>(tile, row, x, group, token);
+        case Kind::q2_k: return dot_blocks<step_q2_k>(tile, row, x, group, token);
         default: return dot_floats(matrix, tile, row, x, group * GROUP_TOKENS + token);
     }
 }

@@ -20,7 +20,8 @@ constexpr KindFacts FACTS[KIND_COUNT] = {
     {"q5_1", 32, sizeof(FileQ5_1)},  {"q8_0", 32, sizeof(FileQ8_0)}, {"iq4_nl", 32, sizeof(FileIQ4_NL)},
     {"q4_k", 256, sizeof(FileQ4_K)}, {"q5_k", 256, sizeof(FileQ5_K)}, {"q6_k", 256, sizeof(FileQ6_K)},
     {"mxfp4", 32, sizeof(FileMXFP4)}, {"iq4_xs", 256, sizeof(FileIQ4_XS)},
-    {"q3_k", 256, sizeof(FileQ3_K)}, {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
+    {"q3_k", 256, sizeof(FileQ3_K)}, {"q2_k", 256, sizeof(FileQ2_K)},
+    {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
 
@@ -170,6 +171,19 @@ void place(const FileQ3_K& from, PackedQ3_K* tile, size_t b, size_t row) {
     }
 }
 
+void place(const FileQ2_K& from, PackedQ2_K* tile, size_t b, size_t row) {
+    tile[b].d[row] = usable(from.d);
+    tile[b].m[row] = from.dmin ^ 0x8000u;
+    for (size_t i = 0; i < 16; ++i)
+        tile[b].scale_and_min[i / 2][row][i % 2] =
+            static_cast<uint8_t>(zero_half(from.d) ? from.scales[i] & 0xF0u : from.scales[i]);
+    for (size_t k = 0; k < 256; ++k) {
+        const size_t g = k % 32 / 4;
+        tile[b].block[k / 32].low[g % 4 / 2][row][k % 4] |=
+            static_cast<uint8_t>(quant(from, k) << high_shift(g));
+    }
+}
+
 void place(const FileMXFP4& from, PackedMXFP4* tile, size_t b, size_t row) {
     const bool is_zero = from.e < 2;
     tile[b / 4].field[b % 4][row] = static_cast<uint8_t>(is_zero ? 127 : from.e - 1);
@@ -217,6 +231,7 @@ void pack_row(Kind kind, const RowSource& from) {
         case Kind::mxfp4: return pack_blocks<FileMXFP4, PackedMXFP4>(from, 32);
         case Kind::iq4_xs: return pack_blocks<FileIQ4_XS, PackedIQ4_XS>(from, 256);
         case Kind::q3_k: return pack_blocks<FileQ3_K, PackedQ3_K>(from, 256);
+        case Kind::q2_k: return pack_blocks<FileQ2_K, PackedQ2_K>(from, 256);
         case Kind::f16: return pack_floats<uint16_t>(from, 0x7C00u);
         case Kind::bf16: return pack_floats<uint16_t>(from, 0x7F80u);
         case Kind::f32: return pack_floats<uint32_t>(from, ca::INFINITY_BITS);
@@ -235,6 +250,11 @@ int q3_at(const PackedQ3_K::Block& block, size_t lane, size_t i) {
     return static_cast<int>(low | (block.top[lane][i % 4] >> g & 1u) << 2) - 4;
 }
 
+unsigned q2_at(const PackedQ2_K::Block& block, size_t lane, size_t i) {
+    const size_t g = i / 4;
+    return block.low[g % 4 / 2][lane][i % 4] >> high_shift(g) & 3u;
+}
+
 float scaled(int q, float d) { return ca::mul_rn(static_cast<float>(q), d); }
 float scaled(unsigned q, unsigned zero, uint16_t d) {
     return scaled(static_cast<int>(q) - static_cast<int>(zero), ca::half_to_float(d));
@@ -242,13 +262,14 @@ float scaled(unsigned q, unsigned zero, uint16_t d) {
 float with_minimum(unsigned q, uint16_t d, uint16_t m) {
     return ca::fma_rn(static_cast<float>(q), ca::half_to_float(d), ca::half_to_float(m));
 }
+float with_minimum(unsigned q, unsigned scale, unsigned min, uint16_t d, uint16_t m) {
+    const float least = ca::mul_rn(static_cast<float>(min), ca::half_to_float(m));
+    return ca::fma_rn(static_cast<float>(q * scale), ca::half_to_float(d), least);
+}
 // A weight of Q4_K or Q5_K, in sub-block j.
 template <class Packed>
 float with_minimum(unsigned q, const Packed& from, size_t j, size_t lane) {
-    const float least = ca::mul_rn(static_cast<float>(from.min[j][lane]),
-                                   ca::half_to_float(from.m[lane]));
-    return ca::fma_rn(static_cast<float>(q * from.scale[j][lane]), ca::half_to_float(from.d[lane]),
-                      least);
+    return with_minimum(q, from.scale[j][lane], from.min[j][lane], from.d[lane], from.m[lane]);
 }
 
 float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
@@ -308,6 +329,12 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
             const int q = q3_at(super.block[b % 8], lane, i) * super.scale[k % 256 / 16][lane];
             return scaled(q, super.d[lane]);
         }
+        case Kind::q2_k: {
+            const auto& super = reinterpret_cast<const PackedQ2_K*>(tile)[b / 8];
+            const unsigned both = super.scale_and_min[b % 8][lane][i / 16];
+            return with_minimum(q2_at(super.block[b % 8], lane, i), both & 15u, both >> 4,
+                                super.d[lane], super.m[lane]);
+        }
         case Kind::f16: return ca::half_to_float(half_at());
         case Kind::bf16: return ca::bf16_to_float(half_at());
         case Kind::f32: return reinterpret_cast<const float*>(tile)[at];
@@ -357,6 +384,7 @@ size_t tile_bytes(Kind kind, size_t cols) {
         case Kind::mxfp4: return div_up(blocks, 4) * sizeof(PackedMXFP4);
         case Kind::iq4_xs: return blocks / 8 * sizeof(PackedIQ4_XS);
         case Kind::q3_k: return blocks / 8 * sizeof(PackedQ3_K);
+        case Kind::q2_k: return blocks / 8 * sizeof(PackedQ2_K);
         case Kind::f16:
         case Kind::bf16: return blocks * BLOCK_WIDTH * TILE_ROWS * 2;
         case Kind::f32: return blocks * BLOCK_WIDTH * TILE_ROWS * 4;

@@ -22,7 +22,7 @@ void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source
 
 // Row `row` as fp32, the weights' exact meaning:
 //   q4_0, q5_0, q8_0, iq4_nl  RN(float(q) * d)       q4_1, q5_1  fma(float(q), d, m)
-//   q4_k, q5_k  fma(float(q * scale), d, RN(float(min) * m))
+//   q2_k, q4_k, q5_k  fma(float(q * scale), d, RN(float(min) * m))
 //   q3_k, q6_k, iq4_xs  RN(float(scale * q) * d)     f16, bf16, f32  the value itself
 //   mxfp4       float(q) * 2^(e - 128), exact, +0 for e < 2
 // Where the file's d is 0, q * d is +0 (but of iq4_nl and iq4_xs).

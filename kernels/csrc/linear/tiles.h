@@ -66,6 +66,18 @@ struct PackedQ3_K {
 };
 static_assert(sizeof(PackedQ3_K) == 1856);
 
+// 256 k of weights of two bits, placed as PackedQ3_K::Block::low. Of the two halves of 32 k, 16 each, a byte has
+// the four-bit scale and, above it, the four-bit minimum; m = -dmin.
+struct PackedQ2_K {
+    uint16_t d[TILE_ROWS];
+    uint16_t m[TILE_ROWS];
+    uint8_t scale_and_min[8][TILE_ROWS][2];
+    struct Block {
+        uint8_t low[2][TILE_ROWS][4];
+    } block[8];
+};
+static_assert(sizeof(PackedQ2_K) == 1344);
+
 // Five-bit weights of 32 k. Vector j < 4 has the whole weights of k = 4j..4j+3 in its low bits and, above
 // them, the three upper bits of those 16 further on; the two lower bits of these are bits 2j and 2j+1
 // of the last vector.

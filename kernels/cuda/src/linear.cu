@@ -36,7 +36,8 @@ constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spr
 // the step of rule 2. A sum of up to 2²² over the magic number M has the bits of the float M + I, and
 // fma(M + I, t, -M * t) is t * I.
 GPU_FN constexpr bool scales_first(Kind kind) {
-    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::iq4_xs && !gpu::has_halves(kind);
+    return kind != Kind::q8_0 && kind != Kind::iq4_nl && kind != Kind::iq4_xs && kind != Kind::q2_k &&
+           !gpu::has_halves(kind);
 }
 
 // An integer below 2²² over the magic number, as a float.
@@ -51,6 +52,7 @@ struct Block {
     float min[2];        // m, times its factor
     float factor[2][2];  // of the halves, of q6_k and q3_k
     float offset[2];     // of these: -M * factor[...][0]
+    uint32_t minima;     // of halves, of q2_k: byte 2 * row + half
 };
 
 template <Kind kind>
@@ -59,6 +61,7 @@ GPU_FN Block block_of(const gpu::Packed& from, int t) {
     Block to = {};
     GPU_UNROLL
     for (int i = 0; i < 4; i++) to.q[i] = part.q[i];
+    to.minima = part.minima;
     GPU_UNROLL
     for (int row = 0; row < 2; row++) {
         float factor[2];
@@ -94,7 +97,8 @@ GPU_FN TwoTokens two_of(const uint32_t (&scales)[2], const uint32_t (&sums)[2]) 
     GPU_UNROLL
     for (int i = 0; i < 2; i++) {
         to.scale[i] = ca::float_of(scales[i]);
-        if constexpr (scales_first(kind)) to.offset[i] = ca::mul_rn(to.scale[i], -ca::ROUND_MAGIC);
+        if constexpr (scales_first(kind) || gpu::has_minima(kind))
+            to.offset[i] = ca::mul_rn(to.scale[i], -ca::ROUND_MAGIC);
         if constexpr (gpu::has_minimum(kind))
             to.sum[i] = ca::fma_rn(over_magic(static_cast<int32_t>(sums[i])), to.scale[i], to.offset[i]);
     }
@@ -133,6 +137,19 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
         }
         if constexpr (gpu::has_minimum(kind)) acc[i] = ca::fma_rn(x.sum[token], a.min[row], acc[i]);
     }
+    if constexpr (gpu::has_minima(kind)) {  // times the sums of halves, below 2^16
+        const auto bytes = static_cast<uint32_t>(gpu::opaque(static_cast<int>(a.minima)));
+        const uint32_t minima[4] = {
+            gpu::bytes_of(bytes, 0, 0x0000u), gpu::bytes_of(bytes, 0, 0x2222u),
+            gpu::bytes_of(bytes, 0, 0x1111u), gpu::bytes_of(bytes, 0, 0x3333u)};
+        gpu::mma_k32_ss(second, minima, b);
+        GPU_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const float sum = ca::fma_rn(ca::float_of(static_cast<uint32_t>(second[i])),
+                                         x.scale[i % 2], x.offset[i % 2]);
+            acc[i] = ca::fma_rn(sum, a.min[i / 2], acc[i]);
+        }
+    }
 }
 
 // Quantised activations for `few` from the first row of a block on, so that indices of spans fit 32 bits; of
@@ -159,7 +176,8 @@ GPU_FN constexpr int ahead_of(Kind kind, int groups) {
 // that beside 16 tokens, whose products take long enough for the other warps to wait.
 GPU_FN constexpr bool loads_early(Kind kind, int groups) {
     const bool is_large =
-        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || gpu::has_halves(kind);
+        kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k || gpu::has_halves(kind) ||
+        gpu::has_minima(kind);
     return groups == 1 || !is_large;
 }
 
@@ -540,6 +558,7 @@ QUANTISED(q6_k)
 QUANTISED(mxfp4)
 QUANTISED(iq4_xs)
 QUANTISED(q3_k)
+QUANTISED(q2_k)
 
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).

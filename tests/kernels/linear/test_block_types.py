@@ -1,4 +1,4 @@
-"""Q5_0, Q5_1, IQ4_NL, IQ4_XS, Q3_K, Q4_K, Q5_K and MXFP4: rule 2 of docs/numerics.md, exactly.
+"""Q5_0, Q5_1, IQ4_NL, IQ4_XS, Q2_K to Q5_K and MXFP4: rule 2 of docs/numerics.md, exactly.
 
 The file blocks are decoded here from the byte layout alone. Expected outputs are chains of exact
 fractions, each step rounded once; every level must give these bits.
@@ -34,19 +34,24 @@ from tests.kernels.test_linear import (
 
 U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
-KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "mxfp4", "iq4_xs", "q3_k")
+KINDS = ("q5_0", "q5_1", "iq4_nl", "q4_k", "q5_k", "mxfp4", "iq4_xs", "q3_k", "q2_k")
 MXFP4_TABLE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 class Group:
-    """32 weights: value k is factor·integers[k]·d + minimum·m."""
+    """32 weights: value k is factor·integers[k]·d + minima[k / 16]·m."""
 
     def __init__(
-        self, integers: list[int], d: Fraction, m: Fraction, factor: int = 1, minimum: int = 1
+        self,
+        integers: list[int],
+        d: Fraction,
+        m: Fraction,
+        factor: int = 1,
+        minima: tuple[int, int] = (1, 1),
     ) -> None:
         self.integers, self.d, self.m = integers, d, m
-        self.factor, self.minimum = factor, minimum
+        self.factor, self.minima = factor, minima
 
 
 def half(raw: U8) -> Fraction:
@@ -95,6 +100,14 @@ def groups_of(kind: str, block: U8) -> list[Group]:
         ]
         scaled = [scales[k // 16] * weight for k, weight in enumerate(weights)]
         return [Group(scaled[at : at + 32], d, none) for at in range(0, 256, 32)]
+    if kind == "q2_k":
+        weights = [raw[16 + 32 * (k // 128) + k % 32] >> 2 * (k // 32 % 4) & 3 for k in range(256)]
+        scaled = [(raw[k // 16] & 15) * weight for k, weight in enumerate(weights)]
+        m = -half(block[82:])
+        return [
+            Group(scaled[at : at + 32], d, m, 1, (raw[at // 16] >> 4, raw[at // 16 + 1] >> 4))
+            for at in range(0, 256, 32)
+        ]
     groups: list[Group] = []
     six = raw[4:16]
     for j in range(8):
@@ -107,7 +120,7 @@ def groups_of(kind: str, block: U8) -> list[Group]:
         integers = [byte >> 4 if j % 2 else byte & 15 for byte in run]
         if kind == "q5_k":
             integers = [n + 16 * (raw[16 + i] >> j & 1) for i, n in enumerate(integers)]
-        groups.append(Group(integers, d, -half(block[2:]), scale, minimum))
+        groups.append(Group(integers, d, -half(block[2:]), scale, (minimum, minimum)))
     return groups
 
 
@@ -129,7 +142,9 @@ def expected(
         assert abs(dot) < 2**24
         steps.append((Fraction(dot), group.d * t))
         if with_minimum:
-            steps.append((Fraction(group.minimum * sum(values)), group.m * t))
+            first, last = group.minima
+            least = first * sum(values[:16]) + last * sum(values[16:])
+            steps.append((Fraction(least), group.m * t))
     return chain(in_segments(steps, 64 if with_minimum else 32))
 
 
@@ -210,13 +225,13 @@ def test_zero_and_subnormal_scales(pool: k.Pool, kind: str) -> None:
         at = SCALES_AT.get(kind, (0,))
         table[row, :, at[0] : at[0] + 2] = special[row % 6 : row % 6 + 1].view(np.uint8)
         if len(at) == 2:
-            table[row, :, 2:4] = special[row // 6 : row // 6 + 1].view(np.uint8)
+            table[row, :, at[1] : at[1] + 2] = special[row // 6 : row // 6 + 1].view(np.uint8)
     if kind == "iq4_xs":  # stored as 32
         table[: rows // 2, 1, 2:8] = [0xAA, 0xAA, 0, 0, 0, 0]
     elif kind == "q3_k":  # as these
         table[: rows // 2, 1, 96:108] = [0] * 8 + [0xAA] * 4
     elif kind in SUPERBLOCK_KINDS:
-        table[: rows // 2, 1, 4:16] = 0
+        table[: rows // 2, 1, slice(0, 16) if kind == "q2_k" else slice(4, 16)] = 0
     values = random_values(tokens, cols, rng)
     check_rows(pool, kind, tensor, rows, values, [(row, row % tokens) for row in range(rows)])
 
@@ -271,9 +286,9 @@ def test_embedding_has_one_rounding(pool: k.Pool, kind: str) -> None:
     k.embed(pool, packed(pool, kind, tensor, rows, cols), np.arange(rows, dtype=np.int32), out)
     for row in (0, 15, 18):
         want = [
-            round_f32(group.factor * n * group.d + group.minimum * group.m)
+            round_f32(group.factor * n * group.d + group.minima[i // 16] * group.m)
             for group in row_groups(kind, tensor, rows, row)
-            for n in group.integers
+            for i, n in enumerate(group.integers)
         ]
         assert [Fraction(value) for value in out.view(rows)[row].tolist()] == want
 
@@ -319,7 +334,7 @@ def test_levels_agree_on_any_bytes(
 BITS_MAX = {
     "q4_0": 4.5, "q4_1": 5, "q5_0": 5.5, "q5_1": 6, "q8_0": 8.5, "iq4_nl": 4.5,
     "q4_k": 4.63, "q5_k": 5.63, "q6_k": 6.63, "mxfp4": 4.25,
-    "iq4_xs": 4.38, "q3_k": 3.63,
+    "iq4_xs": 4.38, "q3_k": 3.63, "q2_k": 2.63,
 }  # fmt: skip
 
 

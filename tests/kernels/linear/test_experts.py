@@ -32,7 +32,9 @@ BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
     "mxfp4": 17,
 }  # fmt: skip
-SUPERBLOCK_BYTES = {"q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136, "q3_k": 110}
+SUPERBLOCK_BYTES = {
+    "q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136, "q3_k": 110, "q2_k": 84,
+}  # fmt: skip
 
 
 def selected(
@@ -274,6 +276,7 @@ class Bank:
             halves = {
                 "q6_k": [208],
                 "q3_k": [108],
+                "q2_k": [80, 82],
                 "q4_1": [0, 2],
                 "q5_1": [0, 2],
                 "q4_k": [0, 2],

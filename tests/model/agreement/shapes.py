@@ -157,6 +157,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "q3_k": replace(LLAMA, base="q3_k"),
     "pure_q3_k": replace(QWEN3, base="q3_k", kinds={"token_embd": "q3_k"}),
+    "q2_k": replace(LLAMA, base="q2_k"),
+    "pure_q2_k": replace(QWEN3, base="q2_k", kinds={"token_embd": "q2_k"}),
     # The mix of Q3_K_M; rows of 608 fall back to Q5_0.
     "q3_k_m": replace(
         QWEN3,
@@ -184,6 +186,9 @@ SHAPES: dict[str, Shape] = {
     ),
     "qwen3moe_iq4_xs": replace(
         QWEN3MOE, n_ff=256, base="iq4_xs", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}
+    ),
+    "qwen3moe_q2_k": replace(
+        QWEN3MOE, n_ff=256, base="q2_k", kinds={**QWEN3MOE.kinds, "attn_v": "q4_k"}
     ),
     "qwen3moe_q3_k": replace(
         QWEN3MOE, n_ff=256, base="q3_k", kinds={**QWEN3MOE.kinds, "attn_v": "q5_k"}

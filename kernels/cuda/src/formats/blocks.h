@@ -13,7 +13,7 @@ constexpr int SEGMENT_BLOCKS = ca::SEGMENT / ca::BLOCK;
 
 // In the order of Kind in common/types.h.
 enum class Kind : int {
-    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, f16, bf16, f32
+    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, q2_k, f16, bf16, f32
 };
 
 // Bytes of a tile of 16 rows of `cols`.
@@ -32,6 +32,7 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
         case Kind::mxfp4: return (blocks + 3) / 4 * sizeof(batchengine::PackedMXFP4);
         case Kind::iq4_xs: return blocks / 8 * sizeof(batchengine::PackedIQ4_XS);
         case Kind::q3_k: return blocks / 8 * sizeof(batchengine::PackedQ3_K);
+        case Kind::q2_k: return blocks / 8 * sizeof(batchengine::PackedQ2_K);
         case Kind::f16:
         case Kind::bf16: return blocks * ca::BLOCK * TILE * 2;
         case Kind::f32: return blocks * ca::BLOCK * TILE * 4;
@@ -40,7 +41,8 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
 }
 
 // One block of 32 k of rows 2g and 2g + 1 of a tile, for lane (g, t) of a product: the registers of A as
-// signed bytes. I = Σ q x, times `factor`, of which the halves of a block have one each. Weights and `d` are
+// signed bytes. I = Σ q x, times `factor`, of which the halves of a block have one each; q of q2_k are weights times
+// that factor. Weights and `d` are
 // those of the file times and over 2 to the power of `shift_of`, which is exact.
 struct Part {
     uint32_t q[4];  // k = 4t..4t+3 of both rows, and 16 further on
@@ -48,6 +50,7 @@ struct Part {
     float m[2];  // of the minimum, with factor `min`; kinds without one do not read it
     int32_t factor[2][2];
     int32_t min[2];
+    uint32_t minima;  // of q2_k in place of `min`: byte 2 * row + half
 };
 
 // The same as it lies in memory, so that loads are under way before they are needed.
@@ -76,6 +79,9 @@ GPU_FN constexpr bool has_table(Kind kind) {
 }
 // A factor for each half of a block.
 GPU_FN constexpr bool has_halves(Kind kind) { return kind == Kind::q6_k || kind == Kind::q3_k; }
+// A minimum for each half of a block.
+GPU_FN constexpr bool has_minima(Kind kind) { return kind == Kind::q2_k; }
+// One for all of it.
 GPU_FN constexpr bool has_minimum(Kind kind) {
     return kind == Kind::q4_1 || kind == Kind::q5_1 || kind == Kind::q4_k || kind == Kind::q5_k;
 }
@@ -181,6 +187,13 @@ GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
         to.factor = pair_at(tile, scales) | pair_at(tile, scales + TILE) << 16;
         to.low = words_at(tile, block + t / 2 * TILE * 4 + g * 8);
         to.high = words_at(tile, block + 128 + g * 8);
+    } else if constexpr (kind == Kind::q2_k) {
+        const int64_t at = b / 8 * int64_t{sizeof(PackedQ2_K)};
+        const int sub = b % 8;
+        to.d.word[0] = dword_at(tile, at + g * 4);
+        to.m = dword_at(tile, at + TILE * 2 + g * 4);
+        to.factor = dword_at(tile, at + 64 + sub * TILE * 2 + g * 4);
+        to.low = words_at(tile, at + 320 + sub * 128 + t / 2 * TILE * 4 + g * 8);
     } else if constexpr (kind == Kind::iq4_xs) {
         const int64_t at = b / 8 * int64_t{sizeof(PackedIQ4_XS)};
         const int sub = b % 8;
@@ -198,6 +211,7 @@ GPU_FN constexpr int unit_blocks(Kind kind) {
         case Kind::q5_k:
         case Kind::q6_k:
         case Kind::q3_k:
+        case Kind::q2_k:
         case Kind::iq4_xs: return 8;
         case Kind::mxfp4: return 4;
         default: return 2;  // q4_1 and q5_1: two units
@@ -242,6 +256,10 @@ GPU_FN Part unpack(const Packed& from, int t) {
         } else if constexpr (kind == Kind::q3_k) {
             first = (low << (t % 2 ? 3 : 1) & 0x60606060u) | (high >> t << 7 & 0x80808080u);
             second = ((t % 2 ? low << 5 : low >> 1) & 0x60606060u) | (high >> t << 3 & 0x80808080u);
+        } else if constexpr (kind == Kind::q2_k) {  // at most 3 * 15: no product leaves its byte
+            const uint32_t both = from.factor >> 16 * row;
+            first = (low >> (t % 2 ? 2 : 4) & 0x03030303u) * (both & 15u);
+            second = (low >> (t % 2 ? 0 : 6) & 0x03030303u) * (both >> 8 & 15u);
         }
         constexpr uint32_t SIGN = has_sign(kind) ? 0x80808080u : 0;
         part.q[row] = first ^ SIGN;
@@ -255,6 +273,7 @@ GPU_FN Part unpack(const Packed& from, int t) {
         if constexpr (shift_of(kind) > 0) part.d[row] = ca::mul_rn(part.d[row], 1.0f / (1 << shift_of(kind)));
         part.m[row] = half_of(from.m, row);
         part.factor[row][0] = part.factor[row][1] = part.min[row] = 1;
+        part.minima = from.factor >> 4 & 0x0F0F0F0Fu;
         if constexpr (kind == Kind::q4_k || kind == Kind::q5_k) {
             part.factor[row][0] = part.factor[row][1] =
                 static_cast<int32_t>(from.factor >> 8 * row & 255u);
@@ -282,9 +301,11 @@ GPU_FN float weight_at(In<uint8_t> tile, int row, int k) {
     const int32_t odd_factor = half ? part.factor[1][1] : part.factor[1][0];
     const auto weight = static_cast<float>(n * (odd ? odd_factor : even_factor));
     const float d = odd ? part.d[1] : part.d[0], m = odd ? part.m[1] : part.m[0];
-    const int32_t min = odd ? part.min[1] : part.min[0];
-    if constexpr (!has_minimum(kind)) return ca::mul_rn(weight, d);
-    if constexpr (kind == Kind::q4_k || kind == Kind::q5_k)
+    int32_t min = odd ? part.min[1] : part.min[0];
+    if constexpr (has_minima(kind))
+        min = static_cast<int32_t>(part.minima >> (16 * odd + 8 * half) & 255u);
+    if constexpr (!has_minimum(kind) && !has_minima(kind)) return ca::mul_rn(weight, d);
+    if constexpr (kind == Kind::q4_k || kind == Kind::q5_k || kind == Kind::q2_k)
         return ca::fma_rn(weight, d, ca::mul_rn(static_cast<float>(min), m));
     return ca::fma_rn(weight, d, m);
 }
@@ -311,6 +332,7 @@ GPU_FN float value_at(Kind kind, In<uint8_t> tile, int row, int k) {
         case Kind::mxfp4: return weight_at<Kind::mxfp4>(tile, row, k);
         case Kind::iq4_xs: return weight_at<Kind::iq4_xs>(tile, row, k);
         case Kind::q3_k: return weight_at<Kind::q3_k>(tile, row, k);
+        case Kind::q2_k: return weight_at<Kind::q2_k>(tile, row, k);
         case Kind::f16: return float_at<Kind::f16>(tile, row, k);
         case Kind::bf16: return float_at<Kind::bf16>(tile, row, k);
         case Kind::f32: return float_at<Kind::f32>(tile, row, k);
