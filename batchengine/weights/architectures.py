@@ -46,8 +46,9 @@ class ModelArchitecture:
     (expert_gating_func 2), "normed" by their sum or as a key says (expert_weights_norm), and a bias
     may count in the choice; "by_function": so or by softmaxes, as a key says (expert_gating_func).
     has_choice_bias: experts that are weighted by softmaxes are chosen by those over all, and a bias
-    may count. starts_dense: the first layers may have no experts (leading_dense_block_count; in a
-    file without the key, those without a selector).
+    may count. keeps_softmax: experts are weighted by softmaxes over all, which are not divided by
+    the sum of the chosen ones. starts_dense: the first layers may have no experts
+    (leading_dense_block_count; in a file without the key, those without a selector).
     has_window_heads: layers with a window have heads of their own width (key_length_swa), KV heads
     and widths of feed-forward parts may be given for each layer, and the last layers may read the K
     and V of others (shared_kv_layers). has_v_norm: heads of V are normed, too; without a matrix of
@@ -93,6 +94,7 @@ class ModelArchitecture:
     has_mtp: bool = False
     sigmoid: Sigmoid = "none"
     has_choice_bias: bool = False
+    keeps_softmax: bool = False
     starts_dense: bool = False
     has_window_heads: bool = False
     has_v_norm: bool = False
@@ -155,6 +157,7 @@ ARCHITECTURES = {
     "smollm3": ModelArchitecture(pairs="norm", rope_every=4),
     "qwen2": ModelArchitecture(),
     "qwen2vl": ModelArchitecture(),
+    "qwen2moe": ModelArchitecture(experts="all", shared_expert="weighted", keeps_softmax=True),
     "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,
@@ -195,6 +198,9 @@ ARCHITECTURES = {
         has_pre_norms=False,
         windows="by_key",
         unscales_windows=True,
+    ),
+    "olmoe": ModelArchitecture(
+        has_qk_norm=True, norms_whole_qk=True, experts="some", keeps_softmax=True
     ),
     "exaone4": ModelArchitecture(
         has_qk_norm=True,

@@ -219,6 +219,8 @@ def _gating(gguf: GgufFile, arch: str) -> Gating:
     kind = ARCHITECTURES[arch].sigmoid
     if kind == "by_function" and _gating_function(gguf, arch) == SOFTMAX:
         return "softmax" if gguf.values.get(f"{arch}.expert_weights_norm", False) else "softmax_all"
+    if kind == "none" and ARCHITECTURES[arch].keeps_softmax:
+        return "softmax_all"
     if kind == "none":
         return "biased_softmax" if ARCHITECTURES[arch].has_choice_bias else "softmax"
     is_normed = kind == "normed" or gguf.values.get(f"{arch}.expert_weights_norm", False)
@@ -294,13 +296,17 @@ def _refuse_other_mixtures(gguf: GgufFile, arch: str) -> None:
             key, why = f"{arch}.expert_weights_norm", "it must be true or false"
             raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=norm, why=why)
         return
+    is_normed = not row.keeps_softmax
     # 3, a softmax over the chosen ones, is what one over all becomes when the weights are normed.
-    if function not in (0, 1, 3):
-        why = "the weights of experts must come from a softmax (1 or 3)"
+    known = (0, 1, 3) if is_normed else (0, 1)
+    if function not in known:
+        why = f"the weights of experts must come from a softmax ({'1 or 3' if is_normed else 1})"
         raise unsupported(gguf, f"{arch}.expert_gating_func", function, why)
-    if gguf.values.get(f"{arch}.expert_weights_norm", True) is not True:
+    if (norm := gguf.values.get(f"{arch}.expert_weights_norm", is_normed)) is not is_normed:
         why = "the weights of the chosen experts must have the sum 1"
-        raise unsupported(gguf, f"{arch}.expert_weights_norm", "false", why)
+        if row.keeps_softmax:
+            why = "the weights of the chosen experts must be those of a softmax over all"
+        raise unsupported(gguf, f"{arch}.expert_weights_norm", str(norm).lower(), why)
 
 
 def _expert_width(gguf: GgufFile, arch: str, n_used: int, n_layer: int) -> int:

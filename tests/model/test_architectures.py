@@ -36,6 +36,8 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     mixture = {"n_expert": 4, "n_used": 2} if row.experts == "all" else {}
     if row.full_every:
         mixture |= {"n_k_head": 1, "n_v_head": 2, "n_rot": 16, "n_ff_shared": 32 * len(mixture)}
+    elif row.shared_expert == "weighted":
+        mixture["n_ff_shared"] = 32
     if row.recurrent in ("mamba2", "conv"):
         mixture |= {
             "n_k_head": 1,
@@ -72,7 +74,7 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     with_post = "gemma3", "gemma4", "glm4", "afmoe"
     assert spec.attention.has_post_norm == (arch in with_post or only_post)
     assert spec.attention.has_pre_norm == (not only_post)
-    assert spec.attention.norms_whole_qk == (arch in ("minimax-m2", "olmo2"))
+    assert spec.attention.norms_whole_qk == (arch in ("minimax-m2", "olmo2", "olmoe"))
     assert (spec.attention.mla is not None) == (arch in ("deepseek2", "mistral4"))
 
 

@@ -40,6 +40,8 @@ COUNTS = [reference.GGUFValueType.ARRAY, reference.GGUFValueType.INT32]
 
 QWEN3MOE = replace(PRESETS["moe-tiny"], n_layer=2, n_vocab=288)
 LLAMA = replace(QWEN3MOE, arch="llama", n_expert=8, n_used=2)
+OLMOE = replace(QWEN3MOE, arch="olmoe")
+QWEN2MOE = replace(QWEN3MOE, arch="qwen2moe", n_ff_shared=32)
 GLM = PRESETS["glm4moe-tiny"]
 N, N_FF, N_EXPERT = QWEN3MOE.n_embd, QWEN3MOE.n_ff, QWEN3MOE.n_expert
 
@@ -400,6 +402,34 @@ def test_a_bias_of_the_choice_that_is_no_number_is_refused(
         opened(written(GLM, tmp_path, edit), pool, tmp_path / "c")
     assert caught.value.code == "BE1327"
     assert "blk.2.exp_probs_b.bias" in str(caught.value)
+
+
+# -- olmoe and qwen2moe: weights by a softmax over all
+
+
+def test_the_weights_of_olmoe_and_qwen2moe_are_those_of_a_softmax_over_all(tmp_path: Path) -> None:
+    """A file may say so; feed_forward_length is the width of one expert of olmoe."""
+    path = written(OLMOE, tmp_path, put("olmoe.feed_forward_length", 64))
+    assert read(path).experts == MoeSpec(10, 3, 64, 1.0, gating="softmax_all")
+    norm = put("qwen2moe.expert_weights_norm", value=False, types=BOOL)
+    experts = read(written(QWEN2MOE, tmp_path, norm)).experts
+    shared = {"n_ff_shared": 32, "has_shared_weight": True}
+    assert experts == MoeSpec(10, 3, 64, 1.0, gating="softmax_all", **shared)
+
+
+@pytest.mark.parametrize(
+    ("words", "edit"),
+    [
+        ("a softmax over all", put("qwen2moe.expert_weights_norm", value=True, types=BOOL)),
+        ("from a softmax (1)", put("qwen2moe.expert_gating_func", 3)),
+        ("from a softmax (1)", put("qwen2moe.expert_gating_func", 2)),
+    ],
+)
+def test_other_weights_of_qwen2moe_are_refused(words: str, edit: Edit, tmp_path: Path) -> None:
+    with pytest.raises(BatchEngineError) as caught:
+        read(written(QWEN2MOE, tmp_path, edit))
+    assert caught.value.code == "BE1323"
+    assert words in str(caught.value)
 
 
 # -- what is refused

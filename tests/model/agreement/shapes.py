@@ -83,6 +83,8 @@ AFMOE = replace(DOTS1, arch="afmoe", n_kv_head=2, window=40, head_gain=1.0)
 ERNIE_MOE = replace(
     DOTS1, arch="ernie4_5-moe", n_kv_head=2, weights_scale=1.0, choice_bias=0.05, rope_base=5e5
 )
+OLMOE = replace(QWEN3MOE, arch="olmoe", n_kv_head=4, tied=False)
+QWEN2MOE = replace(QWEN3MOE, arch="qwen2moe", bias=0.3, k_bias=0.3, n_ff_shared=96, tied=False)
 MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
 MLA = replace(
     LLAMA, arch="deepseek2", n_layer=3, n_head=4, n_kv_head=1, head_dim=160, n_rot=32, q_rank=192,
@@ -307,6 +309,10 @@ SHAPES: dict[str, Shape] = {
     "hy_v3_f32": replace(HY_V3, base="f32", n_dense=2, n_layer=4, seed=3),
     "afmoe": AFMOE,
     "afmoe_f32": replace(AFMOE, base="f32", n_layer=5, n_dense=2),
+    "olmoe": OLMOE,
+    "olmoe_f32": replace(OLMOE, base="f32"),
+    "qwen2moe": QWEN2MOE,
+    "qwen2moe_f32": replace(QWEN2MOE, base="f32"),
     "mellum": MELLUM,
     "mellum_f32": replace(MELLUM, base="f32"),
     "arcee": replace(LLAMA, arch="arcee", rope_factors=True, rope_base=5e5),
