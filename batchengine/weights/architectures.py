@@ -58,7 +58,8 @@ class ModelArchitecture:
     caps_logits: logits may have a soft bound (final_logit_softcapping). has_layer_embeddings: each
     layer may have embeddings of its own (embedding_length_per_layer_input). rotates: whether heads
     are rotated, "by_key" unless one says that they are not (rope.scaling.finetuned), "windowed": in
-    models with windows only those of layers with a window. has_scales: keys may scale embeddings,
+    models with windows only those of layers with a window, "by_layer": those of layers that a key
+    lists (attention.rope_pattern), or all. has_scales: keys may scale embeddings,
     what each part of a layer adds, and logits (embedding_scale, residual_scale, logit_scale).
     splits_layers: each block of the file is a mixer or a feed-forward part, and those with a width
     are the latter (feed_forward_length). output_norm: the tensor that norms the input of the head.
@@ -102,7 +103,7 @@ class ModelArchitecture:
     rope_factors: Literal["none", "some", "all", "long"] = "none"
     caps_logits: bool = False
     has_layer_embeddings: bool = False
-    rotates: Literal["all", "none", "by_key", "windowed"] = "all"
+    rotates: Literal["all", "none", "by_key", "windowed", "by_layer"] = "all"
     has_scales: bool = False
     splits_layers: bool = False
     output_norm: str = "output_norm.weight"
@@ -266,6 +267,14 @@ ARCHITECTURES = {
     ),
     "granite": _GRANITE,
     "granitemoe": _GRANITE_MOE,
+    "granite_swa": replace(
+        _GRANITE_MOE,
+        window_every=4,
+        window_base=OTHERS_BASE,
+        has_sinks=True,
+        rotates_part=False,
+        rotates="by_layer",
+    ),
     "granitehybrid": replace(_GRANITE_MOE, recurrent="mamba2"),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": replace(

@@ -168,13 +168,12 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
     is_windowed = _windowed_layers(gguf, arch, n_layer)
     windowed = _with_window(gguf, arch, whole) if _has_windows(gguf, arch, n_layer) else whole
     rotates_whole = row.rotates != "windowed" or not any(is_windowed)
+    is_rotated = _rotated_layers(gguf, arch, n_layer)
     specs = [
         replace(
             windowed if is_windowed[index] else whole,
             n_kv_head=kv_heads[index],
-            has_rope=rotates
-            and not is_last_of(row.rope_every, index)
-            and (is_windowed[index] or rotates_whole),
+            has_rope=rotates and is_rotated[index] and (is_windowed[index] or rotates_whole),
         )
         for index in range(n_layer)
     ]
@@ -310,6 +309,15 @@ def _rotates(gguf: GgufFile, arch: str) -> bool:
         why = "it must be true or false"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=value, why=why)
     return value
+
+
+def _rotated_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
+    """Whether each layer rotates heads, if those with or without a window do: by a flag per layer,
+    or all but the last of a run."""
+    row, key = ARCHITECTURES[arch], f"{arch}.attention.rope_pattern"
+    if row.rotates == "by_layer" and key in gguf.values:
+        return flags_of(gguf, key, n_layer)
+    return [not is_last_of(row.rope_every, index) for index in range(n_layer)]
 
 
 def _refuse_other_windows(gguf: GgufFile, arch: str) -> None:

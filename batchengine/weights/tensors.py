@@ -440,12 +440,11 @@ def _plan_gate_up(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> lis
 
 def _plan_shared(find: _Finder, spec: MoeSpec, n_embd: int, prefix: str) -> SharedRoles[MatrixPlan]:
     name, n_ff = prefix + "ffn_gate_inp_shexp.weight", spec.n_ff_shared
-    has_gate = spec.activation != "relu2"
-    gate = find.matrix(prefix + "ffn_gate_shexp.weight", n_ff, n_embd) if has_gate else None
+    gate, up = _plan_gate_and_up(find, spec.activation, n_ff, n_embd, prefix, "_shexp")
     return SharedRoles(
         selector=find.float_row(name, n_embd) if spec.has_shared_weight else None,
         gate=gate,
-        up=find.matrix(prefix + "ffn_up_shexp.weight", n_ff, n_embd),
+        up=up,
         down=find.matrix(prefix + "ffn_down_shexp.weight", n_embd, n_ff),
     )
 
@@ -458,15 +457,7 @@ def _plan_dense(
     norm: str,
     post_norm: str = "post_ffw_norm.weight",
 ) -> DensePlan:
-    gate_name, up_name, n_ff = prefix + "ffn_gate.weight", prefix + "ffn_up.weight", spec.n_ff
-    found, gate = find.gguf.tensors.get(up_name), None
-    is_apart = found is None or found.shape == (n_embd, n_ff)
-    if spec.activation == "relu2":
-        up = find.matrix(up_name, n_ff, n_embd)
-    elif is_apart or gate_name in find.gguf.tensors:
-        gate, up = find.matrix(gate_name, n_ff, n_embd), find.matrix(up_name, n_ff, n_embd)
-    else:
-        gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
+    gate, up = _plan_gate_and_up(find, spec.activation, spec.n_ff, n_embd, prefix)
     return DensePlan(
         norm=find.vector(prefix + norm, n_embd) if spec.has_pre_norm else None,
         gate=gate,
@@ -477,6 +468,21 @@ def _plan_dense(
         down_bias=find.optional(prefix + "ffn_down.bias", n_embd),
         post_norm=_post_norm(find, spec, prefix + post_norm, n_embd),
     )
+
+
+def _plan_gate_and_up(
+    find: _Finder, activation: str, n_ff: int, n_embd: int, prefix: str, ending: str = ""
+) -> tuple[MatrixPlan | None, MatrixPlan]:
+    """The gate and up matrices: two tensors, or one with the rows of both; relu2 has no gate."""
+    gate_name, up_name = f"{prefix}ffn_gate{ending}.weight", f"{prefix}ffn_up{ending}.weight"
+    found = find.gguf.tensors.get(up_name)
+    is_apart = found is None or found.shape == (n_embd, n_ff)
+    if activation == "relu2":
+        return None, find.matrix(up_name, n_ff, n_embd)
+    if is_apart or gate_name in find.gguf.tensors:
+        return find.matrix(gate_name, n_ff, n_embd), find.matrix(up_name, n_ff, n_embd)
+    gate, up = find.halves(up_name, 1, n_ff, n_embd, 2 * n_ff)
+    return gate, up
 
 
 def _plan_qkv(

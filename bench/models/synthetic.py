@@ -214,7 +214,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         has_gate_matrix = ARCHITECTURES[shape.arch].activation != "relu2"
         gate_up = [("ffn_gate", n_ff, n), ("ffn_up", n_ff, n)][not has_gate_matrix :]
         if shape.fused_up:
-            gate_up = [("ffn_up", 2 * n_ff, n)]
+            gate_up = [("ffn_gate_up" if n_expert else "ffn_up", 2 * n_ff, n)]
         for role, rows, cols in (*gate_up, ("ffn_down", n, n_ff)):
             name = p + role + ("_exps" if n_expert else "")
             if shape.n_latent and n_expert:  # of what experts read and give
@@ -230,9 +230,11 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
                 lambda rng: (rng.standard_normal(n) / np.sqrt(n)).astype(np.float32),
             )
         if shape.n_ff_shared and n_expert:
-            if has_gate_matrix:
+            is_apart = has_gate_matrix and not shape.fused_up
+            if is_apart:
                 yield matrix(p + "ffn_gate_shexp", "ffn_gate", shape.n_ff_shared, n)
-            yield matrix(p + "ffn_up_shexp", "ffn_up", shape.n_ff_shared, n)
+            rows = shape.n_ff_shared * (1 if is_apart or not has_gate_matrix else 2)
+            yield matrix(p + "ffn_up_shexp", "ffn_up", rows, n)
             yield matrix(p + "ffn_down_shexp", "ffn_down", n, shape.n_ff_shared)
         if has_post_norms:
             yield vector(p + "post_ffw_norm.weight", n)
@@ -491,6 +493,10 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_shared_feed_forward_length(shape.n_ff_shared)
     if shape.window:
         writer.add_sliding_window(shape.window)
+    if row.rotates == "by_layer":
+        writer.add_sliding_window_pattern([i % 4 != 0 for i in range(shape.n_layer)])
+        rotated = [i % 3 != 2 for i in range(shape.n_layer)]
+        writer.add_array(f"{shape.arch}.attention.rope_pattern", rotated)
     if shape.temperature:
         key = f"{shape.arch}.attention.temperature_scale"
         writer.add_float32(key, shape.temperature)

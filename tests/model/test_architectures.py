@@ -59,16 +59,17 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
         row.recurrent
     ]
     rotates_none = row.splits_layers or arch == "granitehybrid"
-    has_third_without = arch in ("smollm3", "exaone-moe", "afmoe")
-    assert without == ([3] if has_third_without else [*range(n_kv)] if rotates_none else [])
+    some = {"granite_swa": [2]} | {name: [3] for name in ("smollm3", "exaone-moe", "afmoe")}
+    assert without == ([*range(n_kv)] if rotates_none else some.get(arch, []))
     assert spec.n_layer_kv == n_kv
     kinds = {"delta": DeltaNetSpec, "mamba2": Mamba2Spec, "conv": ShortConvSpec}
     assert type(spec.recurrent) is kinds.get(row.recurrent, type(None))
     windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
     expected |= {name: [40, 40, 40, 0, 40] for name in ("olmo2", "exaone-moe", "mellum", "afmoe")}
+    expected["granite_swa"] = [0, 40, 40, 40, 0]
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
-    assert spec.attention.has_sinks == (arch == "gpt-oss")
+    assert spec.attention.has_sinks == (arch in ("gpt-oss", "granite_swa"))
     assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4", "afmoe"))
     only_post = arch in ("olmo2", "exaone4")
     with_post = "gemma3", "gemma4", "glm4", "afmoe"
@@ -106,6 +107,27 @@ def test_of_exaone_4_the_model_of_64_layers_has_windows(tmp_path: Path) -> None:
     assert [mixer.has_rope for mixer in spec.attentions] == [True, True, True, False] * 16
     spec = spec_of(tmp_path / "s.gguf", replace(shape, n_layer=3))
     assert {(mixer.window, mixer.has_rope) for mixer in spec.attentions} == {(0, True)}
+
+
+def test_of_granite_swa_a_key_lists_the_layers_with_rope(tmp_path: Path) -> None:
+    """Without the key all have it."""
+    key = "granite_swa.attention.rope_pattern"
+    shape = replace(TINY, arch="granite_swa", window=40)
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, shape)
+    for flags, expected in (([0, 1, 1, 0, 1], [0, 1, 1, 0, 1]), (None, [1] * 5)):
+
+        def edit(values: dict[str, Any], _: object, flags: list[int] | None = flags) -> None:
+            values.pop(key)
+            if flags:
+                values[key] = flags, [T.ARRAY, T.UINT32]
+
+        with GgufFile(edited(path, edit)) as file:
+            spec = read_spec(file)
+        assert [mixer.has_rope for mixer in spec.attentions] == [bool(flag) for flag in expected]
+    short = edited(path, lambda values, _: values.update({key: ([1], [T.ARRAY, T.UINT32])}))
+    with GgufFile(short) as file, pytest.raises(BatchEngineError, match="rope_pattern"):
+        read_spec(file)
 
 
 def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:

@@ -64,6 +64,9 @@ SHAPES = {
     "glm4": PRESETS["glm4-tiny"],
     "phi3": PRESETS["phi3-tiny"],
     "granite": PRESETS["granitehybrid-tiny"],
+    "granite_swa": replace(
+        PRESETS["granitemoe-tiny"], arch="granite_swa", n_layer=4, window=40, fused_up=True
+    ),
     "nemotron": replace(PRESETS["nemotron_h_moe-tiny"], n_latent=64),
     "nemotron dense": PRESETS["nemotron_h-tiny"],
     "lfm2": PRESETS["lfm2moe-tiny"],

@@ -57,6 +57,10 @@ GRANITE_EXPERTS = replace(
     GRANITE, arch="granitemoe", n_ff=128, n_expert=16, n_used=4, n_ff_shared=96, tied=False,
     kinds={"token_embd": "f32"},
 )  # fmt: skip
+GRANITE_SWA = replace(GRANITE, arch="granite_swa", n_layer=5, window=40)
+GRANITE_SWA_EXPERTS = replace(
+    GRANITE_EXPERTS, arch="granite_swa", n_layer=5, window=40, fused_up=True, seed=3
+)
 GRANITE_HYBRID = replace(
     GRANITE_EXPERTS, arch="granitehybrid", n_layer=4, n_k_head=1, n_v_head=8, pattern="MM*M"
 )
@@ -309,6 +313,10 @@ SHAPES: dict[str, Shape] = {
     "hy_v3_f32": replace(HY_V3, base="f32", n_dense=2, n_layer=4, seed=3),
     "afmoe": AFMOE,
     "afmoe_f32": replace(AFMOE, base="f32", n_layer=5, n_dense=2),
+    "granite_swa": GRANITE_SWA,
+    "granite_swa_f32": replace(GRANITE_SWA, base="f32"),
+    "granite_swa_experts": GRANITE_SWA_EXPERTS,
+    "granite_swa_experts_f32": replace(GRANITE_SWA_EXPERTS, base="f32"),
     "olmoe": OLMOE,
     "olmoe_f32": replace(OLMOE, base="f32"),
     "qwen2moe": QWEN2MOE,
