@@ -130,6 +130,7 @@ class Ops(Protocol):
         v_norm: kernels.Vector | None = None,
         has_kv: bool = True,
         v_first: int = 0,
+        norms_rotated: bool = False,
     ) -> None: ...
     def quantise_heads(
         self, x: kernels.Rows, column: int, tokens: int, out: kernels.HeadActivations

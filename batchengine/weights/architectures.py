@@ -20,7 +20,8 @@ class ModelArchitecture:
     pairs: which values RoPE rotates together, (2i, 2i+1) for "norm" or (i, i+n_rot/2) for "neox".
     sections_are_neox: in files with sections of RoPE, for images, they are those of "neox".
     has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
-    norms_whole_qk: all heads of Q are normed as one row, and those of K. experts: whether a model
+    norms_whole_qk: all heads of Q are normed as one row, and those of K. norms_rotated: heads of Q
+    and K are normed after RoPE. experts: whether a model
     has experts, "beside" a dense part in each layer if it has any. ffn_norm: the tensor that norms
     the input of the feed-forward part. rope_every: of so many layers the last one has no RoPE; 0 =
     all have it. log_multiplier: of YaRN: its magnitude is divided by the one that a
@@ -73,6 +74,7 @@ class ModelArchitecture:
     sections_are_neox: bool = False
     has_qk_norm: bool | None = False
     norms_whole_qk: bool = False
+    norms_rotated: bool = False
     experts: Literal["none", "some", "all", "beside"] = "none"
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
@@ -117,6 +119,7 @@ OTHERS_BASE = -1.0  # of RoPE in layers with a window: that of the others, whate
 
 _QWEN3 = ModelArchitecture(has_qk_norm=True)
 _QWEN3_MOE = ModelArchitecture(has_qk_norm=True, experts="all")
+_HUNYUAN = ModelArchitecture(has_qk_norm=True, norms_rotated=True)
 _QWEN35 = ModelArchitecture(
     has_qk_norm=True,
     ffn_norm="post_attention_norm.weight",
@@ -162,6 +165,9 @@ ARCHITECTURES = {
     "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,
+    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-moe": replace(_HUNYUAN, experts="all", shared_expert="sized"),
+    "maincoder": ModelArchitecture(pairs="norm", has_qk_norm=True, norms_rotated=True),
     "qwen3vl": _QWEN3,
     "qwen3vlmoe": _QWEN3_MOE,
     "qwen3next": replace(_QWEN35_MOE, groups_values=True),

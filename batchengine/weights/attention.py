@@ -86,6 +86,7 @@ class AttentionSpec:
     """A mixer: causal attention of grouped heads over KV pages; scale multiplies q·k.
 
     norms_whole_qk: all heads of Q are normed as one row, and those of K, not each alone.
+    norms_rotated: heads of Q and K are normed after the rotation, not before.
     has_v_norm: heads of V are normed, too, without weights. kv_from: the layer whose K and V this
     one reads instead of its own; -1 = it has some. has_rope: heads are rotated. window: how many
     positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
@@ -109,6 +110,7 @@ class AttentionSpec:
     has_gate: bool = False
     has_v_norm: bool = False
     norms_whole_qk: bool = False
+    norms_rotated: bool = False
     kv_from: int = -1
     has_pre_norm: bool = True
     mla: MlaSpec | None = None
@@ -163,6 +165,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
         has_gate=row.has_gate,
         has_v_norm=row.has_v_norm,
         norms_whole_qk=row.norms_whole_qk,
+        norms_rotated=row.norms_rotated,
         has_pre_norm=row.has_pre_norms,
     )
     is_windowed = _windowed_layers(gguf, arch, n_layer)
@@ -419,6 +422,7 @@ def _with_window(gguf: GgufFile, arch: str, whole: AttentionSpec) -> AttentionSp
 
 
 def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
+    _refuse_alpha(gguf, arch)
     rope = RopeSpec(
         style=_pairs(gguf, arch),
         base=base,
@@ -432,6 +436,13 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
         rope = replace(rope, query_log=log, query_span=_query_span(gguf, arch, log))
     is_yarn = gguf.text(f"{arch}.rope.scaling.type", "linear") == "yarn"
     return _with_yarn(gguf, arch, rope) if is_yarn else rope
+
+
+def _refuse_alpha(gguf: GgufFile, arch: str) -> None:
+    """Raises for a base that grows with another key; usual files have the base that it gives."""
+    key = f"{arch}.rope.scaling.alpha"
+    if ARCHITECTURES[arch].norms_rotated and (alpha := gguf.number(key, 0.0)) > 0.0:
+        raise unsupported(gguf, key, alpha, f"{arch}.rope.freq_base must be the whole base")
 
 
 def _pairs(gguf: GgufFile, arch: str) -> str:

@@ -98,7 +98,8 @@ def read_ffns(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[FfnS
     """The feed-forward part of each layer; None: it has none."""
     row = ARCHITECTURES[arch]
     n_expert = gguf.integer(f"{arch}.expert_count", None if row.experts == "all" else 0)
-    if n_expert == 0 and row.experts != "all":
+    is_dense = n_expert == 0 or (n_expert == 1 and row.experts == "none")
+    if is_dense and row.experts != "all":
         return [*_read_dense(gguf, arch, n_layer)]
     experts = _read_experts(gguf, arch, n_embd, n_layer)
     if row.splits_layers:

@@ -366,6 +366,7 @@ class CudaOps:
         v_norm: kernels.Vector | None = None,
         has_kv: bool = True,
         v_first: int = 0,
+        norms_rotated: bool = False,
     ) -> None:
         """As `kernels.place_kv`, with rows in any case."""
         at, place = shape.layer(layer), self._place(shape, layer)
@@ -382,7 +383,7 @@ class CudaOps:
                 *(self._address(q_norm), self._address(k_norm), self._address(v_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
                 *(LOG2_E * scale / hadamard_width, self._query_scales.get(rope, 0)),
-                *(queries.q, queries.scale, rows.address, v_first),
+                *(queries.q, queries.scale, rows.address, v_first, int(norms_rotated)),
             ],
         )
 

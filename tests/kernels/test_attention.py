@@ -478,8 +478,12 @@ def test_pages_hold_rule_6_bit_for_bit(pool: K.Pool, level: str, d: int) -> None
 
 
 @pytest.mark.parametrize("style", ["norm", "neox"])
+@pytest.mark.parametrize("norms_rotated", [False, True])
 @pytest.mark.parametrize(("d", "n_rot"), [(64, 64), (128, 64), (96, 24), (256, 64), (512, 512)])
-def test_k_is_normed_rotated_and_transformed(pool: K.Pool, style: str, d: int, n_rot: int) -> None:
+def test_k_is_normed_rotated_and_transformed(
+    pool: K.Pool, style: str, d: int, n_rot: int, norms_rotated: bool
+) -> None:
+    """In this order, or rotated first."""
     rng = np.random.default_rng(8)
     factors = rng.uniform(1, 8, n_rot // 2).astype(np.float32)
     weight = rng.uniform(0.5, 2, d).astype(np.float32)
@@ -488,12 +492,17 @@ def test_k_is_normed_rotated_and_transformed(pool: K.Pool, style: str, d: int, n
     pages: list[bytes] = []
     for level in LEVELS:
         K.set_isa(level)
-        t = Timeline(K.PageShape(1, 1, d), 1, 2, rope, K.Vector(weight))
+        shape = K.PageShape(1, 1, d)
+        t = Timeline(shape, 1, 2, rope, K.Vector(weight), norms_rotated=norms_rotated)
         append(pool, t, qkv)
         pages.append(t.memory.tobytes())
     assert len(set(pages)) == 1
-    x = qkv.astype(np.float64)[:, d : 2 * d]
-    y = x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-6) * weight
+
+    def normed(x: NDArray[np.float64]) -> NDArray[np.float64]:
+        return x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-6) * weight
+
+    y = qkv.astype(np.float64)[:, d : 2 * d]
+    y = y.copy() if norms_rotated else normed(y)
     half = n_rot // 2
     angle = np.arange(260)[:, None] * 5e5 ** (-2 * np.arange(half) / n_rot) / factors * 0.25
     c, s = np.cos(angle) * 1.5, np.sin(angle) * 1.5
@@ -501,6 +510,7 @@ def test_k_is_normed_rotated_and_transformed(pool: K.Pool, style: str, d: int, n
     second = first + (half if style == "neox" else 1)
     y0, y1 = y[:, first], y[:, second]
     y[:, first], y[:, second] = y0 * c - y1 * s, y0 * s + y1 * c
+    y = normed(y) if norms_rotated else y
     y, k = hadamard(y), hadamard(t.dequantised(0)[0])
     step_size = np.repeat(np.abs(y.reshape(260, -1, 32)).max(-1) / 127, 32, 1)
     assert (np.abs(k - y) <= 0.52 * step_size).all(), "half a quantisation step, and fp16's share"

@@ -45,6 +45,7 @@ class Timeline:
     scale: float = 0.0
     layer: int = 0
     done: int = 0
+    norms_rotated: bool = False
     memory: NDArray[np.uint8] = field(init=False)
     addresses: NDArray[np.uint64] = field(init=False)
 
@@ -110,7 +111,7 @@ class Step:
         self.queries = K.Queries(self.total, self.n_head, self.shape.layer(0).head_dim)
         K.place_kv(
             pool, qkv, self.batch, self.shape, self.layer, self.n_head, one.norm, one.norm, 1e-6,
-            one.rope, one.scale, self.queries, kv_rows,
+            one.rope, one.scale, self.queries, kv_rows, norms_rotated=one.norms_rotated,
         )  # fmt: skip
         for t, n in zip(timelines, self.counts, strict=True):
             t.done += n

@@ -19,6 +19,7 @@ from batchengine.weights.tensors import plan_tensors
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from tests.hostile.rewrite import edited
 
+HUNYUAN = "hunyuan-dense"
 TINY = Shape(n_layer=5, n_embd=64, n_ff=96, n_head=2, n_kv_head=1, head_dim=32, n_vocab=288)
 
 
@@ -127,6 +128,22 @@ def test_of_granite_swa_a_key_lists_the_layers_with_rope(tmp_path: Path) -> None
         assert [mixer.has_rope for mixer in spec.attentions] == [bool(flag) for flag in expected]
     short = edited(path, lambda values, _: values.update({key: ([1], [T.ARRAY, T.UINT32])}))
     with GgufFile(short) as file, pytest.raises(BatchEngineError, match="rope_pattern"):
+        read_spec(file)
+
+
+def test_a_file_of_hunyuan_may_count_one_expert_and_has_no_alpha(tmp_path: Path) -> None:
+    """Another key would make RoPE's base larger than it says."""
+    path = tmp_path / "m.gguf"
+    write_synthetic(path, replace(TINY, arch=HUNYUAN))
+    count = {f"{HUNYUAN}.expert_count": (1, [T.UINT32])}
+    one = edited(path, lambda values, _: values.update(count))
+    with GgufFile(one) as file:
+        spec = read_spec(file)
+    assert spec.experts is None
+    assert spec.attention.norms_rotated
+    alpha = {f"{HUNYUAN}.rope.scaling.alpha": (50.0, [T.FLOAT32])}
+    grown = edited(path, lambda values, _: values.update(alpha))
+    with GgufFile(grown) as file, pytest.raises(BatchEngineError, match="must be the whole base"):
         read_spec(file)
 
 

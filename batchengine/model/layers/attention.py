@@ -94,6 +94,7 @@ class Attention:
             self.rows,
             w.v_norm,
             spec.has_kv,
+            norms_rotated=spec.norms_rotated,
         )
         quantised = buffers.mixed_q8 if is_quantised else None
         if attend is None:

@@ -209,6 +209,7 @@ class Attention:
         if self.v_first:
             self.norms[2] = None
         self.has_rope = rng.random() < 0.75
+        self.norms_rotated = bool(rng.integers(2))
         if rng.random() < 0.4:
             self.norms, self.has_rope = [None] * 3, False
             self._put_ties(rng)
@@ -287,6 +288,7 @@ class Attention:
             norms[2],
             self.has_kv,
             self.v_first,
+            self.norms_rotated,
         )
         self.kept = kept.view(tokens).copy()
         out = kernels.Rows(tokens, self.n_head * self.head_dim)
@@ -458,6 +460,7 @@ class Attention:
                     scale.address,
                     rows.address,
                     self.v_first,
+                    int(self.norms_rotated),
                 ],
             )
             if self.has_kv:

@@ -21,6 +21,7 @@ struct PlaceParams {
     bool has_kv = true;  // false: another layer has put K and V there
     // Above 0, V is K as it is in qkv, in dims from v_first on; its dims before these are 0.
     size_t v_first = 0;
+    bool norms_rotated = false;  // heads of Q and K are normed after the rotation, not before
 };
 
 // qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied; with v_first they

@@ -76,13 +76,10 @@ struct PlaceJob {
     const size_t hadamard_width;
     const float factor;  // of the queries
 
-    // RoPE, if there is any, and the transform of the head.
     void rotate(float* x, size_t position) const {
-        if (params.rope) {
-            const float* cosines = params.rope->cosines(position);
-            ops.rope(x, cosines, cosines + params.rope->half, params.rope->half, params.rope->neox);
-        }
-        ops.hadamard(x, shape.head_dim, hadamard_width);
+        if (!params.rope) return;
+        const float* cosines = params.rope->cosines(position);
+        ops.rope(x, cosines, cosines + params.rope->half, params.rope->half, params.rope->neox);
     }
 
     void normalise(const float* x, const Vector* norm, float* y) const {
@@ -92,10 +89,23 @@ struct PlaceJob {
             std::copy_n(x, shape.head_dim, y);
     }
 
+    // A head of Q or K before it is quantised: norm and RoPE, if there are any, and the transform.
+    void prepare(const float* x, const Vector* norm, size_t position, float* y) const {
+        if (norm && params.norms_rotated) {
+            alignas(64) float rotated[HEAD_DIM_MAX];
+            std::copy_n(x, shape.head_dim, rotated);
+            rotate(rotated, position);
+            normalise(rotated, norm, y);
+        } else {
+            normalise(x, norm, y);
+            rotate(y, position);
+        }
+        ops.hadamard(y, shape.head_dim, hadamard_width);
+    }
+
     void place_query(size_t token, size_t head, const float* x) const {
         alignas(64) float y[HEAD_DIM_MAX];
-        normalise(x, params.q_norm, y);
-        rotate(y, batch.position(token));
+        prepare(x, params.q_norm, batch.position(token), y);
         const size_t group = queries.n_head / shape.n_kv_head;
         const size_t row = queries.row(shape.n_kv_head, head / group, token, head % group);
         const size_t blocks = shape.blocks();
@@ -112,8 +122,7 @@ struct PlaceJob {
 
     void quantise_kv(size_t token, const float* k, const float* v, const TokenKv& out) const {
         alignas(64) float y[HEAD_DIM_MAX];
-        normalise(k, params.k_norm, y);
-        rotate(y, batch.position(token));
+        prepare(k, params.k_norm, batch.position(token), y);
         ops.quantise_kv8(y, shape.blocks(), 32, out.k, out.k_scale);
         if (params.v_first) {
             std::fill_n(y, params.v_first, 0.0f);

@@ -307,7 +307,7 @@ void bind_place(nb::module_& module) {
         [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& pages, size_t layer,
            size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
            double scale, Queries& queries, KvRows* rows, const Vector* v_norm, bool has_kv,
-           size_t v_first) {
+           size_t v_first, bool norms_rotated) {
             const LayerShape& shape = checked_layer(pages, layer, "place_kv");
             attention_checks(pool, queries, batch, shape, shape.n_kv_head, "place_kv");
             require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
@@ -333,15 +333,17 @@ void bind_place(nb::module_& module) {
                     const BatchEntry& entry = batch.entries[e];
                     rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
                 }
-            const PlaceParams params = {q_norm, k_norm, eps, rope, scale, v_norm, has_kv, v_first};
+            const PlaceParams params = {q_norm, k_norm, eps,     rope,         scale,
+                                        v_norm, has_kv, v_first, norms_rotated};
             place_kv(pool, qkv, batch, shape, params, queries, rows);
         },
         nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("n_head"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
         nb::arg("rope").none(), nb::arg("scale"), nb::arg("queries"),
         nb::arg("rows").none() = nb::none(), nb::arg("v_norm").none() = nb::none(),
-        nb::arg("has_kv") = true, nb::arg("v_first") = 0,
-        "Rows of q heads, k heads, v heads (biases applied): per-head norm, and rope for q and k; "
+        nb::arg("has_kv") = true, nb::arg("v_first") = 0, nb::arg("norms_rotated") = false,
+        "Rows of q heads, k heads, v heads (biases applied): per-head norm, and rope for q and k, which come "
+        "in the other order with norms_rotated; "
         "K and V appended to the batch's pages as kv8 and copied to rows, q quantised into queries. "
         "Without has_kv the rows are q heads, and another layer has put K and V there. With v_first > 0 "
         "they have no v heads: V is what k heads have in dims from v_first on, without norm and rope, and 0 "

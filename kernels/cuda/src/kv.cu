@@ -142,7 +142,7 @@ GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t
 // qkv: rows of q heads, k heads, v heads. pages: per token the address of the page of its position.
 // rope: per position n_rot / 2 cosines and as many sines, or null. query_scales: per position the scale of
 // queries, or null. With v_first > 0 qkv has no v heads: V is K as it is there, in dims from v_first on, and 0
-// before. rows: as KvRows, of row_bytes a token; the layer begins at row_offset in them, and at
+// before. norms_rotated: heads of Q and K are normed after the rotation, not before. rows: as KvRows, of row_bytes a token; the layer begins at row_offset in them, and at
 // layer_lines in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
 // (tokens, n_head) where another layer has put K and V there; 64 threads.
 KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> positions,
@@ -150,7 +150,7 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
        int n_head, int n_kv_head, int head_dim, gpu::In<float> q_norm, gpu::In<float> k_norm,
        gpu::In<float> v_norm, float eps, gpu::In<float> rope, int n_rot,
        int is_neox, float factor, gpu::In<float> query_scales, gpu::Out<int8_t> q, gpu::Out<float> q_scale,
-       gpu::Out<uint8_t> rows, int v_first) {
+       gpu::Out<uint8_t> rows, int v_first, int norms_rotated) {
     gpu::begin();
     __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> x;
     __shared__ gpu::Shared<float, THREADS> lanes;
@@ -165,11 +165,11 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
         x[d] = is_v_of_k && d < v_first ? 0.0f : float(from[d]);
     gpu::barrier();
     const gpu::In<float> norm = is_query ? q_norm : is_v ? v_norm : k_norm;
-    if (norm) normalise(x, lanes, norm, head_dim, eps);
-    if (!is_v) {
-        if (rope) rotate(x, rope + static_cast<int64_t>(position) * n_rot, n_rot, is_neox);
-        transform(x, head_dim);
-    }
+    const bool is_last = norms_rotated && !is_v;
+    if (norm && !is_last) normalise(x, lanes, norm, head_dim, eps);
+    if (!is_v && rope) rotate(x, rope + static_cast<int64_t>(position) * n_rot, n_rot, is_neox);
+    if (norm && is_last) normalise(x, lanes, norm, head_dim, eps);
+    if (!is_v) transform(x, head_dim);
     if (is_query) {
         const int64_t row = token * n_head + index;
         if (query_scales) factor = ca::mul_rn(factor, query_scales[position]);

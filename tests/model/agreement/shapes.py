@@ -87,6 +87,9 @@ AFMOE = replace(DOTS1, arch="afmoe", n_kv_head=2, window=40, head_gain=1.0)
 ERNIE_MOE = replace(
     DOTS1, arch="ernie4_5-moe", n_kv_head=2, weights_scale=1.0, choice_bias=0.05, rope_base=5e5
 )
+HUNYUAN = replace(QWEN3, arch="hunyuan-dense", n_layer=3)
+HUNYUAN_MOE = replace(QWEN3MOE, arch="hunyuan-moe", n_ff_shared=96, n_ff_dense=128)
+MAINCODER = replace(LLAMA, arch="maincoder", rope_factors=False)
 OLMOE = replace(QWEN3MOE, arch="olmoe", n_kv_head=4, tied=False)
 QWEN2MOE = replace(QWEN3MOE, arch="qwen2moe", bias=0.3, k_bias=0.3, n_ff_shared=96, tied=False)
 MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
@@ -317,6 +320,11 @@ SHAPES: dict[str, Shape] = {
     "granite_swa_f32": replace(GRANITE_SWA, base="f32"),
     "granite_swa_experts": GRANITE_SWA_EXPERTS,
     "granite_swa_experts_f32": replace(GRANITE_SWA_EXPERTS, base="f32"),
+    "hunyuan_dense": HUNYUAN,
+    "hunyuan_dense_f32": replace(HUNYUAN, base="f32"),
+    "hunyuan_moe": HUNYUAN_MOE,
+    "hunyuan_moe_f32": replace(HUNYUAN_MOE, base="f32"),
+    "maincoder": MAINCODER,
     "olmoe": OLMOE,
     "olmoe_f32": replace(OLMOE, base="f32"),
     "qwen2moe": QWEN2MOE,
