@@ -72,10 +72,13 @@ async def test_a_turn_survives_a_worker_that_hangs_at_its_restart(
     prompt = words(41, 300)
     async with running_engine(site, stopping("map weights", 2)) as engine:
         _, reader = await started(engine, request(prompt, 40), 3)
-        monkeypatch.setattr(worker_process, "LOADING_SILENCE_S", SILENCE_S)
         lane = engine.state.lanes[0].lane
-        lane.kill("is replaced by one that hangs")
-        async with asyncio.timeout(30):
+        with monkeypatch.context() as patched:
+            patched.setattr(worker_process, "LOADING_SILENCE_S", SILENCE_S)
+            lane.kill("is replaced by one that hangs")
+            async with asyncio.timeout(30):
+                await until(lambda: lane.incarnation >= 3)
+        async with asyncio.timeout(30):  # a worker that loads has its usual deadline again
             answer = await reader
         assert answer.tokens == reference.tokens(prompt, 40)
         assert lane.incarnation >= 3
