@@ -179,8 +179,8 @@ __all__ = [
 # SHA-256 over the golden vectors of the parts that came after CA-3 was fixed: kinds of weights,
 # choices of experts by sigmoids, of groups of experts, by a softmax over all and by that and a
 # bias, steps of so many tokens that a level has other code for them, heads of more than 256 dims,
-# rules 13 to 16, and relu2 with residual scales. As part of arith_id they would make the KV of
-# models without these parts useless.
+# rules 13 to 16, silu within a limit and gates of whole heads, and relu2 with residual scales. As
+# part of arith_id they would make the KV of models without these parts useless.
 LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
@@ -192,6 +192,7 @@ LATER_PARTS = {
     "many_tokens": "ce0e463a9898d55cccfd72c8de887a8d307817d4a15655c52141da6227a45ea4",
     "wide_heads": "889d80c52d2bf117af7cc24d12cb28fd0c13f1d67c4cbfe93bbac5dfeea04260",
     "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",
+    "limits": "42197fb7932a32f86bbf4f0cb2db72b6b33b56f579a623a426c60ff30b9faa1d",
     "branches": "4c2fea7438d67709d7611c246d23beecd8d10b5b9020e067bcb10e0c467a857e",
     "mamba2": "3837676f9fd22adee25e09437665be9fdac0c728d783f4d8f8c0c9e2f89efa63",
     "short_conv": "7b14729a2420c11916b120b87bc7a0367454f4dd948f36ea463ca85261d4b97c",

@@ -216,7 +216,8 @@ class Running:
         self.lane_links = LaneLinks(
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
         )
-        n_head = int(made.info.details["n_head"])
+        details = made.info.details
+        n_head = int(details["n_head"]) if details["has_equal_heads"] else 0
         self.linked = LinkedPages(
             state, store, self.peers, self.lane_links, self.tasks.spawn, n_head
         )
@@ -517,6 +518,7 @@ def inspect_model(config: Config) -> ModelInfo:
             "name": spec.name,
             "n_embd": spec.n_embd,
             "n_head": spec.attention.n_head,
+            "has_equal_heads": spec.has_equal_heads,
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
             "n_layer_whole": spec.n_layer_whole,

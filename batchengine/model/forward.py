@@ -51,7 +51,6 @@ from batchengine.weights import (
     DenseSpec,
     DenseWeights,
     FfnSpec,
-    FfnWeights,
     LayerWeights,
     Mamba2Spec,
     MlaRoles,
@@ -60,6 +59,8 @@ from batchengine.weights import (
     MoeSpec,
     MoeWeights,
     PairedRoles,
+    PairedSpec,
+    PairedWeights,
     RecurrentSpec,
     RopeSpec,
     Weights,
@@ -93,6 +94,8 @@ class Model:
 
     def _table(self, rope: RopeSpec, head_dim: int) -> kernels.RopeTable:
         factors = self.weights.rope_factors if rope.has_factors else None
+        if factors is not None and factors.size > rope.n_rot // 2:
+            factors = kernels.Vector(factors.view()[: rope.n_rot // 2].data)
         return kernels.RopeTable(
             rope.style,
             head_dim,
@@ -182,16 +185,17 @@ def make_layers(
     ops: Ops, model: Model, rows: kernels.KvRows, tokens_max: int, wanted_max: int
 ) -> dict[int, Layer]:
     """The layers of a lane by index. Buffers are shared: those of mixers by all layers of a kind,
-    those of feed-forward parts by layers of equal specs."""
+    those of feed-forward parts by layers whose specs differ in limits alone."""
     specs = {i: model.spec.layers[i] for i in model.layers}
     weights = model.weights.layer
     mixers = _make_mixers(ops, model, rows, tokens_max, wanted_max)
     ffns: dict[int, Ffn] = {}
-    for spec in {layer.ffn for layer in specs.values() if layer.ffn is not None}:
-        equal = {
-            i: of for i, layer in specs.items() if layer.ffn == spec and (of := weights[i].ffn)
-        }
-        ffns |= _make_ffns(ops, model, spec, equal, tokens_max)
+    alike: dict[FfnSpec, dict[int, FfnSpec]] = {}
+    for index, layer in specs.items():
+        if layer.ffn is not None:
+            alike.setdefault(layer.ffn.unlimited, {})[index] = layer.ffn
+    for of_layers in alike.values():
+        ffns |= _make_ffns(ops, model, of_layers, tokens_max)
     branch: kernels.Rows | None = None
     if (scale := model.spec.residual_scale) != 1.0:
         branch = ops.make_rows(max(tokens_max, wanted_max), model.spec.n_embd)
@@ -295,40 +299,51 @@ def _make_attention_buffers(
 
 
 def _make_ffns(
-    ops: Ops,
-    model: Model,
-    spec: FfnSpec,
-    weights: Mapping[int, FfnWeights],
-    tokens_max: int,
+    ops: Ops, model: Model, specs: Mapping[int, FfnSpec], tokens_max: int
 ) -> Mapping[int, Ffn]:
-    """The feed-forward parts of one spec, which share their buffers."""
-    if isinstance(spec, DenseSpec):
-        dense = {i: w for i, w in weights.items() if isinstance(w, DenseRoles)}
-        return _make_dense(ops, model, spec, dense, tokens_max)
-    if isinstance(spec, MoeSpec):
-        moe = {i: w for i, w in weights.items() if isinstance(w, MoeRoles)}
-        return _make_experts(ops, model, spec, moe, tokens_max)
-    paired = {i: w for i, w in weights.items() if isinstance(w, PairedRoles)}
-    dense = _make_dense(ops, model, spec.dense, {i: w.dense for i, w in paired.items()}, tokens_max)
-    moe = {i: w.experts for i, w in paired.items()}
-    experts = _make_experts(ops, model, spec.experts, moe, tokens_max)
-    buffers = PairedBuffers(ops, tokens_max, model.spec.n_embd)
-    eps = model.spec.eps
-    return {i: PairedFfn(ops, w, eps, dense[i], experts[i], buffers) for i, w in paired.items()}
+    """The feed-forward parts of layers, whose specs differ in limits alone; they share their
+    buffers."""
+    dense, moe, paired = DenseParts(), MoeParts(), dict[int, PairedWeights]()
+    for index, spec in specs.items():
+        weights = model.weights.layer[index].ffn
+        if isinstance(spec, DenseSpec) and isinstance(weights, DenseRoles):
+            dense[index] = spec, weights
+        elif isinstance(spec, MoeSpec) and isinstance(weights, MoeRoles):
+            moe[index] = spec, weights
+        elif isinstance(spec, PairedSpec) and isinstance(weights, PairedRoles):
+            dense[index], moe[index] = (spec.dense, weights.dense), (spec.experts, weights.experts)
+            paired[index] = weights
+    eps, n_embd = model.spec.eps, model.spec.n_embd
+    denses = _make_dense(ops, dense, eps, tokens_max, n_embd)
+    experts = _make_experts(ops, moe, eps, tokens_max, n_embd)
+    if not paired:
+        return denses or experts
+    buffers = PairedBuffers(ops, tokens_max, n_embd)
+    return {i: PairedFfn(ops, w, eps, denses[i], experts[i], buffers) for i, w in paired.items()}
+
+
+DenseParts = dict[int, tuple[DenseSpec, DenseWeights]]
+MoeParts = dict[int, tuple[MoeSpec, MoeWeights]]
 
 
 def _make_dense(
-    ops: Ops, model: Model, spec: DenseSpec, weights: Mapping[int, DenseWeights], tokens_max: int
+    ops: Ops, parts: DenseParts, eps: float, tokens_max: int, n_embd: int
 ) -> dict[int, DenseFfn]:
-    buffers = DenseBuffers(ops, spec, weights.values(), tokens_max, model.spec.n_embd)
-    return {i: DenseFfn(ops, spec, w, model.spec.eps, buffers) for i, w in weights.items()}
+    if not parts:
+        return {}
+    first = next(iter(parts.values()))[0]
+    buffers = DenseBuffers(ops, first, [w for _, w in parts.values()], tokens_max, n_embd)
+    return {i: DenseFfn(ops, spec, w, eps, buffers) for i, (spec, w) in parts.items()}
 
 
 def _make_experts(
-    ops: Ops, model: Model, spec: MoeSpec, weights: Mapping[int, MoeWeights], tokens_max: int
+    ops: Ops, parts: MoeParts, eps: float, tokens_max: int, n_embd: int
 ) -> dict[int, MoeFfn]:
-    buffers = MoeBuffers(ops, spec, weights.values(), tokens_max, model.spec.n_embd)
-    return {i: MoeFfn(ops, spec, w, model.spec.eps, buffers) for i, w in weights.items()}
+    if not parts:
+        return {}
+    first = next(iter(parts.values()))[0]
+    buffers = MoeBuffers(ops, first, [w for _, w in parts.values()], tokens_max, n_embd)
+    return {i: MoeFfn(ops, spec, w, eps, buffers) for i, (spec, w) in parts.items()}
 
 
 class KeptInputs(NamedTuple):

@@ -75,6 +75,7 @@ class Ops(Protocol):
         tokens: int,
         out: kernels.Rows,
         activation: str = "silu",
+        limit: float = 0.0,
     ) -> None: ...
     def select_experts(
         self,
@@ -101,6 +102,7 @@ class Ops(Protocol):
         gate_bias: Bias = None,
         up_bias: Bias = None,
         activation: str = "silu",
+        limit: float = 0.0,
     ) -> None: ...
     def quantise_pairs(
         self, x: kernels.Rows, pairs: kernels.ExpertPairs, out: kernels.Activations

@@ -39,7 +39,9 @@ class ModelArchitecture:
     unless a key says so (full_attention_interval); 0 = none is. recurrent: what these layers are;
     "mamba2" and "conv" are those without KV heads. groups_values: value heads of recurrent layers
     that follow each other use the same keys. has_gate: what attention gives is multiplied by a
-    sigmoid. rotates_part: RoPE may leave out the last dimensions of a head. shared_expert: beside
+    sigmoid; gates_heads: by one for each head. rotates_part: RoPE may leave out the last dimensions
+    of a head. rotates_half: it rotates half of those that a key says in layers without a window.
+    has_layer_heads: query and KV heads may be given for each layer. shared_expert: beside
     the experts that are chosen there is one for every token, "weighted" by a sigmoid or "plain";
     the width of a "sized" one, which is plain, is in a key, and so is that of each of "counted"
     ones. has_mtp: the last blocks of a file may predict further tokens (nextn_predict_layers); they
@@ -62,11 +64,14 @@ class ModelArchitecture:
     models with windows only those of layers with a window, "by_layer": those of layers that a key
     lists (attention.rope_pattern), or all. has_scales: keys may scale embeddings,
     what each part of a layer adds, and logits (embedding_scale, residual_scale, logit_scale).
+    has_limits: keys may bound what becomes of gates and ups in each layer (swiglu_clamp_exp of
+    experts, swiglu_clamp_shexp of other feed-forward parts).
     splits_layers: each block of the file is a mixer or a feed-forward part, and those with a width
     are the latter (feed_forward_length). output_norm: the tensor that norms the input of the head.
     has_mla: K and V are latent rows (kv_lora_rank). has_pre_norms: the row that attention and
     feed-forward part read is normed. windows: which models with a window_every have windows, those
-    whose file has the key or those of 64 layers. unscales_windows: positions are not scaled in
+    whose file has the key or those of 64 layers; "flagged": without a window_every, a file has a
+    flag for each layer. unscales_windows: positions are not scaled in
     layers with a window.
     """
 
@@ -92,7 +97,10 @@ class ModelArchitecture:
     recurrent: Literal["none", "delta", "mamba2", "conv"] = "none"
     groups_values: bool = False
     has_gate: bool = False
+    gates_heads: bool = False
     rotates_part: bool = False
+    rotates_half: bool = False
+    has_layer_heads: bool = False
     shared_expert: Literal["none", "weighted", "plain", "sized", "counted"] = "none"
     has_mtp: bool = False
     sigmoid: Sigmoid = "none"
@@ -107,11 +115,12 @@ class ModelArchitecture:
     has_layer_embeddings: bool = False
     rotates: Literal["all", "none", "by_key", "windowed", "by_layer"] = "all"
     has_scales: bool = False
+    has_limits: bool = False
     splits_layers: bool = False
     output_norm: str = "output_norm.weight"
     has_mla: bool = False
     has_pre_norms: bool = True
-    windows: Literal["all", "by_key", "of_64_layers"] = "all"
+    windows: Literal["all", "by_key", "of_64_layers", "flagged"] = "all"
     unscales_windows: bool = False
 
 
@@ -252,6 +261,23 @@ ARCHITECTURES = {
         shared_expert="plain",
         sigmoid="by_key",
         starts_dense=True,
+    ),
+    "step35": ModelArchitecture(
+        has_qk_norm=None,
+        experts="all",
+        window_base=10000.0,
+        has_gate=True,
+        gates_heads=True,
+        rotates_part=True,
+        rotates_half=True,
+        has_layer_heads=True,
+        shared_expert="sized",
+        has_mtp=True,
+        sigmoid="by_key",
+        starts_dense=True,
+        rope_factors="some",
+        has_limits=True,
+        windows="flagged",
     ),
     "arcee": ModelArchitecture(pairs="norm", activation="relu2", rope_factors="some"),
     "dots1": replace(_QWEN3_MOE, shared_expert="plain", sigmoid="by_key", starts_dense=True),

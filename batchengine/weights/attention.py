@@ -63,6 +63,7 @@ class AttentionWidths(NamedTuple):
     has_kv: bool
     has_post_norm: bool
     has_gate: bool
+    gate_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ class AttentionSpec:
     positions a query sees, its own included; 0 = all before it. has_sinks: each query head has a
     sink, which takes a share of the weight of its tokens. has_pre_norm: the row that is read is
     normed. has_post_norm: the output is normed before it is added. has_gate: the output is
-    multiplied by a sigmoid of another product of the input. mla: how q, K, V and the output are
+    multiplied by a sigmoid of another product of the input; gates_heads: that has one value for
+    each head. mla: how q, K, V and the output are
     made of latent rows; then there is one KV head, whose first rope.n_rot dims are rotated, and V
     is the rest of K.
     """
@@ -108,6 +110,7 @@ class AttentionSpec:
     has_sinks: bool = False
     has_post_norm: bool = False
     has_gate: bool = False
+    gates_heads: bool = False
     has_v_norm: bool = False
     norms_whole_qk: bool = False
     norms_rotated: bool = False
@@ -124,12 +127,18 @@ class AttentionSpec:
     def widths(self) -> AttentionWidths:
         """What the buffers of a step are as wide as."""
         heads = self.n_head, self.n_kv_head, self.head_dim
-        return AttentionWidths(*heads, self.has_kv, self.has_post_norm, self.has_gate)
+        gate = self.has_gate, self.gate_rows
+        return AttentionWidths(*heads, self.has_kv, self.has_post_norm, *gate)
 
     @property
     def q_rows(self) -> int:
         """Width of all query heads."""
         return self.n_head * self.head_dim
+
+    @property
+    def gate_rows(self) -> int:
+        """Width of the gate, of a layer that has one."""
+        return self.n_head if self.gates_heads else self.q_rows
 
     @property
     def kv_rows(self) -> int:
@@ -142,19 +151,19 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
     row = ARCHITECTURES[arch]
     if row.has_mla:
         return [_read_mla(gguf, arch, n_layer)] * n_layer
-    n_head = same_for_all_layers(gguf, f"{arch}.attention.head_count", None, n_layer)
-    kv_heads = _kv_heads(gguf, arch, n_head, n_layer)
-    head_dim = _head_dim(gguf, arch, "", n_embd // n_head)
+    heads = _query_heads(gguf, arch, n_layer)
+    kv_heads = _kv_heads(gguf, arch, heads, n_layer)
+    head_dim = _head_dim(gguf, arch, "", n_embd // heads[0])
     rotates, n_rot = _rotates(gguf, arch), head_dim
     if rotates:
-        n_rot = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, row.rotates_part)
+        n_rot = _rotated_whole(gguf, arch, head_dim)
     if row.full_every or row.sections_are_neox:  # of others with the key it is computed as text
         _refuse_other_sections(gguf, arch, n_rot)
     _refuse_other_windows(gguf, arch)
     base = number_between(gguf, f"{arch}.rope.freq_base", 10000.0, 1.0, 1e15)
-    scale_width = n_embd // n_head if n_layer == row.embd_scale_layers else head_dim
+    scale_width = n_embd // heads[0] if n_layer == row.embd_scale_layers else head_dim
     whole = AttentionSpec(
-        n_head=n_head,
+        n_head=heads[0],
         n_kv_head=kv_heads[0],
         head_dim=head_dim,
         scale=_attention_scale(gguf, arch, scale_width),
@@ -163,6 +172,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
         has_sinks=row.has_sinks,
         has_post_norm=row.has_post_norms,
         has_gate=row.has_gate,
+        gates_heads=row.gates_heads,
         has_v_norm=row.has_v_norm,
         norms_whole_qk=row.norms_whole_qk,
         norms_rotated=row.norms_rotated,
@@ -175,6 +185,7 @@ def read_attentions(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> lis
     specs = [
         replace(
             windowed if is_windowed[index] else whole,
+            n_head=heads[index],
             n_kv_head=kv_heads[index],
             has_rope=rotates and is_rotated[index] and (is_windowed[index] or rotates_whole),
         )
@@ -257,18 +268,29 @@ def _mla_scale(gguf: GgufFile, arch: str, rope: RopeSpec, width: int) -> float:
     return growth * growth / math.sqrt(width)
 
 
-def _kv_heads(gguf: GgufFile, arch: str, n_head: int, n_layer: int) -> list[int]:
-    """KV heads of each layer; a recurrent layer, which has none, gets as many as others have."""
+def _query_heads(gguf: GgufFile, arch: str, n_layer: int) -> list[int]:
+    """Query heads of each layer."""
+    key = f"{arch}.attention.head_count"
+    if ARCHITECTURES[arch].has_layer_heads:
+        return each_layer(gguf, key, None, n_layer)
+    return [same_for_all_layers(gguf, key, None, n_layer)] * n_layer
+
+
+def _kv_heads(gguf: GgufFile, arch: str, heads: list[int], n_layer: int) -> list[int]:
+    """KV heads of each layer, whose query heads are `heads`; recurrent layers, which have none, get
+    as many as others."""
     key, row = f"{arch}.attention.head_count_kv", ARCHITECTURES[arch]
+    if key not in gguf.values:
+        return heads
     if row.recurrent in ("mamba2", "conv"):
-        counts = each_layer(gguf, key, n_head, n_layer, least=0)
-        others = max(counts) or n_head
+        counts = each_layer(gguf, key, None, n_layer, least=0)
+        others = max(counts) or heads[0]
         counts = [count or others for count in counts]
-    elif row.has_window_heads:
-        counts = each_layer(gguf, key, n_head, n_layer)
+    elif row.has_window_heads or row.has_layer_heads:
+        counts = each_layer(gguf, key, None, n_layer)
     else:
-        counts = [same_for_all_layers(gguf, key, n_head, n_layer)] * n_layer
-    for count in counts:
+        counts = [same_for_all_layers(gguf, key, None, n_layer)] * n_layer
+    for n_head, count in zip(heads, counts, strict=True):
         if n_head % count:
             raise unsupported(gguf, key, count, f"does not divide {n_head} heads")
     return counts
@@ -336,9 +358,23 @@ def _has_qk_norm(gguf: GgufFile, arch: str) -> bool:
     return "blk.0.attn_q_norm.weight" in gguf.tensors if by_name is None else by_name
 
 
-def _rotated(gguf: GgufFile, key: str, head_dim: int, is_part: bool) -> int:
-    """Leading dimensions of a head that RoPE rotates; is_part: some may be left out."""
-    n_rot = count_of(gguf, key, head_dim)
+def _rotated_whole(gguf: GgufFile, arch: str, head_dim: int) -> int:
+    """Leading dimensions of a head that RoPE rotates in layers without a window."""
+    row, key = ARCHITECTURES[arch], f"{arch}.rope.dimension_count"
+    n_rot = _rotated(gguf, key, head_dim, row.rotates_part)
+    if not row.rotates_half:
+        return n_rot
+    if n_rot % 4:
+        raise unsupported(gguf, key, n_rot, "half of it is rotated, which must be even")
+    return n_rot // 2
+
+
+def _rotated(
+    gguf: GgufFile, key: str, head_dim: int, is_part: bool, default: int | None = None
+) -> int:
+    """Leading dimensions of a head that RoPE rotates; is_part: some may be left out. default:
+    without the key; None = all."""
+    n_rot = count_of(gguf, key, default or head_dim)
     if n_rot == head_dim or (is_part and n_rot < head_dim and not n_rot % 2):
         return n_rot
     raise unsupported(gguf, key, n_rot, f"head_dim is {head_dim}")
@@ -378,6 +414,8 @@ def _refuse_other_sections(gguf: GgufFile, arch: str, n_rot: int) -> None:
 def _has_windows(gguf: GgufFile, arch: str, n_layer: int) -> bool:
     """Whether some layers of a model have a window."""
     row = ARCHITECTURES[arch]
+    if row.windows == "flagged":
+        return True
     if row.windows == "by_key":
         return gguf.integer(f"{arch}.attention.sliding_window", 0) != 0
     return row.window_every > 0 and (row.windows == "all" or n_layer == 64)
@@ -388,6 +426,8 @@ def _windowed_layers(gguf: GgufFile, arch: str, n_layer: int) -> list[bool]:
     run."""
     every = ARCHITECTURES[arch].window_every if _has_windows(gguf, arch, n_layer) else 0
     key = f"{arch}.attention.sliding_window_pattern"
+    if ARCHITECTURES[arch].windows == "flagged":
+        return flags_of(gguf, key, n_layer)
     if not every or key not in gguf.values:
         return [every > 0 and not is_last_of(every, index) for index in range(n_layer)]
     if isinstance(gguf.values[key], np.ndarray):
@@ -405,6 +445,10 @@ def _with_window(gguf: GgufFile, arch: str, whole: AttentionSpec) -> AttentionSp
     if row.has_window_heads:
         head_dim = _head_dim(gguf, arch, "_swa", head_dim)
         n_rot = _rotated(gguf, f"{arch}.rope.dimension_count_swa", head_dim, is_part=False)
+    elif row.rotates_half:
+        all_rotated = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, is_part=True)
+        key = f"{arch}.rope.dimension_count_swa"
+        n_rot = _rotated(gguf, key, head_dim, is_part=True, default=all_rotated)
     for name, only in (
         ("attention.key_length_swa", head_dim),
         ("attention.value_length_swa", head_dim),

@@ -5,7 +5,8 @@ Refuses experts that are chosen, weighted or placed in another way than `MoeSpec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from batchengine.weights.architectures import ARCHITECTURES, Activation, Gating
 from batchengine.weights.keys import (
     each_layer,
     number_between,
+    numbers_of,
     same_for_all_layers,
     unsupported,
 )
@@ -24,6 +26,7 @@ SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 SIGMOIDS = "sigmoid", "normed_sigmoid"  # gatings
 WITH_BIAS = (*SIGMOIDS, "biased_softmax")  # which may have one of the choice
 GLM_FLASH_VOCAB, GLM_FLASH_LAYERS = 154880, (47, 48)
+LIMIT_MIN, LIMIT_MAX = 1e-3, 1e6  # bounds of gates and ups
 GROUPS_MAX = 32  # EXPERT_GROUPS_MAX of choice.h
 BANK_ROWS_MAX = 1 << 31  # of all experts in one matrix, as kernels take it: at most 2**57 bytes
 
@@ -34,12 +37,19 @@ class DenseSpec:
     activation "relu2", which has no gate, down(relu(up·x)²).
 
     has_post_norm: the output is normed before it is added; has_pre_norm: the row that is read is.
+    limit: the bound of silu(gate·x) and of up·x; 0 = there is none.
     """
 
     n_ff: int
     activation: Activation = "silu"
     has_post_norm: bool = False
     has_pre_norm: bool = True
+    limit: float = 0.0
+
+    @property
+    def unlimited(self) -> DenseSpec:
+        """The same without a limit: what buffers depend on."""
+        return replace(self, limit=0.0) if self.limit else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,8 @@ class MoeSpec:
     that experts read, and of their sum, which is projected back; 0 = there is none. n_group,
     n_group_used: of so many groups of experts those of so many can be chosen for a token: of those
     whose best two have the largest sums. has_post_norm: the sum of all is normed before it is
-    added.
+    added. limit, shared_limit: the bounds of silu(gate·x) and of up·x of the experts, and of the
+    shared one; 0 = there is none.
     """
 
     n_expert: int
@@ -72,6 +83,14 @@ class MoeSpec:
     n_group: int = 1
     n_group_used: int = 1
     has_post_norm: bool = False
+    limit: float = 0.0
+    shared_limit: float = 0.0
+
+    @property
+    def unlimited(self) -> MoeSpec:
+        """The same without limits: what buffers depend on."""
+        is_limited = self.limit or self.shared_limit
+        return replace(self, limit=0.0, shared_limit=0.0) if is_limited else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +109,11 @@ class PairedSpec:
         """Width of the dense part."""
         return self.dense.n_ff
 
+    @property
+    def unlimited(self) -> PairedSpec:
+        """The same: these have no limits."""
+        return self
+
 
 FfnSpec = DenseSpec | MoeSpec | PairedSpec
 
@@ -106,9 +130,37 @@ def read_ffns(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> list[FfnS
         return [dense and experts for dense in _read_dense(gguf, arch, n_layer)]
     if row.experts == "beside":
         return [dense and PairedSpec(dense, experts) for dense in _read_dense(gguf, arch, n_layer)]
-    if n_dense := _count_dense(gguf, arch, n_layer):
-        return [*_read_dense(gguf, arch, n_layer)[:n_dense], *[experts] * (n_layer - n_dense)]
-    return [experts] * n_layer
+    n_dense = _count_dense(gguf, arch, n_layer)
+    dense = _read_dense(gguf, arch, n_layer)[:n_dense] if n_dense else []
+    specs = [*dense, *[experts] * (n_layer - n_dense)]
+    return _limited(gguf, arch, specs) if row.has_limits else [*specs]
+
+
+def _limited(
+    gguf: GgufFile, arch: str, specs: Sequence[DenseSpec | MoeSpec | None]
+) -> list[FfnSpec | None]:
+    """Feed-forward parts with the bounds that each layer has; dense ones have that of the shared
+    expert."""
+    limits = _limits(gguf, f"{arch}.swiglu_clamp_exp", len(specs))
+    others = _limits(gguf, f"{arch}.swiglu_clamp_shexp", len(specs))
+    found = list[FfnSpec | None]()
+    for spec, limit, other in zip(specs, limits, others, strict=True):
+        if isinstance(spec, MoeSpec):
+            shared = other if spec.n_ff_shared else 0.0
+            found.append(replace(spec, limit=limit, shared_limit=shared))
+        else:
+            found.append(spec and replace(spec, limit=other))
+    return found
+
+
+def _limits(gguf: GgufFile, key: str, n_layer: int) -> list[float]:
+    """The bound of each layer; 0 = there is none."""
+    limits = numbers_of(gguf, key, n_layer)
+    for limit in limits:
+        if limit != 0.0 and not LIMIT_MIN <= limit <= LIMIT_MAX:
+            why = f"neither 0 nor from {LIMIT_MIN:g} to {LIMIT_MAX:g}"
+            raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=limit, why=why)
+    return [float(np.float32(limit)) for limit in limits]
 
 
 def _read_experts(gguf: GgufFile, arch: str, n_embd: int, n_layer: int) -> MoeSpec:

@@ -80,9 +80,26 @@ def each_layer(
     return counts[:n_layer]
 
 
+def numbers_of(gguf: GgufFile, key: str, n_layer: int) -> list[float]:
+    """A number for each layer, 0 without the key: one for all, or an array; of further blocks it
+    may have some, too."""
+    value = gguf.values.get(key)
+    if not isinstance(value, np.ndarray):
+        return [gguf.number(key, 0.0)] * n_layer
+    if value.dtype.kind not in "fiu":
+        why = "it must be an array of numbers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    if len(value) < n_layer:
+        why = f"it has {len(value)} numbers for {n_layer} layers"
+        raise errors.KEY_VALUE(file=gguf.path.name, key=key, value="an array", why=why)
+    return [float(number) for number in value[:n_layer].tolist()]
+
+
 def flags_of(gguf: GgufFile, key: str, n_layer: int) -> list[bool]:
     """One flag per layer; those of further blocks are left out."""
-    flags = gguf.values[key]
+    flags = gguf.values.get(key)
+    if flags is None:
+        raise errors.KEY_MISSING(file=gguf.path.name, key=key, wanted="an array of flags")
     if not isinstance(flags, np.ndarray) or flags.dtype.kind not in "biu":
         why = "it must be an array of flags"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=type(flags).__name__, why=why)

@@ -107,6 +107,11 @@ class ModelSpec:
         return self.attentions[0]
 
     @property
+    def has_equal_heads(self) -> bool:
+        """Whether all layers with attention have as many query heads."""
+        return len({of.n_head for of in self.attentions}) == 1
+
+    @property
     def n_layer_kv(self) -> int:
         """How many layers have rows in a KV page."""
         return len(self.page_layout.layers)
@@ -176,7 +181,8 @@ class ModelSpec:
 
     @property
     def experts(self) -> MoeSpec | None:
-        """The experts of this model, the same in all layers that have some; None = none has."""
+        """The experts of the first layer that has some; those of others may differ in their limits.
+        None = none has."""
         for layer in self.layers:
             ffn = layer.ffn.experts if isinstance(layer.ffn, PairedSpec) else layer.ffn
             if isinstance(ffn, MoeSpec):

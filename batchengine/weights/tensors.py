@@ -147,7 +147,6 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     find = _Finder(gguf)
     if spec.experts:
         _refuse_other_experts(gguf, spec.experts)
-    rotated = [of.rope.n_rot for of in spec.attentions if of.rope.has_factors]
     embedding = find.matrix(TABLE, spec.n_vocab, spec.n_embd)
     head = embedding
     if not spec.tied:
@@ -157,7 +156,7 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
         output_norm=find.vector(_output_norm(gguf, spec.arch), spec.n_embd),
         head=head,
         head_bias=find.optional("output.bias", spec.n_vocab),
-        rope_factors=find.vector(rope_factors_of(spec.arch), rotated[0] // 2) if rotated else None,
+        rope_factors=_plan_rope_factors(find, spec),
         layer_embeddings=_plan_layer_embeddings(find, spec) if spec.n_embd_layer else None,
         layers=tuple([_plan_layer(find, spec, layer) for layer in spec.layers]),
         matrices=tuple(find.matrices),
@@ -168,6 +167,17 @@ def plan_tensors(gguf: GgufFile, spec: ModelSpec) -> TensorPlan:
     n_mtp = gguf.integer(f"{spec.arch}.nextn_predict_layers", 0)
     find.refuse_unused(range(spec.n_block, spec.n_block + n_mtp))
     return plan
+
+
+def _plan_rope_factors(find: _Finder, spec: ModelSpec) -> VectorPlan | None:
+    """A factor for each rotated pair; where layers without a window rotate fewer dimensions, which
+    are the first ones, those with one have no factors, and the others do not need all."""
+    rotated = [of.rope.n_rot for of in spec.attentions if of.rope.has_factors]
+    if not rotated:
+        return None
+    is_half = ARCHITECTURES[spec.arch].rotates_half
+    n_rot = max(of.rope.n_rot for of in spec.attentions) if is_half else rotated[0]
+    return find.vector(rope_factors_of(spec.arch), n_rot // 2)
 
 
 def _output_norm(gguf: GgufFile, arch: str) -> str:
@@ -539,8 +549,8 @@ def _plan_gated_qkv(
     """q, k and v, and the gate, which has a tensor of its own, or rows in that of q, head by head
     behind those of q."""
     heads, width = spec.n_head, spec.head_dim
-    if prefix + "attn_gate.weight" in find.gguf.tensors:
-        gate = find.matrix(prefix + "attn_gate.weight", spec.q_rows, n_embd)
+    if spec.gates_heads or prefix + "attn_gate.weight" in find.gguf.tensors:
+        gate = find.matrix(prefix + "attn_gate.weight", spec.gate_rows, n_embd)
         return *_plan_qkv(find, spec, n_embd, prefix), gate
     q, gate = find.halves(prefix + "attn_q.weight", heads, width, n_embd, 2 * heads * width)
     k, v = [find.matrix(f"{prefix}attn_{letter}.weight", spec.kv_rows, n_embd) for letter in "kv"]

@@ -45,6 +45,9 @@ class Shape:
     which read K and V of others; v_from_k: layers without a window have no matrix of V;
     n_embd_layer: width of each layer's own embeddings; layer_scale: layers have a scale; logit_cap:
     the soft bound of logits; n_ff_expert: width of experts, n_ff is that of the part beside them.
+    Of step35: three of four layers have a window, with window_heads query heads, 0 = as the others,
+    and window_kv KV heads; limits: swiglu_clamp_exp and swiglu_clamp_shexp of each second layer,
+    0 = of none; window_base: rope.freq_base_swa.
     Of glm4: sections: pairs that turn with each axis of an image.
     Of granite, nemotron_h, lfm2 and their kin: pattern: a letter for each block: "*" has attention,
     "-" and "E" are feed-forward parts of nemotron_h, others are recurrent. scales: of embeddings,
@@ -103,6 +106,9 @@ class Shape:
     head_gain: float = 4.0
     selector_gain: float = 3.0
     window_kv: int = 0
+    window_heads: int = 0
+    window_base: float = 0.0
+    limits: tuple[float, float] = (0.0, 0.0)
     window_dim: int = 0
     n_shared: int = 0
     v_from_k: bool = False
@@ -258,6 +264,12 @@ PRESETS = {
         arch="afmoe", n_layer=4, n_embd=128, n_ff=64, n_expert=10, n_used=3, n_ff_shared=64,
         n_dense=1, n_ff_dense=96, n_head=4, n_kv_head=2, head_dim=32, tied=False, window=40,
         choice_bias=0.2, weights_scale=2.5, head_gain=1.0,
+    ),
+    "step35-tiny": Shape(
+        arch="step35", n_layer=5, n_embd=128, n_ff=64, n_expert=10, n_used=3, n_ff_shared=96,
+        n_dense=2, n_ff_dense=96, n_head=2, n_kv_head=1, window_heads=6, window_kv=2, head_dim=32,
+        rope_base=5e6, window_base=1e4, rope_factors=True, tied=False, window=40, qk_norm=True,
+        choice_bias=0.2, weights_scale=2.5, limits=(0.4, 0.3), n_mtp=1,
     ),
     "bailingmoe2-tiny": Shape(
         arch="bailingmoe2", n_layer=3, n_embd=128, n_ff=64, n_expert=12, n_used=3, n_ff_shared=64,

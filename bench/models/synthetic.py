@@ -155,6 +155,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
     has_gate = ARCHITECTURES[shape.arch].has_gate
     for i in range(shape.n_layer + shape.n_mtp):
         p = f"blk.{i}."
+        n_head, n_kv_head = _heads_of(shape, i)
+        q, kv = n_head * shape.head_dim, n_kv_head * shape.head_dim
         if row.has_pre_norms:
             yield vector(p + "attn_norm.weight", n)
         is_recurrent = _is_recurrent(shape, i)
@@ -171,12 +173,14 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
         elif shape.fused:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         elif has_attention:
-            is_apart = shape.arch == "afmoe"  # the gate, which elsewhere has rows of that matrix
+            # The gate, which elsewhere has rows of that matrix.
+            is_apart = shape.arch in ("afmoe", "step35")
+            gate_rows = n_head if row.gates_heads else q
             for letter, rows in (
                 ("q", q * (1 + (has_gate and not is_apart))),
                 ("k", kv),
                 ("v", kv),
-                *([("gate", q)] if is_apart else []),
+                *([("gate", gate_rows)] if is_apart else []),
             ):
                 yield matrix(f"{p}attn_{letter}", f"attn_{letter}", rows, n)
         if has_attention:
@@ -244,6 +248,32 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield matrix(p + "nextn.eh_proj", "eh_proj", n, 2 * n)
             for name in ("enorm", "hnorm", "shared_head_norm"):
                 yield vector(f"{p}nextn.{name}.weight", n)
+
+
+def _has_window(shape: Shape, layer: int) -> bool:
+    """Whether a layer of step35 has a window: the first of four has none."""
+    return shape.arch == "step35" and layer % 4 != 0
+
+
+def _heads_of(shape: Shape, layer: int) -> tuple[int, int]:
+    """Query and KV heads of a layer, of all but gemma4."""
+    if not _has_window(shape, layer):
+        return shape.n_head, shape.n_kv_head
+    return shape.window_heads or shape.n_head, shape.window_kv or shape.n_kv_head
+
+
+def _write_layers(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    """The keys of step35 with a value for each layer."""
+    layers = range(shape.n_layer + shape.n_mtp)
+    heads = [_heads_of(shape, i) for i in layers]
+    writer.add_head_count([n_head for n_head, _ in heads])
+    writer.add_head_count_kv([n_kv_head for _, n_kv_head in heads])
+    writer.add_sliding_window_pattern([_has_window(shape, i) for i in layers])
+    if shape.window_base:
+        writer.add_rope_freq_base_swa(shape.window_base)
+    experts, others = ([limit * (i % 2) for i in layers] for limit in shape.limits)
+    writer.add_swiglu_clamp_exp(experts)
+    writer.add_swiglu_clamp_shexp(others)
 
 
 def _choice_bias(shape: Shape, prefix: str) -> RandomTensor:
@@ -436,9 +466,14 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_feed_forward_length(shape.n_ff)
     elif not row.splits_layers:
         writer.add_feed_forward_length(shape.n_ff)
-    writer.add_head_count(shape.n_head)
+    if row.has_layer_heads:
+        _write_layers(writer, shape)
+    else:
+        writer.add_head_count(shape.n_head)
     if shape.arch == "gemma4":
         synthetic_gemma4.write_keys(writer, shape)
+    elif row.has_layer_heads:
+        pass
     elif not synthetic_hybrid.is_hybrid(shape):
         writer.add_head_count_kv(shape.n_kv_head)
     synthetic_hybrid.write_keys(writer, shape)

@@ -152,14 +152,15 @@ class ExpertOps:
         gate_bias: kernels.Vector | None = None,
         up_bias: kernels.Vector | None = None,
         activation: str = "silu",
+        limit: float = 0.0,
     ) -> None:
         """As `kernels.pairs_gated`: for few pairs of an expert one launch, if the banks are of one
         kind."""
-        then = then_of("pairs_gated", activation, gate, gate_bias)
+        then = then_of("pairs_gated", activation, gate, gate_bias, limit)
         at = pairs.at(1 if x.gathered is None else pairs.n_used)
         source, n = x.gathered or x, pairs.tokens * pairs.n_used
         biases = self._address_of(gate_bias), self._address_of(up_bias)
-        gated = OutputAt(biases[1], then, out.address, out.width)
+        gated = OutputAt(biases[1], then, out.address, out.width, limit)
         if gate is None:
             self._products.launch(source, self._bank(up, pairs), n, gated, pairs=at)
         elif gate.kind == up.kind and gate.kind not in FLOATS and at.columns <= FEW_TOKENS_MAX:

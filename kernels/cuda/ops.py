@@ -321,17 +321,18 @@ class CudaOps:
         tokens: int,
         out: Rows,
         activation: str = "silu",
+        limit: float = 0.0,
     ) -> None:
         """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
-        then = then_of("linear_gated", activation, gate, gate_bias)
+        then = then_of("linear_gated", activation, gate, gate_bias, limit)
+        first = NO_GATE
         if gate is None:
-            self._product(x, up, up_bias, tokens, then, out)
+            pass
         elif gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX:
             first = GateAt(self._address(gate), self._address(gate_bias))
-            self._product(x, up, up_bias, tokens, then, out, first)
         else:
             self._product(x, gate, gate_bias, tokens, STORE, out)
-            self._product(x, up, up_bias, tokens, then, out)
+        self._product(x, up, up_bias, tokens, then, out, first, limit)
 
     def _product(
         self,
@@ -342,9 +343,10 @@ class CudaOps:
         then: int,
         out: Rows,
         gate: GateAt = NO_GATE,
+        limit: float = 0.0,
     ) -> None:
         at = MatrixAt(self._address(matrix), matrix.kind, matrix.rows, matrix.cols)
-        to = OutputAt(self._address(bias), then, out.address, out.width)
+        to = OutputAt(self._address(bias), then, out.address, out.width, limit)
         self._products.launch(x, at, tokens, to, gate)
 
     # -- attention

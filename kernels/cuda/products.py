@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import kernels
-from kernels.cuda.gpu import Gpu
+from kernels.cuda.gpu import Argument, Gpu
 from kernels.cuda.memory import Activations, Scratch
 
 FLOATS = ("f16", "bf16", "f32")
 STORE, ADD, RELU2, GATE = range(4)  # what follows a product: `Then` of products.h
 GATE_OF = {"silu": GATE, "oai": GATE + 1, "gelu": GATE + 2}  # by activation
+LIMITED = GATE + 3  # silu within a limit
 TILE_ROWS = 16  # rows of a tile of packed weights
 # Up to FEW_TOKENS_MAX a block reads a tile of weights for FEW_TOKENS or for all of them, up to
 # SOME_TOKENS four tiles for so many, else for MANY_TOKENS. A multiprocessor has MANY_AT_ONCE blocks
@@ -42,13 +43,14 @@ class GateAt(NamedTuple):
 class OutputAt(NamedTuple):
     """What follows a product, and the address of its first row.
 
-    The bias has a value for each row of a matrix, of a bank too.
+    The bias has a value for each row of a matrix, of a bank too. limit: of LIMITED.
     """
 
     bias: int
     then: int
     address: int
     width: int
+    limit: float = 0.0
 
 
 class PairsAt(NamedTuple):
@@ -78,9 +80,12 @@ def then_of(
     activation: str,
     gate: kernels.Matrix | None,
     gate_bias: kernels.Vector | None,
+    limit: float,
 ) -> int:
     """What follows a product that has an activation. ValueError for an unknown one, for relu2 with
-    a gate, and for another one without."""
+    a gate, for another one without, and for a limit of another one than silu."""
+    if limit and activation != "silu":
+        raise ValueError(f"{operation}: {activation} has no limit")
     if activation == "relu2":
         if gate is not None or gate_bias is not None:
             raise ValueError(f"{operation}: relu2 has no gate")
@@ -89,7 +94,7 @@ def then_of(
         raise ValueError(f"{operation}: no activation is named {activation}")
     if gate is None:
         raise ValueError(f"{operation}: {activation} needs a gate")
-    return GATE_OF[activation]
+    return LIMITED if limit else GATE_OF[activation]
 
 
 class Products:
@@ -182,7 +187,7 @@ class Products:
         self._gpu.launch(f"{name}_{matrix.kind}", grid, threads, arguments)
 
 
-def _quantised(x: Activations, matrix: MatrixAt, n: int, out: OutputAt) -> list[int]:
+def _quantised(x: Activations, matrix: MatrixAt, n: int, out: OutputAt) -> list[Argument]:
     """The first arguments of kernels of quantised products."""
     return [matrix.address, matrix.rows, matrix.cols, *x.addresses, n, *out]
 

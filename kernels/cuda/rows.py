@@ -21,7 +21,8 @@ class RowOps:
 
     def gate_rows(self, gate: Rows, tokens: int, out: Rows) -> None:
         """As `kernels.gate_rows`."""
-        given = [gate.address, gate.width, out.width, out.address, out.width]
+        each = out.width // gate.width
+        given = [gate.address, gate.width, out.width, out.address, out.width, each]
         self._launch("gate_rows", tokens, out, given)
 
     def gate_add(self, x: Rows, gate: Rows, tokens: int, out: Rows) -> None:

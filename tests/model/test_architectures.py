@@ -47,7 +47,8 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
         }
     if row.has_mla:
         mixture |= {"head_dim": 96, "n_rot": 32, "kv_rank": 64, "nope_dim": 32}
-    window = 40 if row.window_every and arch != "exaone4" else 0
+    has_windows = row.window_every > 0 or row.windows == "flagged"
+    window = 40 if has_windows and arch != "exaone4" else 0
     every = 5 if arch == "gemma4" else 0
     shape = replace(TINY, arch=arch, window=window, full_every=every, **mixture)
     spec = spec_of(tmp_path / "m.gguf", shape)
@@ -69,6 +70,7 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
     expected |= {name: [40, 40, 40, 0, 40] for name in ("olmo2", "exaone-moe", "mellum", "afmoe")}
     expected["granite_swa"] = [0, 40, 40, 40, 0]
+    expected["step35"] = [0, 40, 40, 40, 0]
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch in ("gpt-oss", "granite_swa"))
     assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4", "afmoe"))

@@ -58,6 +58,7 @@ SHAPES = {
     "deepseek2": PRESETS["deepseek2-tiny"],
     "olmo2": PRESETS["olmo2-tiny"],
     "afmoe": PRESETS["afmoe-tiny"],
+    "step35": PRESETS["step35-tiny"],
     "bailingmoe2": PRESETS["bailingmoe2-tiny"],
     "qwen3next": PRESETS["qwen3next-tiny"],
     "minimax-m2": PRESETS["minimax-m2-tiny"],
@@ -487,6 +488,11 @@ def test_a_gated_product_has_the_bits_of_the_cpu(
             assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
             found.add(want.view(tokens).tobytes())
         assert len(found) == 3
+        for limit in (0.25, 1e6):
+            ops.linear_gated(activations, gate, up, *vectors, tokens, out, limit=limit)
+            kernels.linear_gated(pool, wanted, gate, up, *vectors, tokens, want, limit=limit)
+            assert ops.read_rows(out, tokens).tobytes() == want.view(tokens).tobytes()
+            assert (want.view(tokens).tobytes() in found) == (limit > 1.0)
         ops.linear_gated(activations, gate, up, *vectors, tokens, out)
         assert ops.read_rows(out, tokens).tobytes() in found
         plain = None, vectors[1], tokens
@@ -500,6 +506,8 @@ def test_a_gated_product_has_the_bits_of_the_cpu(
         ):
             with pytest.raises(ValueError, match=f"linear_gated: {said}"):
                 ops.linear_gated(activations, first, up, *vectors, tokens, out, name)
+        with pytest.raises(ValueError, match="linear_gated: gelu has no limit"):
+            ops.linear_gated(activations, gate, up, *vectors, tokens, out, "gelu", 1.0)
 
 
 @pytest.mark.parametrize("width", [640, 5376])

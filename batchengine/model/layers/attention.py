@@ -35,7 +35,7 @@ class AttentionBuffers:
         self.qkv = ops.make_rows(tokens_max, spec.q_rows + kv_rows)
         self.queries = ops.make_queries(tokens_max, spec.n_head, spec.head_dim)
         self.mixed = ops.make_rows(tokens_max, spec.q_rows)
-        self.gate = ops.make_rows(tokens_max if spec.has_gate else 0, spec.q_rows)
+        self.gate = ops.make_rows(tokens_max if spec.has_gate else 0, spec.gate_rows)
         self.wanted = ops.make_rows(wanted_max, spec.q_rows)
         # Before the norm of the output, if it has one.
         self.output = ops.make_rows(tokens_max if spec.has_post_norm else 0, n_embd)

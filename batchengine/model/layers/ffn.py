@@ -11,7 +11,7 @@ from batchengine.weights import DenseSpec, DenseWeights
 
 
 class DenseBuffers:
-    """Rows of one step, shared by the feed-forward parts of one spec."""
+    """Rows of one step, shared by the feed-forward parts of specs that differ in their limits."""
 
     def __init__(
         self,
@@ -53,8 +53,9 @@ class DenseFfn:
         ops, w, buffers = self.ops, self.weights, self.buffers
         to = hidden if out is None else out
         read_row(ops, hidden, w.norm, self.eps, n, normed)
+        function = self.spec.activation, self.spec.limit
         biases = w.gate_bias, w.up_bias
-        ops.linear_gated(normed, w.gate, w.up, *biases, n, buffers.gated, self.spec.activation)
+        ops.linear_gated(normed, w.gate, w.up, *biases, n, buffers.gated, *function)
         ops.quantise(buffers.gated, n, buffers.gated_q8)
         if w.post_norm is None:
             ops.linear_add(buffers.gated_q8, w.down, w.down_bias, n, to)

@@ -19,7 +19,7 @@ from batchengine.weights.roles import SharedRoles
 
 
 class MoeBuffers:
-    """Rows of one step, and its pairs, shared by the mixtures of one spec."""
+    """Rows of one step, and its pairs, shared by mixtures of specs that differ in their limits."""
 
     def __init__(
         self,
@@ -119,8 +119,8 @@ class MoeFfn:
         if w.selector_norm is not None:
             ops.norm_quantise(hidden, w.norm, self.eps, n, normed)
         ops.gather_pairs(self._projected(n, normed), pairs, buffers.gathered)
-        biases = w.gate_bias, w.up_bias
-        ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, spec.activation)
+        biases, function = (w.gate_bias, w.up_bias), (spec.activation, spec.limit)
+        ops.pairs_gated(buffers.gathered, w.gate, w.up, pairs, gated, *biases, *function)
         ops.quantise_pairs(gated, pairs, buffers.gated_q8)
         self._add_pairs(n, to)
         if w.shared is not None and buffers.shared is not None:
@@ -159,7 +159,7 @@ class MoeFfn:
         if w.selector is not None:
             ops.linear(normed, [w.selector], [None], n, buffers.weight)
         at = None, None, n, buffers.gated
-        ops.linear_gated(normed, w.gate, w.up, *at, self.spec.activation)
+        ops.linear_gated(normed, w.gate, w.up, *at, self.spec.activation, self.spec.shared_limit)
         ops.quantise(buffers.gated, n, buffers.gated_q8)
         if w.selector is None:
             ops.linear_add(buffers.gated_q8, w.down, None, n, hidden)

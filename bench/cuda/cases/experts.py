@@ -16,13 +16,14 @@ from bench.cuda.cases.values import (
     compare,
     packed_with_bytes,
     rows_of,
+    some_activation,
     some_values,
 )
 from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.experts import EXPERTS_MAX, GATINGS, ExpertPairs
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
-from kernels.cuda.products import FLOATS, GATE_OF
+from kernels.cuda.products import FLOATS
 
 BY_LOGITS, GROUPS_MAX = ("softmax", "softmax_all"), 32
 GROUP = 16  # rows of pairs of the CPU that have one expert
@@ -197,14 +198,14 @@ def experts_case(
         for one, (rows, cols) in zip(kinds, shapes, strict=True)
     ]
     biases = [some_bias(rng, n_expert * rows) for rows, _ in shapes]
-    activation = str(rng.choice([*GATE_OF, "relu2"]))
+    activation, limit = some_activation(rng)
     gate = None if activation == "relu2" else banks[0]
     biases[0] = None if gate is None else biases[0]
     logits = some_selector_logits(rng, tokens, n_expert)
     values, before = some_values(rng, tokens, n_embd), rng.standard_normal((tokens, n_embd))
     biased = "".join(["-" if bias is None else "b" for bias in biases])
     what = f"{kinds}, {tokens} tokens, {n_used} of {n_expert}, {n_embd} x {n_ff}"
-    what += f", {activation}, biases {biased}"
+    what += f", {activation}, limit {limit}, biases {biased}"
     keeps = [any(one in FLOATS for one in kinds[:2]), kinds[2] in FLOATS]
     with Owned(gpu) as own:
         ops, pairs, on_cpu = chosen(own, pool, logits, n_used, float(rng.choice([1.0, 0.3])))
@@ -221,9 +222,9 @@ def experts_case(
         out = ops.make_rows(tokens, n_embd)
         own.copy_in(out.address, before.astype(np.float32))
         ops.gather_pairs(of_tokens, pairs, gathered)
-        ops.pairs_gated(gathered, gate, banks[1], pairs, gated, *biases[:2], activation)
+        ops.pairs_gated(gathered, gate, banks[1], pairs, gated, *biases[:2], activation, limit)
         given = values, before.astype(np.float32)
-        wanted = cpu_part(pool, *given, banks, on_cpu, biases, activation)
+        wanted = cpu_part(pool, *given, banks, on_cpu, biases, activation, limit)
         want = np.empty((len(order), n_ff), np.float32)
         want[order] = wanted[0].view(on_cpu.rows_max)[rows]
         compare_finite(ops.read_rows(gated, len(order)), want, f"pairs_gated: {what}")
@@ -259,6 +260,7 @@ def cpu_part(
     pairs: kernels.ExpertPairs,
     biases: Sequence[kernels.Vector | None] = (None, None, None),
     activation: str = "silu",
+    limit: float = 0.0,
 ) -> tuple[kernels.Rows, kernels.Rows]:
     """What the CPU's gate lets through, and its output."""
     tokens, n_embd = values.shape
@@ -271,7 +273,7 @@ def cpu_part(
     kernels.quantise(pool, rows_of(values), tokens, of_tokens)
     kernels.gather_pairs(pool, of_tokens, pairs, gathered)
     of_gate = None if activation == "relu2" else gate
-    kernels.pairs_gated(pool, gathered, of_gate, up, pairs, gated, *biases[:2], activation)
+    kernels.pairs_gated(pool, gathered, of_gate, up, pairs, gated, *biases[:2], activation, limit)
     kernels.quantise_pairs(pool, gated, pairs, gated_q8)
     kernels.pairs_add(pool, gated_q8, down, pairs, out, biases[2])
     return gated, out

@@ -13,12 +13,13 @@ from bench.cuda.cases.values import (
     compare,
     packed_with_bytes,
     rows_of,
+    some_activation,
     some_values,
 )
 from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import KIND_INDEX
-from kernels.cuda.products import ADD, FLOATS, GATE_OF, RELU2, STORE
+from kernels.cuda.products import ADD, FLOATS, GATE_OF, LIMITED, RELU2, STORE
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -123,10 +124,10 @@ def linear_case(
     stored, added, gated = kernels.Rows(tokens, rows), rows_of(before), kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [matrix], [vector], tokens, stored)
     kernels.linear_add(pool, activations, matrix, vector, tokens, added)
-    activation = str(rng.choice([*GATE_OF, "relu2"]))
+    activation, limit = some_activation(rng)
     is_plain = activation == "relu2"
     products = None if is_plain else gate, matrix, None if is_plain else gate_vector, vector
-    kernels.linear_gated(pool, activations, *products, tokens, gated, activation)
+    kernels.linear_gated(pool, activations, *products, tokens, gated, activation, limit)
     gate_product = kernels.Rows(tokens, rows)
     kernels.linear(pool, activations, [gate], [gate_vector], tokens, gate_product)
     tiles, eights = -(-rows // 16), -(-tokens // 8)
@@ -165,12 +166,13 @@ def linear_case(
             if is_plain:
                 plans.append((kernel, RELU2, before, gated, rest))
                 continue
-            plans.append((kernel, GATE_OF[activation], held, gated, rest))
+            then = LIMITED if limit else GATE_OF[activation]
+            plans.append((kernel, then, held, gated, rest))
             if "_few" in kernel:  # with both products of a gate
-                plans.append((kernel, GATE_OF[activation], before, gated, once))
+                plans.append((kernel, then, before, gated, once))
         for kernel, then, given, want, rest in plans:
             out = arrays.put(given)
-            after = [b, then, out.address, rows]
+            after = [b, then, out.address, rows, limit]
             arguments = [weights.address, rows, cols, *source, tokens, *after]
             of_pairs = [0, 0, 1, 1] if "_few" in kernel else [0, 0, 1]
             gpu.launch(kernel, *shapes[kernel], [*arguments, *rest, *of_pairs])

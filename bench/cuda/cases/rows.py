@@ -45,17 +45,24 @@ class OnBoth:
 
 
 def gates_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
-    """`gate_rows` and `gate_add` of random rows."""
+    """`gate_rows` and `gate_add` of random rows; one gate for each value, or for several."""
     tokens, width = int(rng.integers(1, 9)), int(rng.integers(1, 700))
     x, gate, before = (some_rows(rng, tokens, width) for _ in range(3))
     share = np.ascontiguousarray(gate[:, :1])
+    run = int(rng.choice([n for n in range(1, width + 1) if width % n == 0]))
+    of_runs = np.ascontiguousarray(gate[:, : width // run])
     with Owned(gpu) as own:
         both = OnBoth(own, pool, before)
-        given, gates, shares = both.put(x), both.put(gate), both.put(share)
+        given, gates, shares, runs = (both.put(of) for of in (x, gate, share, of_runs))
         both.check(
             "gate_rows",
             lambda ops: ops.gate_rows(gates, tokens, both.rows),
             lambda: kernels.gate_rows(pool, rows_of(gate), tokens, both.want),
+        )
+        both.check(
+            "gate_rows of runs",
+            lambda ops: ops.gate_rows(runs, tokens, both.rows),
+            lambda: kernels.gate_rows(pool, rows_of(of_runs), tokens, both.want),
         )
         both.check(
             "gate_add",

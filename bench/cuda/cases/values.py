@@ -17,6 +17,7 @@ from bench.models.tensors import (
     random_values,
     scale_bytes,
 )
+from kernels.cuda.products import GATE_OF
 
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
@@ -41,6 +42,13 @@ def one_nan(values: F32) -> F32:
     """The values with one NaN: the bits of a NaN that an operation makes are the processor's own,
     and the denominator of a row that is not finite is one."""
     return np.where(np.isnan(values), np.float32(np.nan), values)
+
+
+def some_activation(rng: np.random.Generator) -> tuple[str, float]:
+    """An activation, and its limit, if it may have one: of a half of those."""
+    activation = str(rng.choice([*GATE_OF, "relu2"]))
+    has_limit = activation == "silu" and rng.random() < 0.5
+    return activation, float(np.float32(rng.choice([0.3, 7.0, 40.0]))) if has_limit else 0.0
 
 
 def rows_of(values: F32) -> kernels.Rows:

@@ -66,6 +66,8 @@ void bind_isa(nb::module_& module) {
                 golden_wide_heads(pool, golden);
             else if (part == "values")
                 golden_values(pool, golden);
+            else if (part == "limits")
+                golden_limits(pool, golden);
             else if (part == "branches")
                 golden_branches(pool, golden);
             else if (part == "mamba2")
@@ -80,7 +82,7 @@ void bind_isa(nb::module_& module) {
         nb::sig("def golden_records_of(pool: Pool, part: str) -> list[tuple[str, bytes]]"),
         "The same of a part that arith_id does not cover: a kind of weights, \"gating\", "
         "\"choices\", \"biased_softmax\", \"heads\", \"many_tokens\", \"wide_heads\", \"values\", "
-        "\"branches\", \"mamba2\" or \"short_conv\".");
+        "\"limits\", \"branches\", \"mamba2\" or \"short_conv\".");
     module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
                "RN(a*b + c) in binary32, by the fmaf of the C library.");
     module.def("fused_binary64", &fused_binary64, nb::arg("a"), nb::arg("b"), nb::arg("c"),

@@ -10,6 +10,7 @@
 #include "common/pool.h"
 #include "common/types.h"
 #include "experts/choice.h"
+#include "linear/linear.h"
 
 namespace batchengine {
 
@@ -53,17 +54,22 @@ inline void require_width(size_t width, size_t expected, const char* name) {
                                    ", expected " + std::to_string(expected));
 }
 
-inline ca::Activation activation_of(const char* op, const std::string& name) {
-    const char* const names[ca::ACTIVATIONS] = {"silu", "oai", "gelu"};
-    for (int i = 0; i < ca::ACTIVATIONS; ++i)
-        if (name == names[i]) return static_cast<ca::Activation>(i);
+// limit: of silu, 0 = there is none.
+inline GateFunction gate_function_of(const char* op, const std::string& name, float limit) {
+    require(limit >= 0.0f && ca::is_finite(limit), std::string(op) + ": the limit is no positive number");
+    require(limit == 0.0f || name == "silu", std::string(op) + ": " + name + " has no limit");
+    if (limit > 0.0f) return {ca::Activation::limited, limit};
+    const char* const names[] = {"silu", "oai", "gelu"};
+    for (int i = 0; i < 3; ++i)
+        if (name == names[i]) return {static_cast<ca::Activation>(i)};
     throw std::invalid_argument(std::string(op) + ": no activation is named " + name);
 }
 
 // Whether the activation is the one without a gate. Refuses it with one, and the others without.
-inline bool is_ungated(const char* op, const std::string& activation, bool has_gate, bool has_gate_bias) {
+inline bool is_ungated(const char* op, const std::string& activation, float limit, bool has_gate,
+                       bool has_gate_bias) {
     const bool is_relu2 = activation == "relu2";
-    if (!is_relu2) activation_of(op, activation);
+    if (!is_relu2 || limit != 0.0f) gate_function_of(op, activation, limit);
     require(is_relu2 ? !has_gate && !has_gate_bias : has_gate,
             std::string(op) + ": " + activation + (is_relu2 ? " has no gate" : " needs a gate"));
     return is_relu2;

@@ -127,8 +127,8 @@ void bind_operations(nb::module_& module) {
         "pairs_gated",
         [](Pool& pool, const Activations& x, const HeldMatrix* gate, const HeldMatrix& up,
            const ExpertPairs& pairs, Rows& out, const Vector* gate_bias, const Vector* up_bias,
-           const std::string& activation) {
-            const bool is_plain = is_ungated("pairs_gated", activation, gate, gate_bias);
+           const std::string& activation, float limit) {
+            const bool is_plain = is_ungated("pairs_gated", activation, limit, gate, gate_bias);
             require_rows("pairs_gated", x.tokens_max, pairs);
             require_rows("pairs_gated", out.tokens_max, pairs);
             const LinearPart ups = checked_bank("pairs_gated", x, up, up_bias, pairs, out.width);
@@ -137,7 +137,7 @@ void bind_operations(nb::module_& module) {
                 pairs_relu2(pool, x, ups, pairs, out);
                 return;
             }
-            const ca::Activation made = activation_of("pairs_gated", activation);
+            const GateFunction made = gate_function_of("pairs_gated", activation, limit);
             const LinearPart gates =
                 checked_bank("pairs_gated", x, *gate, gate_bias, pairs, out.width);
             const nb::gil_scoped_release released;
@@ -145,11 +145,11 @@ void bind_operations(nb::module_& module) {
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("gate").none(), nb::arg("up"), nb::arg("pairs"),
         nb::arg("out"), nb::arg("gate_bias") = nb::none(), nb::arg("up_bias") = nb::none(),
-        nb::arg("activation") = "silu",
+        nb::arg("activation") = "silu", nb::arg("limit") = 0.0f,
         "out row of a pair = the activation of gate * x + gate_bias and up * x + up_bias of its "
         "expert.\n\nA bias has n_expert * out.width values, those of expert 0 first. The activation "
         "is \"silu\", \"oai\" or \"gelu\", or without a gate \"relu2\": rule 5 of docs/numerics.md. "
-        "ValueError for another one.");
+        "limit: of \"silu\", 0 = there is none. ValueError for another activation or limit.");
     module.def(
         "quantise_pairs",
         [](Pool& pool, const Rows& x, const ExpertPairs& pairs, Activations& out) {

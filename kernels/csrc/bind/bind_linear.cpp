@@ -178,8 +178,8 @@ void bind_products(nb::module_& module) {
         "linear_gated",
         [](Pool& pool, const Activations& x, const HeldMatrix* gate, const HeldMatrix& up,
            const Vector* gate_bias, const Vector* up_bias, size_t tokens, Rows& out,
-           const std::string& activation) {
-            const bool is_plain = is_ungated("linear_gated", activation, gate, gate_bias);
+           const std::string& activation, float limit) {
+            const bool is_plain = is_ungated("linear_gated", activation, limit, gate, gate_bias);
             const LinearPart ups = checked_part("linear_gated", x, up, up_bias);
             require_call("linear_gated", x, tokens, out, up.view.rows);
             if (is_plain) {
@@ -187,7 +187,7 @@ void bind_products(nb::module_& module) {
                 linear_relu2(pool, x, ups, tokens, out);
                 return;
             }
-            const ca::Activation made = activation_of("linear_gated", activation);
+            const GateFunction made = gate_function_of("linear_gated", activation, limit);
             const LinearPart gates = checked_part("linear_gated", x, *gate, gate_bias);
             require(gate->view.rows == up.view.rows, "linear_gated: gate and up differ in rows");
             const nb::gil_scoped_release released;
@@ -195,10 +195,10 @@ void bind_products(nb::module_& module) {
         },
         nb::arg("pool"), nb::arg("x"), nb::arg("gate").none(), nb::arg("up"),
         nb::arg("gate_bias").none(), nb::arg("up_bias").none(), nb::arg("tokens"), nb::arg("out"),
-        nb::arg("activation") = "silu",
+        nb::arg("activation") = "silu", nb::arg("limit") = 0.0f,
         "out = the activation of gate * x + gate_bias and up * x + up_bias, element by element.\n\n"
         "It is \"silu\", \"oai\" or \"gelu\", or without a gate \"relu2\": rule 5 of docs/numerics.md. "
-        "ValueError for another one.");
+        "limit: of \"silu\", 0 = there is none. ValueError for another activation or limit.");
 }
 
 void bind_embed(nb::module_& module) {

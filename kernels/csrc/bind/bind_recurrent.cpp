@@ -130,12 +130,14 @@ void bind_gates(nb::module_& module) {
             require_open(pool);
             require_tokens(tokens, gate.tokens_max, "gate_rows");
             require_tokens(tokens, out.tokens_max, "gate_rows");
-            require_width(gate.width, out.width, "gate_rows");
+            require(gate.width > 0 && out.width % gate.width == 0,
+                    "gate_rows: " + number(out.width) + " values for " + number(gate.width) + " gates");
             const nb::gil_scoped_release release;
             gate_rows(pool, gate, tokens, out);
         },
         nb::arg("pool"), nb::arg("gate"), nb::arg("tokens"), nb::arg("out"),
-        "out *= sigmoid(gate), value by value, for each of the first rows.");
+        "out *= sigmoid(gate) for each of the first rows. gate has a value for each of out, or one for each "
+        "run of so many neighbours as it has fewer values.");
     module.def(
         "gate_add",
         [](Pool& pool, const Rows& x, const Rows& gate, size_t tokens, Rows& out) {

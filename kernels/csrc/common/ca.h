@@ -271,8 +271,8 @@ CA_FN float capped(float x, float inverse, float cap) {
 CA_FN float softplus(float x) { return x <= 20.0f ? logc(add_rn(1.0f, expc(x))) : x; }
 
 // What a feed-forward part makes of the products of its gate and up matrices.
-enum class Activation : int { silu, oai, gelu };
-constexpr int ACTIVATIONS = 3;
+enum class Activation : int { silu, oai, gelu, limited };
+constexpr int ACTIVATIONS = 4;
 
 // gelu with tanh: x/2 (1 + tanh u) is x times the logistic function of 2u, u = sqrt(2/pi) (x + 0.044715 x³).
 constexpr float GELU_LINEAR = 1.5957691216f;
@@ -287,23 +287,32 @@ CA_FN float gelu_argument(float x) {
 constexpr float OAI_LIMIT = 7.0f;
 constexpr float OAI_SLOPE = 1.702f;
 
-// 1, or NaN when a value is not finite: the bounds of `oai` would hide an infinity.
+// 1, or NaN when a value is not finite: the bounds of `oai` and `limited` would hide an infinity.
 CA_FN float one_if_finite(float gate, float up) {
     return fma_rn(gate, 0.0f, fma_rn(up, 0.0f, 1.0f));
 }
 
-// RN(sg(x, w) · factor) in each activation, sg being sigmoid_times.
-CA_FN float gated(Activation activation, float gate, float up) {
-    float x = gate, w = gate, factor = up;
+// The value, or the bound of the same sign where it is beyond; bound > 0.
+CA_FN float within(float bound, float x) {
+    const float above = x > -bound ? x : -bound;
+    return above < bound ? above : bound;
+}
+
+// RN(sg(x, w) · factor) in each activation, sg being sigmoid_times. `limited` is silu with a bound of both: limit > 0.
+CA_FN float gated(Activation activation, float gate, float up, float limit = 0.0f) {
+    float x = gate, w = gate, factor = up, most = float_of(INFINITY_BITS);
     if (activation == Activation::oai) {
-        const float above = up > -OAI_LIMIT ? up : -OAI_LIMIT;
         x = gate < OAI_LIMIT ? gate : OAI_LIMIT;
         w = mul_rn(x, OAI_SLOPE);
-        factor = add_rn(above < OAI_LIMIT ? above : OAI_LIMIT, one_if_finite(gate, up));
+        factor = add_rn(within(OAI_LIMIT, up), one_if_finite(gate, up));
     } else if (activation == Activation::gelu) {
         w = gelu_argument(gate);
+    } else if (activation == Activation::limited) {
+        factor = mul_rn(within(limit, up), one_if_finite(gate, up));
+        most = limit;
     }
-    return mul_rn(sigmoid_times(x, w), factor);
+    const float share = sigmoid_times(x, w);
+    return mul_rn(share > most ? most : share, factor);
 }
 
 // The activation of a feed-forward part without a gate: max(x, 0)². NaN where x is minus infinity or NaN.

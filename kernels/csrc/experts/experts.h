@@ -69,10 +69,10 @@ void select_experts(Pool& pool, const Rows& logits, size_t tokens, const ExpertC
 // The activations of each pair: those of its token.
 void gather_pairs(Pool& pool, const Activations& x, const ExpertPairs& pairs, Activations& out);
 
-// Per pair: out = ca::gated(activation, gate * x, up * x) of its expert. Each matrix is a bank, and
+// Per pair: out = ca::gated(function, gate * x, up * x) of its expert. Each matrix is a bank, and
 // its bias has a value for each row of it.
 void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
-                 ca::Activation activation, const ExpertPairs& pairs, Rows& out);
+                 const GateFunction& function, const ExpertPairs& pairs, Rows& out);
 
 // The same without a gate: out = ca::relu2(up * x).
 void pairs_relu2(Pool& pool, const Activations& x, const LinearPart& up, const ExpertPairs& pairs, Rows& out);

@@ -39,19 +39,20 @@ void run_pairs(Pool& pool, const ExpertPairs& pairs, size_t tiles, size_t bytes_
 }
 
 // The rows of a group in the buffer of pairs; `bank` is the first tile of the expert.
-TileTarget target(Rows& out, const LinearPart& part, size_t bank, size_t tile, size_t group, size_t pairs) {
+TileTarget target(Rows& out, const LinearPart& part, size_t bank, size_t tile, size_t group, size_t pairs,
+                  float limit = 0.0f) {
     return {out.row(group * GROUP_TOKENS) + tile * TILE_ROWS, out.stride, bias_of(part, bank + tile), pairs,
-            TILE_ROWS};
+            TILE_ROWS, limit};
 }
 
 }  // namespace
 
 void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
-                 const LinearPart& up_part, ca::Activation activation, const ExpertPairs& pairs,
+                 const LinearPart& up_part, const GateFunction& function, const ExpertPairs& pairs,
                  Rows& out) {
     if (pairs.n_runs == 0) return;
     const LinearKernels& kernels = linear_kernels();
-    const GateTile gate_tile = kernels.gate(activation);
+    const GateTile gate_tile = kernels.gate(function.activation);
     const Matrix &gate = *gate_part.matrix, &up = *up_part.matrix;
     const size_t run = std::min(run_tiles(gate.kind), run_tiles(up.kind));
     const size_t bytes = tile_bytes(gate.kind, gate.cols) + tile_bytes(up.kind, up.cols);
@@ -64,7 +65,7 @@ void pairs_gated(Pool& pool, const Activations& x, const LinearPart& gate_part,
                       for (size_t t = 0; t < count; ++t)
                           gate_tile(gates.of[place + t], bias_of(gate_part, bank + tile + t),
                                     ups.of[place + t],
-                                    target(out, up_part, bank, tile + t, g, of_group));
+                                    target(out, up_part, bank, tile + t, g, of_group, function.limit));
                   });
               });
 }

@@ -65,6 +65,7 @@ void golden_heads(Pool& pool, Golden& golden);  // rule 16
 void golden_many_tokens(Golden& golden);  // linear kernels that some levels use for many token groups
 void golden_wide_heads(Pool& pool, Golden& golden);  // attention with heads of more than 256 dims
 void golden_values(Pool& pool, Golden& golden);  // rule 13
+void golden_limits(Pool& pool, Golden& golden);  // silu within a limit, gates of whole heads
 void golden_branches(Pool& pool, Golden& golden);  // feed-forward parts without a gate, branches times a factor
 void golden_mamba2(Pool& pool, Golden& golden);  // rule 14
 void golden_short_conv(Pool& pool, Golden& golden);  // rule 15

@@ -65,8 +65,7 @@ void golden_experts(Pool& pool, Golden& golden) {
         const auto record = [&](const std::string& name, ca::Activation activation,
                                 const Vector* gate_bias, const Vector* up_bias,
                                 const Vector* down_bias) {
-            pairs_gated(pool, gathered, {&gate, gate_bias}, {&up, up_bias}, activation, pairs,
-                        gated);
+            pairs_gated(pool, gathered, {&gate, gate_bias}, {&up, up_bias}, {activation}, pairs, gated);
             quantise_pairs(pool, gated, pairs, gated_q8);
             for (size_t t = 0; t < TOKENS; ++t)
                 std::memcpy(out.row(t), in.row(t), COLS * sizeof(float));

@@ -109,7 +109,7 @@ void golden_kind(Pool& pool, Kind kind, Inputs& inputs, Golden& golden) {
     }
     linear_add(pool, x, part, TOKENS, out);
     record("linear_add", out);
-    linear_gated(pool, x, part, {&matrix, nullptr}, ca::Activation::silu, TOKENS, out);
+    linear_gated(pool, x, part, {&matrix, nullptr}, {ca::Activation::silu}, TOKENS, out);
     record("linear_gated", out);
     std::vector<int32_t> ids(TOKENS);
     for (size_t t = 0; t < TOKENS; ++t) ids[t] = static_cast<int32_t>(source.next() % ROWS);
@@ -123,7 +123,7 @@ void golden_kind(Pool& pool, Kind kind, Inputs& inputs, Golden& golden) {
     const float large[] = {-12.0f, -60.0f, 60.0f, -1e15f, 1e15f, -3e38f, 3e38f};
     std::copy(std::begin(large), std::end(large), gates.begin() + 7);
     const Vector gate_bias(gates.data(), ROWS);
-    linear_gated(pool, x, {&matrix, &gate_bias}, part, ca::Activation::gelu, TOKENS, out);
+    linear_gated(pool, x, {&matrix, &gate_bias}, part, {ca::Activation::gelu}, TOKENS, out);
     record("linear_gated by gelu", out);
 }
 

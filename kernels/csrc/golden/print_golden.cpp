@@ -154,6 +154,7 @@ void print_level(Pool& pool) {
     golden_many_tokens(golden);
     golden_wide_heads(pool, golden);
     golden_values(pool, golden);
+    golden_limits(pool, golden);
     golden_branches(pool, golden);
     golden_mamba2(pool, golden);
     golden_short_conv(pool, golden);

@@ -75,11 +75,11 @@ void walk(const Plan& made, size_t piece, size_t tiles, size_t tokens, size_t ru
 }
 
 TileTarget target(Rows& out, size_t column, const LinearPart& part, size_t tile, size_t group,
-                  size_t tokens) {
+                  size_t tokens, float limit = 0.0f) {
     const size_t row = tile * TILE_ROWS;
     return {out.row(group * GROUP_TOKENS) + column + row, out.stride,
             part.bias ? part.bias->data.data() + row : nullptr, tokens,
-            std::min(TILE_ROWS, part.matrix->rows - row)};
+            std::min(TILE_ROWS, part.matrix->rows - row), limit};
 }
 
 // Prefetches the output lines of `tiles` tiles while their product is computed: rows lie pages apart,
@@ -193,10 +193,10 @@ void linear_relu2(Pool& pool, const Activations& x, const LinearPart& up, size_t
 // Both products of a row tile are made by one thread, so the gate is applied before anything leaves
 // the level-1 cache.
 void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
-                  ca::Activation activation, size_t tokens, Rows& out) {
+                  const GateFunction& function, size_t tokens, Rows& out) {
     if (tokens == 0) return;
     const LinearKernels& kernels = linear_kernels();
-    const GateTile gate_tile = kernels.gate(activation);
+    const GateTile gate_tile = kernels.gate(function.activation);
     const size_t tiles = tile_count(*gate.matrix);
     const size_t run = std::min(run_tiles(gate.matrix->kind), run_tiles(up.matrix->kind));
     const size_t groups_max =
@@ -223,7 +223,7 @@ void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, cons
                              const float* gate_bias =
                                  gate.bias ? gate.bias->data.data() + (tile + t) * TILE_ROWS : nullptr;
                              gate_tile(gates.of[place + t], gate_bias, ups.of[place + t],
-                                       target(out, 0, up, tile + t, g, of_group));
+                                       target(out, 0, up, tile + t, g, of_group, function.limit));
                          }
                      });
                  });

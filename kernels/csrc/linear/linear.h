@@ -26,6 +26,7 @@ struct TileTarget {
     const float* bias;   // 16 values, or null
     size_t tokens;       // 1..16
     size_t rows;         // 1..16
+    float limit = 0.0f;  // of ca::Activation::limited
 };
 
 // Where the results of pairs of tokens and experts are added: each to the sums of its token.
@@ -38,7 +39,7 @@ struct PairTarget {
     size_t stride;         // floats between those of two tokens
 };
 
-// out = ca::gated(activation, RN(gate + gate_bias), RN(up + bias)), of one activation
+// out = ca::gated(activation, RN(gate + gate_bias), RN(up + bias), limit), of one activation
 using GateTile = void (*)(const TileResult& gate, const float* gate_bias, const TileResult& up,
                           const TileTarget& target);
 
@@ -123,11 +124,17 @@ struct LinearPart {
     const Vector* bias;  // or null
 };
 
+// What becomes of the products of a gate and an up matrix: ca::gated.
+struct GateFunction {
+    ca::Activation activation;
+    float limit = 0.0f;  // of ca::Activation::limited
+};
+
 void linear(Pool& pool, const Activations& x, const std::vector<LinearPart>& parts, size_t tokens,
             Rows& out);
 void linear_add(Pool& pool, const Activations& x, const LinearPart& part, size_t tokens, Rows& out);
 void linear_gated(Pool& pool, const Activations& x, const LinearPart& gate, const LinearPart& up,
-                  ca::Activation activation, size_t tokens, Rows& out);
+                  const GateFunction& function, size_t tokens, Rows& out);
 // The same without a gate: out = ca::relu2(up * x + bias).
 void linear_relu2(Pool& pool, const Activations& x, const LinearPart& up, size_t tokens, Rows& out);
 

@@ -282,14 +282,19 @@ void relu2_tile(const TileResult& result, const TileTarget& to) {
     }
 }
 
+// Lane by lane ca::one_if_finite.
+SIMD_FN V16 one_if_finite(V16 gate, V16 up) { return vfma(gate, vzero(), vfma(up, vzero(), vset(1.0f))); }
+
 // Lane by lane ca::gated.
 template <ca::Activation ACTIVATION>
-SIMD_FN V16 gated(V16 gate, V16 up) {
+SIMD_FN V16 gated(V16 gate, V16 up, float limit) {
     if constexpr (ACTIVATION == ca::Activation::oai) {
-        const V16 limit = vset(ca::OAI_LIMIT);
-        const V16 one = vfma(gate, vzero(), vfma(up, vzero(), vset(1.0f)));
-        const V16 g = vmin(gate, limit), u = vmin(vmax(up, vset(-ca::OAI_LIMIT)), limit);
+        const V16 most = vset(ca::OAI_LIMIT), one = one_if_finite(gate, up);
+        const V16 g = vmin(gate, most), u = vmin(vmax(up, vset(-ca::OAI_LIMIT)), most);
         return vsigmoid_times(g, g * vset(ca::OAI_SLOPE)) * (u + one);
+    } else if constexpr (ACTIVATION == ca::Activation::limited) {
+        const V16 most = vset(limit), u = vmin(vmax(up, vset(-limit)), most);
+        return vmin(vsigmoid_times(gate, gate), most) * (u * one_if_finite(gate, up));
     } else if constexpr (ACTIVATION == ca::Activation::gelu) {
         const V16 slope = vfma(gate * gate, vset(ca::GELU_CUBIC), vset(ca::GELU_LINEAR));
         return vsigmoid_times(gate, gate * slope) * up;
@@ -303,7 +308,7 @@ void gate_tile(const TileResult& gate, const float* gate_bias, const TileResult&
                const TileTarget& to) {
     for (size_t token = 0; token < to.tokens; ++token)
         put(to, token,
-            gated<ACTIVATION>(biased(gate, gate_bias, token), biased(up, to.bias, token)));
+            gated<ACTIVATION>(biased(gate, gate_bias, token), biased(up, to.bias, token), to.limit));
 }
 
 void add_pairs(const TileResult& result, const PairTarget& to) {
@@ -314,7 +319,7 @@ void add_pairs(const TileResult& result, const PairTarget& to) {
 }
 
 constexpr GateTiles GATES = {{gate_tile<ca::Activation::silu>, gate_tile<ca::Activation::oai>,
-                              gate_tile<ca::Activation::gelu>}};
+                              gate_tile<ca::Activation::gelu>, gate_tile<ca::Activation::limited>}};
 
 // NaN if the vector and the plain expression differ, as a compiler may fuse only one of them.
 float multiply_then_add(float a, float b, float c) {

@@ -281,7 +281,7 @@ void gate(const TileResult& gate, const float* gate_bias, const TileResult& up,
         for (size_t row = 0; row < to.rows; ++row)
             to.out[token * to.stride + row] =
                 ca::gated(ACTIVATION, biased(gate, gate_bias, token, row),
-                          biased(up, to.bias, token, row));
+                          biased(up, to.bias, token, row), to.limit);
 }
 
 void add_pairs(const TileResult& result, const PairTarget& to) {
@@ -302,7 +302,7 @@ const LinearKernels LINEAR_SCALAR = {1,
                                      add,
                                      relu2,
                                      {{gate<ca::Activation::silu>, gate<ca::Activation::oai>,
-                                       gate<ca::Activation::gelu>}},
+                                       gate<ca::Activation::gelu>, gate<ca::Activation::limited>}},
                                      add_pairs,
                                      multiply_then_add};
 

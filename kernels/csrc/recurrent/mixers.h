@@ -40,7 +40,7 @@ void mamba2(Pool& pool, const Rows& projected, const Batch& batch, const StateSh
 void short_conv(Pool& pool, const Rows& projected, const Batch& batch, const StateShape& shape,
                 size_t layer, const Vector& conv, Rows& out);
 
-// out = out * sigmoid(gate), value by value.
+// out = out * sigmoid(gate). The rows of `gate` have a value for each of out's, or for each run of neighbours.
 void gate_rows(Pool& pool, const Rows& gate, size_t tokens, Rows& out);
 // out = out + sigmoid(gate) * x; the rows of `gate` have one value.
 void gate_add(Pool& pool, const Rows& x, const Rows& gate, size_t tokens, Rows& out);

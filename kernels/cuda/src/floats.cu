@@ -138,10 +138,11 @@ GPU_FN void floats(gpu::In<uint8_t> matrix, int cols, gpu::In<float> values, int
 #define FLOATS(kind, name, each)                                                                   \
     KERNEL(name, TEAM* teams_of(each), gpu::In<uint8_t> matrix, int rows, int cols,                \
            gpu::In<float> values, int values_stride, gpu::In<float> scale, int tokens,             \
-           gpu::In<float> bias, int then, gpu::Out<float> out, int stride,                         \
+           gpu::In<float> bias, int then, gpu::Out<float> out, int stride, float limit,            \
            gpu::In<gpu::Words4> portions, gpu::In<int32_t> order, int of_row) {                    \
         floats<Kind::kind, each>(matrix, cols, values, values_stride, scale,                       \
-                                 {bias, out, stride, rows, tokens, static_cast<gpu::Then>(then)},  \
+                                 {bias, out, stride, limit, rows, tokens,                          \
+                                  static_cast<gpu::Then>(then)},                                   \
                                  {portions, order, of_row});                                       \
     }
 FLOATS(f16, linear_f16, 1)

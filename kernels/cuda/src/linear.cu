@@ -516,7 +516,7 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
 }  // namespace
 
 // matrix: `rows` of `cols`, or a bank of so many an expert; q, scale, sums: activations of `tokens`; bias:
-// or null; then: see Then; gate, gate_bias: see Gate; partials, each: see Segments; portions, order,
+// or null; then, limit: see Then; gate, gate_bias: see Gate; partials, each: see Segments; portions, order,
 // of_row: see Pairs, of which `tokens` are. few and few2: grid (groups of 8 or 16 columns, groups of
 // `tiles` tiles), at least 128 threads. some and many: grid (groups of 32 or 64 columns, groups of 4 tiles,
 // groups of segments), 128 threads.
@@ -524,22 +524,23 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     KERNEL_AT_ONCE(linear_##name##_##kind, MANY_WARPS* gpu::WARP, MANY_AT_ONCE,                    \
                    gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \
                    gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, gpu::In<float> bias,   \
-                   int then, gpu::Out<float> out, int stride, gpu::Out<float> partials, int each,  \
-                   gpu::In<gpu::Words4> portions, gpu::In<int32_t> order, int of_row) {               \
+                   int then, gpu::Out<float> out, int stride, float limit,                         \
+                   gpu::Out<float> partials, int each, gpu::In<gpu::Words4> portions,              \
+                   gpu::In<int32_t> order, int of_row) {                                           \
         many<Kind::kind, group>(matrix, cols, q, scale, sums,                                      \
-                                {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
-                                {partials, each}, {portions, order, of_row});                         \
+                                {bias, out, stride, limit, rows, tokens, static_cast<Then>(then)}, \
+                                {partials, each}, {portions, order, of_row});                      \
     }
 #define FEW(name, groups, kind)                                                                    \
     KERNEL_AT_ONCE(linear_##name##_##kind, FEW_WARPS* gpu::WARP, FEW_AT_ONCE,                      \
                    gpu::In<uint8_t> matrix, int rows, int cols, gpu::In<uint32_t> q,               \
                    gpu::In<float> scale, gpu::In<int32_t> sums, int tokens, gpu::In<float> bias,   \
-                   int then, gpu::Out<float> out, int stride, gpu::In<uint8_t> gate,               \
-                   gpu::In<float> gate_bias, gpu::In<gpu::Words4> portions, gpu::In<int32_t> order,   \
-                   int of_row, int tiles) {                                                        \
+                   int then, gpu::Out<float> out, int stride, float limit,                         \
+                   gpu::In<uint8_t> gate, gpu::In<float> gate_bias,                                \
+                   gpu::In<gpu::Words4> portions, gpu::In<int32_t> order, int of_row, int tiles) { \
         few<Kind::kind, groups>(matrix, cols, q, scale, sums,                                      \
-                                {bias, out, stride, rows, tokens, static_cast<Then>(then)},        \
-                                {gate, gate_bias}, {portions, order, of_row}, tiles);                 \
+                                {bias, out, stride, limit, rows, tokens, static_cast<Then>(then)}, \
+                                {gate, gate_bias}, {portions, order, of_row}, tiles);              \
     }
 #define QUANTISED(kind)                                                                            \
     FEW(few, 1, kind)                                                                              \
@@ -563,7 +564,7 @@ QUANTISED(q2_k)
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).
 KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int rows, int tokens,
-       gpu::In<float> bias, int then, gpu::Out<float> out, int stride) {
+       gpu::In<float> bias, int then, gpu::Out<float> out, int stride, float limit) {
     gpu::begin();
     const int token = gpu::block(), row = gpu::block_y() * gpu::threads() + gpu::thread();
     if (row >= rows) return;
@@ -573,5 +574,5 @@ KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int row
     float y = at(0);
     GPU_UNROLL_4
     for (int segment = 1; segment < segments; segment++) y = ca::add_rn(y, at(segment));
-    gpu::put({bias, out, stride, rows, tokens, static_cast<Then>(then)}, 0, token, row, y);
+    gpu::put({bias, out, stride, limit, rows, tokens, static_cast<Then>(then)}, 0, token, row, y);
 }

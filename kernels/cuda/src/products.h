@@ -15,6 +15,7 @@ enum class Then : int {
     gate_silu,
     gate_oai,
     gate_gelu,
+    gate_limited,
 };
 
 // The gate's matrix, of the size of the other one, and its bias as in Target. Without a matrix, `out` holds
@@ -28,6 +29,7 @@ struct Target {
     In<float> bias;  // or null; of a bank, a value for each row of it
     Out<float> out;
     int64_t stride;
+    float limit;  // of Then::gate_limited
     int rows;
     int tokens;
     Then then;
@@ -47,7 +49,7 @@ GPU_FN void put(const Target& to, int expert, int token, int row, float y, const
         if (gate.bias) gate_y = ca::add_rn(gate_y, gate.bias[of_bank]);
         // Of unrolled outputs the compiler would else make a copy for each activation: twice the code.
         const int activation = opaque(static_cast<int>(to.then) - static_cast<int>(Then::gate_silu));
-        y = ca::gated(static_cast<ca::Activation>(activation), gate_y, y);
+        y = ca::gated(static_cast<ca::Activation>(activation), gate_y, y, to.limit);
     }
     to.out[at] = y;
 }

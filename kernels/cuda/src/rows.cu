@@ -94,14 +94,15 @@ KERNEL(quantise, NORM_THREADS, gpu::In<float> x, int stride, int width, gpu::Out
         quantise_span([&](int k) { return float(row[k]); }, width, token, span, {q, scale, sums});
 }
 
-// out = out * sigmoid(gate), value by value. Grid: tokens, blocks that share a row.
-KERNEL(gate_rows, 256, gpu::In<float> gate, int stride, int width, gpu::Out<float> out, int out_stride) {
+// out = out * sigmoid(gate), of which `each` neighbours have one. Grid: tokens, blocks that share a row.
+KERNEL(gate_rows, 256, gpu::In<float> gate, int stride, int width, gpu::Out<float> out, int out_stride,
+       int each) {
     gpu::begin();
     const int64_t token = gpu::block();
     const int k = gpu::block_y() * gpu::threads() + gpu::thread();
     if (k >= width) return;
     const int64_t at = token * out_stride + k;
-    out[at] = ca::gate_value(out[at], gate[token * stride + k]);
+    out[at] = ca::gate_value(out[at], gate[token * stride + k / each]);
 }
 
 // out row += sigmoid of the token's gate times the row of x. Grid: tokens, blocks that share a row.

@@ -45,6 +45,7 @@ OTHER_MODELS = [
     "qwen3next-tiny",
     "granitehybrid-tiny",
     "lfm2moe-tiny",
+    "step35-tiny",
 ]
 SAMPLING = Sampling(temperature=0.7, seed=5)
 

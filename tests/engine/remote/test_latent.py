@@ -55,6 +55,7 @@ async def test_prompts_go_through_a_pipeline(site: Site, reference: Reference) -
         (PageLayout.uniform(61, 1, 576), 64, 400, True),
         (PageLayout.uniform(80, 8, 128), 64, 640, True),
         (PageLayout((KvHeads(1, 32), KvHeads(1, 64))), 1, 32, False),
+        (PageLayout.uniform(45, 8, 128), 0, 32, False),  # query heads by layer
     ],
 )
 def test_pages_of_models_whose_steps_are_no_message_stay(

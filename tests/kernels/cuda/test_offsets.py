@@ -132,7 +132,7 @@ def linear(move: Move, a: Arguments) -> tuple[int, int, int]:
     if group in FLOATS:
         group, kind = "", group
     cols, stride = a[2], a[10]
-    at = 11 if kind in FLOATS else 13
+    at = 12 if kind in FLOATS else 14
     if a[at]:
         return pairs(move, a, kind, at)
     tiles, of_block = (GROUPS_OF_FLOATS if kind in FLOATS else GROUPS)[group]
@@ -140,7 +140,7 @@ def linear(move: Move, a: Arguments) -> tuple[int, int, int]:
     packed = kernels.packed_bytes(kind, 16, cols) * (rows // 16)
     back(a, {0: packed, 7: 4 * rows, 9: 4 * (tokens * stride + rows)})
     if group in ("few", "few2"):
-        back(a, {11: packed, 12: 4 * rows})
+        back(a, {12: packed, 13: 4 * rows})
     back(a, inputs(a, kind, tokens))
     a[1] += rows
     a[6] += tokens
@@ -159,7 +159,7 @@ def pairs(move: Move, a: Arguments, kind: str, at: int) -> tuple[int, int, int]:
     bank, of_row = EXPERTS_FAR * kernels.packed_bytes(kind, a[1], a[2]), a[at + 2]
     tokens, biases = min(PAIRS_FAR, PAIR_SPANS // -(-a[2] // 128)) // of_row, 4 * EXPERTS_FAR * a[1]
     back(a, {0: bank, 7: biases, 9: 4 * tokens * of_row * a[10]} | inputs(a, kind, tokens))
-    back(a, {11: bank, 12: biases} if "_few" in move.kernel else {})
+    back(a, {12: bank, 13: biases} if "_few" in move.kernel else {})
     move.values(a, at + 1, np.int32, tokens * of_row, 4 * FAR)
     move.table(a, at, np.uint32, 4, {0: EXPERTS_FAR, 1: FAR})
     return FAR, 0, 0

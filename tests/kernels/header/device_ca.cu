@@ -10,7 +10,7 @@ __device__ const void* const FUNCTIONS[] = {
     ADDRESS(canonical_nan), ADDRESS(is_finite), ADDRESS(magnitude_bits), ADDRESS(power_of_two),
     ADDRESS(round_to_int), ADDRESS(round_large), ADDRESS(half_to_float), ADDRESS(float_to_half),
     ADDRESS(bf16_to_float), ADDRESS(scale_by_magic), ADDRESS(exp2c), ADDRESS(expc), ADDRESS(logc),
-    ADDRESS(sigmoid_times), ADDRESS(gelu_argument), ADDRESS(one_if_finite), ADDRESS(gated),
+    ADDRESS(sigmoid_times), ADDRESS(gelu_argument), ADDRESS(one_if_finite), ADDRESS(within), ADDRESS(gated),
     ADDRESS(relu2),
     ADDRESS(group_kind), ADDRESS(group_scale), ADDRESS(largest_of),
     ADDRESS(quantise_group), ADDRESS(step), ADDRESS(step_of_power), ADDRESS(power_of_field),

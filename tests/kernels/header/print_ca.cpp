@@ -122,12 +122,12 @@ void transcendental() {
     });
     print("softplus",
           [] { return ca::softplus(source.below(4) ? source.between(-30, 30) : source.any()); });
-    const char* const names[ca::ACTIVATIONS] = {"gated silu", "gated oai", "gated gelu"};
+    const char* const names[ca::ACTIVATIONS] = {"gated silu", "gated oai", "gated gelu", "gated limited"};
     for (int i = 0; i < ca::ACTIVATIONS; i++)
         print(names[i], [i] {
             const float gate = source.below(4) ? source.between(-70, 20) : source.any();
             const float up = source.below(4) ? source.between(-20, 20) : source.any();
-            return ca::gated(static_cast<ca::Activation>(i), gate, up);
+            return ca::gated(static_cast<ca::Activation>(i), gate, up, source.between(0.01f, 12));
         });
     print("relu2", [] { return ca::relu2(source.below(4) ? source.between(-9, 9) : source.any()); });
 }

@@ -36,6 +36,23 @@ def test_the_gate_of_attention(pool: K.Pool, level: str, width: int) -> None:
     assert np.array_equal(got[20], y[20])
 
 
+@pytest.mark.parametrize(("heads", "run"), [(1, 40), (3, 35), (6, 128), (5, 2)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_gate_of_each_head(pool: K.Pool, level: str, heads: int, run: int) -> None:
+    """One value of the gate is for a run of neighbours: as if each of these had it."""
+    K.set_isa(level)
+    gate, y = random_values(6, 21, heads), random_values(7, 21, heads * run)
+    gate[0, 0], gate[1, 0], gate[2, 0] = 95, -87.5, 0
+    out, wanted = rows_of(y), rows_of(y)
+    K.gate_rows(pool, rows_of(gate), 20, out)
+    K.gate_rows(pool, rows_of(np.repeat(gate, run, axis=1)), 20, wanted)
+    assert np.array_equal(bits(out.view(21)), bits(wanted.view(21)))
+    assert np.array_equal(out.view(21)[20], y[20])
+    gate[3, heads - 1] = np.inf
+    K.gate_rows(pool, rows_of(gate), 20, out)
+    assert np.isnan(out.view(21)[3]).tolist() == [False] * (heads - 1) * run + [True] * run
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_share_of_an_expert(pool: K.Pool, level: str, width: int) -> None:
@@ -66,7 +83,7 @@ def test_a_gate_that_is_not_finite_is_not_hidden(pool: K.Pool, level: str, value
 def test_sizes_that_are_refused(pool: K.Pool) -> None:
     wide, narrow, one = K.Rows(2, 40), K.Rows(2, 39), K.Rows(2, 1)
     for call, said in [
-        (lambda: K.gate_rows(pool, narrow, 2, wide), "gate_rows: width is 39, expected 40"),
+        (lambda: K.gate_rows(pool, narrow, 2, wide), "gate_rows: 40 values for 39 gates"),
         (lambda: K.gate_rows(pool, wide, 3, wide), "gate_rows: 3 tokens do not fit 2"),
         (lambda: K.gate_add(pool, narrow, one, 2, wide), "gate_add: width is 39, expected 40"),
         (lambda: K.gate_add(pool, wide, narrow, 2, wide), "gate_add: gate: width is 39"),

@@ -92,6 +92,10 @@ HUNYUAN_MOE = replace(QWEN3MOE, arch="hunyuan-moe", n_ff_shared=96, n_ff_dense=1
 MAINCODER = replace(LLAMA, arch="maincoder", rope_factors=False)
 OLMOE = replace(QWEN3MOE, arch="olmoe", n_kv_head=4, tied=False)
 QWEN2MOE = replace(QWEN3MOE, arch="qwen2moe", bias=0.3, k_bias=0.3, n_ff_shared=96, tied=False)
+STEP35 = replace(
+    DOTS1, arch="step35", n_layer=6, n_dense=2, n_head=4, n_kv_head=2, window_heads=6, window=40,
+    rope_base=5e6, window_base=1e4, qk_norm=True, limits=(0.4, 0.5), rope_factors=True,
+)  # fmt: skip
 MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
 MLA = replace(
     LLAMA, arch="deepseek2", n_layer=3, n_head=4, n_kv_head=1, head_dim=160, n_rot=32, q_rank=192,
@@ -329,6 +333,18 @@ SHAPES: dict[str, Shape] = {
     "olmoe_f32": replace(OLMOE, base="f32"),
     "qwen2moe": QWEN2MOE,
     "qwen2moe_f32": replace(QWEN2MOE, base="f32"),
+    "step35": STEP35,
+    "step35_f32": replace(STEP35, base="f32", n_ff_shared=96, n_mtp=1),
+    "step35_plain_f32": replace(
+        STEP35,
+        base="f32",
+        limits=(0.0, 0.0),
+        rope_factors=False,
+        qk_norm=False,
+        window_heads=0,
+        window_base=0.0,
+        window_kv=1,
+    ),
     "mellum": MELLUM,
     "mellum_f32": replace(MELLUM, base="f32"),
     "arcee": replace(LLAMA, arch="arcee", rope_factors=True, rope_base=5e5),

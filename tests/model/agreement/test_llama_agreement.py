@@ -379,6 +379,49 @@ def test_with_another_choice_or_shared_expert_the_logits_disagree(
     assert float(np.median(found)) < COSINE_MIN
 
 
+def wider_limit(values: dict[str, Any], _: Any) -> None:
+    key = "step35.swiglu_clamp_exp"
+    values[key] = ([0.0] * len(values[key][0]), values[key][1])
+
+
+def wider_limit_of_others(values: dict[str, Any], _: Any) -> None:
+    key = "step35.swiglu_clamp_shexp"
+    values[key] = ([limit * 1.5 for limit in values[key][0]], values[key][1])
+
+
+def other_gates(_: Any, tensors: dict[str, Any]) -> None:
+    for i in range(6):
+        data = tensors[f"blk.{i}.attn_gate.weight"][0]
+        data[:] = data[::-1].copy()
+
+
+def same_base(values: dict[str, Any], _: Any) -> None:
+    values["step35.rope.freq_base_swa"] = values["step35.rope.freq_base"]
+
+
+def fewer_turned_in_windows(values: dict[str, Any], _: Any) -> None:
+    count, types = values["step35.rope.dimension_count"]
+    values["step35.rope.dimension_count_swa"] = (count - 8, types)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [wider_limit, wider_limit_of_others, other_gates, same_base, fewer_turned_in_windows],
+)
+def test_with_other_limits_gates_or_rotations_the_logits_disagree(
+    edit: Any, tmp_path: Path, cache_dir: Path
+) -> None:
+    """This proves that the tests above can fail; of a file edited so, both agree again."""
+    path = model_of("step35_f32", tmp_path)
+    other = edited(path, edit)
+    tokens = np.random.default_rng(5).integers(0, 320, 200).tolist()
+    theirs = theirs_of(other, tokens)
+    found = cosines(ours_of(path, tokens, cache_dir), theirs)
+    print(f"AGREEMENT {edit.__name__} median={np.median(found):.6f} min={found.min():.6f}")
+    assert float(np.median(found)) < COSINE_MIN
+    assert float(np.median(cosines(ours_of(other, tokens, cache_dir), theirs))) > 0.9999
+
+
 @pytest.mark.parametrize("name", ["llama3_factors", "linear_scaling"])
 def test_without_rope_scaling_the_logits_disagree(
     name: str, tmp_path: Path, cache_dir: Path
