@@ -279,6 +279,14 @@ ARCHITECTURES = {
         has_limits=True,
         windows="flagged",
     ),
+    "spark2_5": ModelArchitecture(
+        activation="gelu",
+        has_gate=True,
+        gates_heads=True,
+        rotates_part=True,
+        has_layer_heads=True,
+        windows="flagged",
+    ),
     "arcee": ModelArchitecture(pairs="norm", activation="relu2", rope_factors="some"),
     "dots1": replace(_QWEN3_MOE, shared_expert="plain", sigmoid="by_key", starts_dense=True),
     "bailingmoe2": replace(

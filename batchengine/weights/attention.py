@@ -445,7 +445,7 @@ def _with_window(gguf: GgufFile, arch: str, whole: AttentionSpec) -> AttentionSp
     if row.has_window_heads:
         head_dim = _head_dim(gguf, arch, "_swa", head_dim)
         n_rot = _rotated(gguf, f"{arch}.rope.dimension_count_swa", head_dim, is_part=False)
-    elif row.rotates_half:
+    elif row.windows == "flagged":
         all_rotated = _rotated(gguf, f"{arch}.rope.dimension_count", head_dim, is_part=True)
         key = f"{arch}.rope.dimension_count_swa"
         n_rot = _rotated(gguf, key, head_dim, is_part=True, default=all_rotated)

@@ -174,7 +174,7 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
             yield matrix(p + "attn_qkv", "attn_qkv", q + 2 * kv, n)
         elif has_attention:
             # The gate, which elsewhere has rows of that matrix.
-            is_apart = shape.arch in ("afmoe", "step35")
+            is_apart = shape.arch == "afmoe" or row.gates_heads
             gate_rows = n_head if row.gates_heads else q
             for letter, rows in (
                 ("q", q * (1 + (has_gate and not is_apart))),
@@ -251,8 +251,8 @@ def _tensors_of(shape: Shape) -> Iterator[RandomTensor]:
 
 
 def _has_window(shape: Shape, layer: int) -> bool:
-    """Whether a layer of step35 has a window: the first of four has none."""
-    return shape.arch == "step35" and layer % 4 != 0
+    """Whether a layer has a window, by a flag in its file: the first of four has none."""
+    return ARCHITECTURES[shape.arch].windows == "flagged" and layer % 4 != 0
 
 
 def _heads_of(shape: Shape, layer: int) -> tuple[int, int]:
@@ -263,14 +263,16 @@ def _heads_of(shape: Shape, layer: int) -> tuple[int, int]:
 
 
 def _write_layers(writer: gguf.GGUFWriter, shape: Shape) -> None:
-    """The keys of step35 with a value for each layer."""
-    layers = range(shape.n_layer + shape.n_mtp)
+    """The keys of step35 and spark2_5 with a value for each layer."""
+    row, layers = ARCHITECTURES[shape.arch], range(shape.n_layer + shape.n_mtp)
     heads = [_heads_of(shape, i) for i in layers]
     writer.add_head_count([n_head for n_head, _ in heads])
     writer.add_head_count_kv([n_kv_head for _, n_kv_head in heads])
     writer.add_sliding_window_pattern([_has_window(shape, i) for i in layers])
     if shape.window_base:
         writer.add_rope_freq_base_swa(shape.window_base)
+    if not row.has_limits:
+        return
     experts, others = ([limit * (i % 2) for i in layers] for limit in shape.limits)
     writer.add_swiglu_clamp_exp(experts)
     writer.add_swiglu_clamp_shexp(others)
@@ -466,15 +468,13 @@ def _write_metadata(writer: gguf.GGUFWriter, shape: Shape) -> None:
         writer.add_expert_feed_forward_length(shape.n_ff)
     elif not row.splits_layers:
         writer.add_feed_forward_length(shape.n_ff)
-    if row.has_layer_heads:
+    if row.windows == "flagged":
         _write_layers(writer, shape)
     else:
         writer.add_head_count(shape.n_head)
     if shape.arch == "gemma4":
         synthetic_gemma4.write_keys(writer, shape)
-    elif row.has_layer_heads:
-        pass
-    elif not synthetic_hybrid.is_hybrid(shape):
+    elif row.windows != "flagged" and not synthetic_hybrid.is_hybrid(shape):
         writer.add_head_count_kv(shape.n_kv_head)
     synthetic_hybrid.write_keys(writer, shape)
     synthetic_mla.write_keys(writer, shape)

@@ -69,8 +69,7 @@ def test_every_architecture_is_read(arch: str, tmp_path: Path) -> None:
     windows = [mixer.window for mixer in spec.attentions]
     expected = {"gpt-oss": [40, 0, 40, 0, 40], "gemma3": [40] * 5, "gemma4": [40] * 4 + [0]}
     expected |= {name: [40, 40, 40, 0, 40] for name in ("olmo2", "exaone-moe", "mellum", "afmoe")}
-    expected["granite_swa"] = [0, 40, 40, 40, 0]
-    expected["step35"] = [0, 40, 40, 40, 0]
+    expected |= {name: [0, 40, 40, 40, 0] for name in ("granite_swa", "step35", "spark2_5")}
     assert windows == expected.get(arch, [0] * spec.n_layer_kv)
     assert spec.attention.has_sinks == (arch in ("gpt-oss", "granite_swa"))
     assert (spec.embed_scale == 8.0) == (arch in ("gemma3", "gemma4", "afmoe"))

@@ -96,6 +96,10 @@ STEP35 = replace(
     DOTS1, arch="step35", n_layer=6, n_dense=2, n_head=4, n_kv_head=2, window_heads=6, window=40,
     rope_base=5e6, window_base=1e4, qk_norm=True, limits=(0.4, 0.5), rope_factors=True,
 )  # fmt: skip
+SPARK = replace(
+    LLAMA, arch="spark2_5", n_layer=3, n_head=4, n_kv_head=2, window_heads=6, window=40, n_rot=32,
+    rope_base=5e6, window_base=1e4, rope_factors=False,
+)  # fmt: skip
 MELLUM = replace(QWEN3MOE, arch="mellum", n_layer=5, window=40, yarn_factor=4.0, rope_base=5e5)
 MLA = replace(
     LLAMA, arch="deepseek2", n_layer=3, n_head=4, n_kv_head=1, head_dim=160, n_rot=32, q_rank=192,
@@ -333,6 +337,8 @@ SHAPES: dict[str, Shape] = {
     "olmoe_f32": replace(OLMOE, base="f32"),
     "qwen2moe": QWEN2MOE,
     "qwen2moe_f32": replace(QWEN2MOE, base="f32"),
+    "spark2_5": SPARK,
+    "spark2_5_f32": replace(SPARK, base="f32"),
     "step35": STEP35,
     "step35_f32": replace(STEP35, base="f32", n_ff_shared=96, n_mtp=1),
     "step35_plain_f32": replace(
