@@ -150,7 +150,7 @@ WRONG: dict[str, tuple[str, tuple[str, ...], Callable[..., None]]] = {
     ),
     "experts": (
         "BE1323",
-        ("qwen3.expert_count = 8", "llama, qwen3moe", "use a dense model"),
+        ("qwen3.expert_count = 8", "llama, qwen2moe", "use a dense model"),
         put("qwen3.expert_count", 8, U32),
     ),
     "longrope": (

@@ -97,7 +97,8 @@ void golden_limits(Pool& pool, Golden& golden) {
         const Matrix gate{kind, ROWS, COLS, gates.data()}, up{kind, ROWS, COLS, ups.data()};
         const Matrix gates_of{kind, EXPERTS * N_FF, COLS, gate_bank.data()};
         const Matrix ups_of{kind, EXPERTS * N_FF, COLS, up_bank.data()};
-        linear_gated(pool, step.x, {&gate, &gate_bias}, {&up, &bias}, {ca::Activation::limited, 7.0f}, TOKENS, step.out);
+        linear_gated(pool, step.x, {&gate, &gate_bias}, {&up, &bias}, {ca::Activation::limited, 7.0f}, TOKENS,
+                     step.out);
         add_record(golden, std::string("limited ") + kind_name(kind), step.out, TOKENS);
         pairs_gated(pool, step.gathered, {&gates_of, &bank_gate_bias}, {&ups_of, &bank_bias},
                     {ca::Activation::limited, 1.25f}, step.pairs, step.of_pairs);
@@ -120,7 +121,8 @@ void golden_branches(Pool& pool, Golden& golden) {
     Step step(pool, source);
     const Vector bias = some_bias(source, ROWS), bank_bias = some_bias(source, EXPERTS * N_FF);
     for (const Kind kind : KINDS) {
-        const Buffer<uint8_t> dense = packed(pool, kind, ROWS, source), bank = packed(pool, kind, EXPERTS * N_FF, source);
+        const Buffer<uint8_t> dense = packed(pool, kind, ROWS, source);
+        const Buffer<uint8_t> bank = packed(pool, kind, EXPERTS * N_FF, source);
         const Matrix matrix{kind, ROWS, COLS, dense.data()}, experts{kind, EXPERTS * N_FF, COLS, bank.data()};
         linear_relu2(pool, step.x, {&matrix, &bias}, TOKENS, step.out);
         add_record(golden, std::string("relu2 ") + kind_name(kind), step.out, TOKENS);
