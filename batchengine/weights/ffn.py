@@ -244,7 +244,8 @@ def _count_dense(gguf: GgufFile, arch: str, n_layer: int) -> int:
     if not ARCHITECTURES[arch].starts_dense:
         return 0
     key = f"{arch}.leading_dense_block_count"
-    count = gguf.integer(key, _count_without_selector(gguf, n_layer))
+    # 0 is also what converters write that do not find the number.
+    count = gguf.integer(key, 0) or _count_without_selector(gguf, n_layer)
     if not 0 <= count < n_layer:
         why = f"some of the {n_layer} layers must have experts"
         raise errors.KEY_VALUE(file=gguf.path.name, key=key, value=count, why=why)
@@ -298,7 +299,10 @@ def _gating_function(gguf: GgufFile, arch: str) -> int:
 def _shared_width(gguf: GgufFile, arch: str, n_ff: int, n_layer: int) -> int:
     """n_ff of the expert that every token uses; several, of n_ff each, are one that is wider."""
     kind, key = ARCHITECTURES[arch].shared_expert, f"{arch}.expert_shared_feed_forward_length"
-    if kind == "weighted" or (kind == "sized" and gguf.integer(key, 0)):
+    has_one = f"blk.{n_layer - 1}.ffn_up_shexp.weight" in gguf.tensors
+    if kind in ("weighted", "sized") and has_one and gguf.integer(key, 0) == 0:
+        key = f"{arch}.feed_forward_length"  # as older files of qwen2moe have it
+    if kind == "weighted" or (kind == "sized" and (has_one or gguf.integer(key, 0))):
         return _ffn_width(gguf, key, n_layer)
     if kind not in ("plain", "counted"):
         return 0

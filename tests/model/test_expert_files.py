@@ -254,6 +254,12 @@ def test_any_number_of_first_layers_may_be_dense(n_dense: int, tmp_path: Path) -
     assert plan.layers[-1].ffn.banks[0].rows == 640
 
 
+def test_a_count_of_no_dense_layers_is_none(tmp_path: Path) -> None:
+    """Layers in front without a selector of experts are dense all the same."""
+    spec = read(written(GLM, tmp_path, put("glm4moe.leading_dense_block_count", 0)))
+    assert [isinstance(layer.ffn, DenseSpec) for layer in spec.layers] == [True, *[False] * 3]
+
+
 def test_older_files_have_another_name_for_the_bias_of_the_choice(
     tmp_path: Path, pool: kernels.Pool
 ) -> None:
@@ -415,6 +421,21 @@ def test_the_weights_of_olmoe_and_qwen2moe_are_those_of_a_softmax_over_all(tmp_p
     experts = read(written(QWEN2MOE, tmp_path, norm)).experts
     shared = {"n_ff_shared": 32, "has_shared_weight": True}
     assert experts == MoeSpec(10, 3, 64, 1.0, gating="softmax_all", **shared)
+
+
+@pytest.mark.parametrize("arch", ["qwen2moe", "hunyuan-moe"])
+def test_a_shared_expert_without_a_width_has_that_of_a_dense_part(
+    arch: str, tmp_path: Path
+) -> None:
+    """As older files of qwen2moe, which have the tensors and not the key."""
+    shape = replace(QWEN2MOE, arch=arch, n_ff_shared=96, n_ff_dense=96)
+    key = f"{arch}.expert_shared_feed_forward_length"
+    for edit in (drop(key), put(key, 0)):
+        with GgufFile(written(shape, tmp_path, edit)) as file:
+            spec = read_spec(file)
+            plan_tensors(file, spec)
+        assert spec.experts is not None
+        assert spec.experts.n_ff_shared == 96
 
 
 @pytest.mark.parametrize(

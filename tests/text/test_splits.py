@@ -23,7 +23,7 @@ from tests.text.test_tokenizer import (
 PRES = (
     "gpt-2 smollm qwen2 qwen35 llama-bpe glm4 chatglm-bpe dbrx tekken gpt-4o minimax-m2 lfm2"
     " kimi-k2 deepseek-v3 hunyuan-dense joyai-llm hy_v4 deepseek-llm deepseek-coder youtu"
-    " glm5 gigachat kanana2"
+    " glm5 gigachat kanana2 hunyuan spark2_5"
 )
 
 

@@ -55,6 +55,10 @@ _DEEPSEEK3 = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACE}"
 )
+_SPARK = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+|[\r\n]|\s+(?!\S)|\s+"
+)
 # letters with a case; those of a few scripts and forms are left out
 _CASED_LETTERS = (
     "A-Za-zµ\u00c0-\u00d6Ø-\u00f6ø-ƺƼ-ƿ\u01c4-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿ\u0386\u0388-\u038a\u038c\u038e-Ρ"
@@ -84,7 +88,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
     **dict.fromkeys(("granite-docling", "gigachat"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
+    **dict.fromkeys(("qwen2", "hunyuan", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     "qwen35": (_QWEN35,),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2"), (_LLAMA3,)),
     **dict.fromkeys(("glm4", "glm5", "chatglm-bpe", "dbrx"), (_LLAMA3,)),
@@ -95,6 +99,7 @@ SPLITS: dict[str, tuple[str, ...]] = {
         ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"),
         (r"\p{N}{1,3}", _CJK, _DEEPSEEK3),
     ),
+    "spark2_5": (r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}"),
     "deepseek-llm": _DEEPSEEK,
     "deepseek-coder": _DEEPSEEK_CODER,
     "youtu": _YOUTU,
