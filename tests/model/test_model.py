@@ -477,7 +477,7 @@ def test_python_time_per_layer_is_bounded(
     with LocalRunner(models[name], cache_dir=cache_dir, n_pages=2) as runner:
         runner.set_step([(LocalSequence(), [1])])
 
-        def nothing(*_: Any) -> None: ...
+        def nothing(*_: Any, **__: Any) -> None: ...
 
         names = ("norm_quantise", "linear", "place_kv", "attend", "quantise", "linear_add")
         names += ("linear_gated", "select_experts", "gather_pairs", "pairs_gated")
