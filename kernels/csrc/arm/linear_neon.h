@@ -30,7 +30,8 @@ SIMD_FN uint8x16_t nibbles(uint8x16_t packed) {
 
 // Each kind: how many blocks one packed unit holds; its size; whether the scales are powers of two of any
 // size, and whether each 16 k have a factor, and one of the minimum; how many times the offset (-8 * S, or of
-// 16 k -32 times their sum) a sum starts from; dword G of block i of rows [row, row + 4); their scales, and minima if it has them.
+// 16 k -32 times their sum) a sum starts from; dword G of block i of rows [row, row + 4); their scales, and
+// minima if it has them.
 template <class Packed>
 struct Unit {
     static constexpr size_t BYTES = sizeof(Packed);
