@@ -326,12 +326,12 @@ class CudaOps:
         """As `kernels.linear_gated`: for few tokens one launch, if the matrices are of one kind."""
         then = then_of("linear_gated", activation, gate, gate_bias, limit)
         first = NO_GATE
-        if gate is None:
-            pass
-        elif gate.kind == up.kind and gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX:
-            first = GateAt(self._address(gate), self._address(gate_bias))
-        else:
-            self._product(x, gate, gate_bias, tokens, STORE, out)
+        if gate is not None:
+            is_small = gate.kind not in FLOATS and tokens <= FEW_TOKENS_MAX
+            if is_small and gate.kind == up.kind:
+                first = GateAt(self._address(gate), self._address(gate_bias))
+            else:
+                self._product(x, gate, gate_bias, tokens, STORE, out)
         self._product(x, up, up_bias, tokens, then, out, first, limit)
 
     def _product(

@@ -142,8 +142,8 @@ GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t
 // qkv: rows of q heads, k heads, v heads. pages: per token the address of the page of its position.
 // rope: per position n_rot / 2 cosines and as many sines, or null. query_scales: per position the scale of
 // queries, or null. With v_first > 0 qkv has no v heads: V is K as it is there, in dims from v_first on, and 0
-// before. norms_rotated: heads of Q and K are normed after the rotation, not before. rows: as KvRows, of row_bytes a token; the layer begins at row_offset in them, and at
-// layer_lines in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
+// before. norms_rotated: heads of Q and K are normed after the rotation, not before. rows: as KvRows, of row_bytes
+// a token; the layer begins at row_offset in them, and at layer_lines in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
 // (tokens, n_head) where another layer has put K and V there; 64 threads.
 KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> positions,
        gpu::In<uint64_t> pages, int layer_lines, int64_t row_bytes, int64_t row_offset,

@@ -138,10 +138,9 @@ GPU_FN void step(float (&acc)[4], const Block& a, const uint32_t (&b)[2], const 
         if constexpr (gpu::has_minimum(kind)) acc[i] = ca::fma_rn(x.sum[token], a.min[row], acc[i]);
     }
     if constexpr (gpu::has_minima(kind)) {  // times the sums of halves, below 2^16
-        const auto bytes = static_cast<uint32_t>(gpu::opaque(static_cast<int>(a.minima)));
         const uint32_t minima[4] = {
-            gpu::bytes_of(bytes, 0, 0x0000u), gpu::bytes_of(bytes, 0, 0x2222u),
-            gpu::bytes_of(bytes, 0, 0x1111u), gpu::bytes_of(bytes, 0, 0x3333u)};
+            gpu::bytes_of(a.minima, 0, 0x0000u), gpu::bytes_of(a.minima, 0, 0x2222u),
+            gpu::bytes_of(a.minima, 0, 0x1111u), gpu::bytes_of(a.minima, 0, 0x3333u)};
         gpu::mma_k32_ss(second, minima, b);
         GPU_UNROLL
         for (int i = 0; i < 4; i++) {
