@@ -84,6 +84,7 @@ from kernels._native import (
     step_digests,
     store_rows,
     take_rows,
+    transform_heads,
     xxh3_64,
     zero_rows,
 )
@@ -171,6 +172,7 @@ __all__ = [
     "step_digests",
     "store_rows",
     "take_rows",
+    "transform_heads",
     "xxh3_64",
     "zero_rows",
 ]
@@ -188,7 +190,7 @@ LATER_PARTS = {
     "gating": "f42103545a198f48637104999a67b17f354291c478024bc44dde8596ce9aded6",
     "choices": "10fa221b6d0ecb23f0876796a830d4875dc51dbf9939843f3643d7ea6c937ebe",
     "biased_softmax": "75a02932b70e0dc7cba8ecd2092d16372a6ac6105fa48622f885073f2eac341c",
-    "heads": "0d4cbba41e7cec97c97428fd674d66120f8bde6401c1daa9a6d27d84b0b308eb",
+    "heads": "ce9724bc483bcdfb1ff3f1e530044e26786291c36324cf026abc8ddd7956b76a",
     "many_tokens": "ce0e463a9898d55cccfd72c8de887a8d307817d4a15655c52141da6227a45ea4",
     "wide_heads": "889d80c52d2bf117af7cc24d12cb28fd0c13f1d67c4cbfe93bbac5dfeea04260",
     "values": "be610dea23c419eeca45cdac4cddf41e0281d1eca9df5d2d0d444f8e4b71627c",

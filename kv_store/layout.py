@@ -10,6 +10,9 @@ One head, D = head_dim (all integers little-endian):
     V       int8 [256/4][D][4]            4 consecutive tokens together
     V scale fp16 [256]                    one per token
 
+A latent layer (`KvHeads.v_first`, of models with multi-head latent attention) has no V: it is K,
+whose dims from v_first on have one scale, that of V. K scales are those of the dims before.
+
 Heads in order inside a layer, layers in order inside a page; then zeros up to a multiple of 64 KiB.
 Layers may differ in their heads.
 """
@@ -33,7 +36,7 @@ if sys.byteorder != "little":  # kernels map the files, so no byte is ever swapp
 
 PAGE_TOKENS = 256
 PAGE_ALIGN_BYTES = 64 * 1024  # covers every page size in use and the alignment of direct I/O
-KV_DTYPE = "kv8-v1"
+KV_DTYPE, LATENT_DTYPE = "kv8-v1", "kv8-mla-v1"
 Page = bytes | bytearray | memoryview
 Part = npt.NDArray[np.unsignedinteger[Any]]
 K_SCALE_DIMS = 32
@@ -47,10 +50,17 @@ assert ROW_RECORDS_BYTES == 4096
 
 
 class KvHeads(NamedTuple):
-    """The KV heads of one layer. head_dim is a multiple of 32; sizes below are in bytes."""
+    """The KV heads of one layer. head_dim is a multiple of 32; so is v_first, which is above 0 in
+    latent layers. Sizes below are in bytes."""
 
     n_kv_head: int
     head_dim: int
+    v_first: int = 0
+
+    @property
+    def k_scales(self) -> int:
+        """How many a token has, besides that of V."""
+        return (self.v_first or self.head_dim) // K_SCALE_DIMS
 
     @property
     def k_bytes(self) -> int:
@@ -58,11 +68,11 @@ class KvHeads(NamedTuple):
 
     @property
     def k_scale_bytes(self) -> int:
-        return PAGE_TOKENS * (self.head_dim // K_SCALE_DIMS) * 2
+        return PAGE_TOKENS * self.k_scales * 2
 
     @property
     def v_bytes(self) -> int:
-        return PAGE_TOKENS * self.head_dim
+        return 0 if self.v_first else PAGE_TOKENS * self.head_dim
 
     @property
     def head_bytes(self) -> int:
@@ -81,9 +91,9 @@ class PageLayout:
     payload_bytes: int = field(init=False, repr=False, compare=False)  # kept: pages are read by it
 
     @classmethod
-    def uniform(cls, n_layer: int, n_kv_head: int, head_dim: int) -> Self:
+    def uniform(cls, n_layer: int, n_kv_head: int, head_dim: int, v_first: int = 0) -> Self:
         """A page whose layers are all alike."""
-        return cls((KvHeads(n_kv_head, head_dim),) * n_layer)
+        return cls((KvHeads(n_kv_head, head_dim, v_first),) * n_layer)
 
     def __post_init__(self) -> None:
         if not self.layers or any(heads.n_kv_head < 1 for heads in self.layers):
@@ -92,6 +102,9 @@ class PageLayout:
             if heads.head_dim < 32 or heads.head_dim % K_SCALE_DIMS:
                 why = f"must be a multiple of {K_SCALE_DIMS}, got {heads.head_dim}"
                 raise ValueError(f"head_dim {why}")
+            if heads.v_first % K_SCALE_DIMS or not 0 <= heads.v_first < heads.head_dim:
+                why = f"must be a multiple of {K_SCALE_DIMS} below {heads.head_dim}"
+                raise ValueError(f"v_first {why}, got {heads.v_first}")
         n_bytes = sum(heads.layer_bytes * n for heads, n in Counter(self.layers).items())
         object.__setattr__(self, "payload_bytes", n_bytes)
 
@@ -114,46 +127,63 @@ class PageLayout:
         return self.payload_bytes // PAGE_TOKENS
 
     @property
-    def heads_text(self) -> tuple[str, str]:
-        """n_kv_head and head_dim as text: one number if all layers are alike, else one for each."""
+    def is_latent(self) -> bool:
+        """Whether any layer is."""
+        return any(heads.v_first for heads in self.layers)
+
+    @property
+    def heads_text(self) -> tuple[str, str, str]:
+        """n_kv_head, head_dim and v_first as text: one number if all layers are alike, else one for
+        each; no v_first if no layer is latent."""
         layers = self.layers[:1] if self.is_uniform else self.layers
         return (
             ",".join(str(heads.n_kv_head) for heads in layers),
             ",".join(str(heads.head_dim) for heads in layers),
+            ",".join(str(heads.v_first) for heads in layers) if self.is_latent else "",
         )
 
     @classmethod
-    def from_text(cls, n_layer: str, n_kv_head: str, head_dim: str) -> Self:
+    def from_text(cls, n_layer: str, n_kv_head: str, head_dim: str, v_first: str = "") -> Self:
         """The layout of such texts. Raises ValueError for any others, and for absurd sizes."""
-        if max(map(len, (n_layer, n_kv_head, head_dim))) > 6 * LAYERS_MAX:
+        texts = n_kv_head, head_dim, v_first
+        if max(map(len, (n_layer, *texts))) > 6 * LAYERS_MAX:
             raise ValueError("heads of a page are no such long text")
         n = _number(n_layer, LAYERS_MAX)
         each = [
-            [_number(value, HEADS_MAX) for value in text.split(",", LAYERS_MAX)]
-            for text in (n_kv_head, head_dim)
+            [_number(value, HEADS_MAX, least) for value in text.split(",", LAYERS_MAX)]
+            for text, least in zip(texts, (1, 1, 0), strict=True)
+            if text or least
         ]
         layers = tuple(map(KvHeads, *each))
         layout = cls(layers * n if len(layers) == 1 else layers)
-        if layout.n_layer != n or layout.heads_text != (n_kv_head, head_dim):
+        if layout.n_layer != n or layout.heads_text != texts:
             raise ValueError(f"{n_kv_head!r} heads of {head_dim!r} dims are not {n} layers")
         return layout
 
     @property
+    def kv_dtype(self) -> str:
+        """The name of the format."""
+        return LATENT_DTYPE if self.is_latent else KV_DTYPE
+
+    @property
     def layout_id(self) -> str:
         """Hex SHA-256 of the layout's description: equal id = bytes may be exchanged."""
-        n_kv_head, head_dim = self.heads_text
+        n_kv_head, head_dim, v_first = self.heads_text
         text = (
-            f"{KV_DTYPE};tokens={PAGE_TOKENS};k=[16][D/4][16][4];ks=[16][D/32][16]f16;"
+            f"{self.kv_dtype};tokens={PAGE_TOKENS};k=[16][D/4][16][4];ks=[16][D/32][16]f16;"
             f"v=[64][D][4];vs=[256]f16;layers={self.n_layer};kv_heads={n_kv_head};"
             f"head_dim={head_dim};align={PAGE_ALIGN_BYTES}"
         )
+        if v_first:  # ks=[16][v_first/32][16] and no v in layers where it is not 0
+            text += f";v_first={v_first}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def gather_rows(
         self, page: bytes | bytearray | memoryview, first: int, count: int
     ) -> npt.NDArray[np.uint8]:
         """The bytes of rows [first, first+count): shape (count, row_bytes), layers and heads in
-        order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale. A row record's digest covers them."""
+        order, per head K[D] ‖ K scale[D/32] ‖ V[D] ‖ V scale, without V if it is latent. A row
+        record's digest covers them."""
         found = list[npt.NDArray[np.uint8]]()
         for parts in self._runs(page):
             joined = list[npt.NDArray[np.uint8]]()
@@ -188,7 +218,8 @@ class PageLayout:
 
     def _runs(self, page: Page) -> Iterator[tuple[Part, ...]]:
         """For each run of layers that are alike views of K, K scale, V, V scale of a page, each
-        (heads, groups, inner, tokens of one group); one group is contiguous in memory."""
+        (heads, groups, inner, tokens of one group); one group is contiguous in memory. V of latent
+        layers is not among them."""
         at, memory = 0, np.frombuffer(page, np.uint8, self.payload_bytes)
         for of, layers in itertools.groupby(self.layers):
             size = of.layer_bytes * sum(1 for _ in layers)
@@ -198,23 +229,25 @@ class PageLayout:
             k, ks, v, vs = np.split(
                 flat, np.cumsum([of.k_bytes, of.k_scale_bytes, of.v_bytes]).tolist(), axis=1
             )
-            yield (
-                k.view("<u4").reshape(heads, 16, d // 4, 16),
-                ks.view("<u2").reshape(heads, 16, d // 32, 16),
-                v.reshape(heads, 64, d, 4),
-                vs.view("<u2").reshape(heads, 1, 1, 256),
-            )
+            keys = k.view("<u4").reshape(heads, 16, d // 4, 16)
+            key_scales = ks.view("<u2").reshape(heads, 16, of.k_scales, 16)
+            value_scales = vs.view("<u2").reshape(heads, 1, 1, 256)
+            if of.v_first:
+                yield keys, key_scales, value_scales
+            else:
+                yield keys, key_scales, v.reshape(heads, 64, d, 4), value_scales
 
 
-def _number(text: str, most: int) -> int:
-    """A number of a layout, 1 at least. Raises ValueError."""
-    if len(text) > len(str(most)) or not 1 <= (value := int(text)) <= most:
-        raise ValueError(f"a page has no {text[:20]!r} layers or heads")
+def _number(text: str, most: int, least: int = 1) -> int:
+    """A number of a layout. Raises ValueError."""
+    if len(text) > len(str(most)) or not least <= (value := int(text)) <= most:
+        raise ValueError(f"a page has no {text[:20]!r} layers, heads or dims")
     return value
 
 
 # The smallest and a common shape, computed by hand: the formulas above must not change.
 assert KvHeads(1, 32).head_bytes == 8192 + 512 + 8192 + 512
+assert KvHeads(1, 576, 64).head_bytes == 256 * (576 + 2 * 2 + 2)
 _COMMON = PageLayout.uniform(28, 8, 128)
 assert _COMMON.payload_bytes == 28 * 8 * (2 * 32768 + 2048 + 512)
 assert _COMMON.page_bytes == 233 * 65536
@@ -242,7 +275,7 @@ class Descriptor:
     def fields(self) -> dict[str, str]:
         """Every field by name, as text."""
         shape = self.layout
-        n_kv_head, head_dim = shape.heads_text
+        n_kv_head, head_dim, v_first = shape.heads_text
         named = {
             "magic": "BEKV",
             "version": "1",
@@ -255,14 +288,14 @@ class Descriptor:
             "n_layer": str(shape.n_layer),
             "n_kv_head": n_kv_head,
             "head_dim": head_dim,
-            "kv_dtype": KV_DTYPE,
+            "kv_dtype": shape.kv_dtype,
             "layout_id": shape.layout_id,
             "page_tokens": str(PAGE_TOKENS),
             "page_bytes": str(shape.page_bytes),
             "rope_digest": self.rope_digest,
             "tokenizer_hash": self.tokenizer_hash,
             "k_is_post_rope": "1",
-        }
+        } | ({"v_first": v_first} if v_first else {})
         return named | {f"x.{name}": value for name, value in self.extra}
 
     def to_json(self) -> str:
@@ -286,7 +319,7 @@ class Descriptor:
                 fields["model_hash"],
                 fields["arith_id"],
                 fields["arch"],
-                PageLayout.from_text(*shape),
+                PageLayout.from_text(*shape, fields.get("v_first", "")),
                 int(fields["first_layer"]),
                 fields["provenance"],
                 fields["rope_digest"],

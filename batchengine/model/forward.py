@@ -83,7 +83,7 @@ class Model:
         self.layers = weights.layers
         mixers = [self.spec.layers[index].mixer for index in self.layers]
         owners = [m for m in mixers if isinstance(m, AttentionSpec) and m.has_kv]
-        self.shape = kernels.PageShape([(of.n_kv_head, of.head_dim) for of in owners])
+        self.shape = kernels.PageShape([of.kv_heads for of in owners])
         self.windows = tuple([of.window for of in owners])
         self.states: kernels.StateShape | None = None
         n_recurrent = sum(not isinstance(mixer, AttentionSpec) for mixer in mixers)

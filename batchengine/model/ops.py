@@ -131,11 +131,13 @@ class Ops(Protocol):
         rows: kernels.KvRows | None = None,
         v_norm: kernels.Vector | None = None,
         has_kv: bool = True,
-        v_first: int = 0,
         norms_rotated: bool = False,
     ) -> None: ...
     def quantise_heads(
         self, x: kernels.Rows, column: int, tokens: int, out: kernels.HeadActivations
+    ) -> None: ...
+    def transform_heads(
+        self, x: kernels.Rows, n_head: int, column: int, width: int, tokens: int
     ) -> None: ...
     def linear_heads(
         self,
@@ -263,6 +265,7 @@ class CpuOps:
         self.quantise_pairs = partial(kernels.quantise_pairs, pool)
         self.pairs_add = partial(kernels.pairs_add, pool)
         self.quantise_heads = partial(kernels.quantise_heads, pool)
+        self.transform_heads = partial(kernels.transform_heads, pool)
         self.linear_heads = partial(kernels.linear_heads, pool)
         self.copy_heads = partial(kernels.copy_heads, pool)
         self.place_kv = partial(kernels.place_kv, pool)

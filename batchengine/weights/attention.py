@@ -24,6 +24,7 @@ from batchengine.weights.keys import (
     same_for_all_layers,
     unsupported,
 )
+from kv_store.layout import KvHeads
 
 HEAD_DIM_MAX, LATENT_HEADS_MAX = 576, 1024
 WINDOWS = {"of_64_layers": 4096}  # of files that do not say
@@ -122,6 +123,11 @@ class AttentionSpec:
     def has_kv(self) -> bool:
         """Whether a KV page has rows of this layer."""
         return self.kv_from < 0
+
+    @property
+    def kv_heads(self) -> KvHeads:
+        """What it has in a KV page, or reads of another layer there."""
+        return KvHeads(self.n_kv_head, self.head_dim, self.rope.n_rot if self.mla else 0)
 
     @property
     def widths(self) -> AttentionWidths:

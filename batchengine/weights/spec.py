@@ -20,7 +20,7 @@ from batchengine.weights.attention import AttentionSpec, read_attentions
 from batchengine.weights.ffn import FfnSpec, MoeSpec, PairedSpec, read_ffns
 from batchengine.weights.keys import count_of, number_between, unsupported
 from batchengine.weights.recurrent import RecurrentSpec, read_recurrent, recurrent_layers
-from kv_store.layout import PAGE_TOKENS, KvHeads, PageLayout
+from kv_store.layout import PAGE_TOKENS, PageLayout
 
 TABLE, LAYER_TABLE = "token_embd.weight", "per_layer_token_embd.weight"
 
@@ -119,8 +119,7 @@ class ModelSpec:
     @property
     def page_layout(self) -> PageLayout:
         """The layout of a KV page."""
-        heads = [KvHeads(of.n_kv_head, of.head_dim) for of in self.attentions if of.has_kv]
-        return PageLayout(tuple(heads))
+        return PageLayout(tuple([of.kv_heads for of in self.attentions if of.has_kv]))
 
     @property
     def tables(self) -> tuple[str, ...]:
@@ -137,14 +136,14 @@ class ModelSpec:
     @property
     def whole_kv_share(self) -> float:
         """The KV that a query of a long context reads, as a part of a page."""
-        whole = [KvHeads(of.n_kv_head, of.head_dim) for of in self.attentions if of.window == 0]
+        whole = [of.kv_heads for of in self.attentions if of.window == 0]
         return sum(heads.layer_bytes for heads in whole) / self.page_layout.payload_bytes
 
     @property
     def window_kv_share(self) -> float:
         """The part of a page that is of layers with a window."""
         owners = [of for of in self.attentions if of.window and of.has_kv]
-        n_bytes = sum(KvHeads(of.n_kv_head, of.head_dim).layer_bytes for of in owners)
+        n_bytes = sum(of.kv_heads.layer_bytes for of in owners)
         return n_bytes / self.page_layout.payload_bytes
 
     @property

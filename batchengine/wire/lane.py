@@ -413,12 +413,14 @@ class CloseLink(Message, tag=13, frozen=True):
 
 
 class HeadShape(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
-    """The attention of a model: its layers, KV heads, dimensions of a head, and query heads."""
+    """The attention of a model: its layers, KV heads, dimensions of a head, query heads, and
+    `KvHeads.v_first`."""
 
     n_layer: int
     n_kv_head: int
     head_dim: int
     n_head: int
+    v_first: int = 0
 
 
 class Hold(Message, tag=14, frozen=True):

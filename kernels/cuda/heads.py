@@ -25,6 +25,7 @@ from kernels.cuda.products import (
 )
 
 QUANTISE_SPANS = 4  # of a block, a warp each
+TRANSFORM_THREADS = 64
 
 
 class HeadTable:
@@ -102,6 +103,11 @@ class HeadOps:
         grid = tokens * n_head, -(-spans // QUANTISE_SPANS), 1
         arguments = [out.values, stride, out.width, *out.addresses]
         self._gpu.launch("quantise", grid, WARP * QUANTISE_SPANS, arguments)
+
+    def transform_heads(self, x: Rows, n_head: int, column: int, width: int, tokens: int) -> None:
+        """As `kernels.transform_heads`."""
+        arguments = [x.address, x.width, x.width // n_head, column, width]
+        self._gpu.launch("transform_heads", (tokens, n_head, 1), TRANSFORM_THREADS, arguments)
 
     def linear_heads(
         self,

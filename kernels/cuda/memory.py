@@ -18,7 +18,7 @@ from kernels.cuda.page_parts import page_table
 BLOCK, SPAN_VALUES = 32, 128  # values with one scale, and values that are laid out together
 ALIGNMENT = 256  # of the arrays of a parcel
 QUERY_TILE_ROWS = 16  # query rows of a block of `attend`; `attend_many` has twice as many
-NARROW_DIMS = 256  # of a head; wider ones have kernels of their own, none of them of many rows
+NARROW_DIMS = 256  # of a head; wider and latent ones have own kernels, none of them of many rows
 ACCUMULATOR_BYTES = 64 << 20  # of one launch of `attend`, unless one tile has more
 FEW_BLOCKS = 256  # of `attend` for a step; up to here a block is given a page of a super-page
 
@@ -58,6 +58,7 @@ class TileHeads(NamedTuple):
     head_dim: int
     window: int
     part: int  # of the pages
+    is_latent: bool
 
 
 class Scratch:
@@ -412,11 +413,12 @@ class Batch:
 
     def _tiles_of(self, heads: TileHeads, rows_max: int) -> Iterator[AttendTile]:
         """The tiles of the entries whose tiles have up to `rows_max`, without their results."""
-        n_head, n_kv_head, head_dim, window, part = heads
+        n_head, n_kv_head, head_dim, window, part, is_latent = heads
+        has_many = head_dim <= NARROW_DIMS and not is_latent
         group = n_head // n_kv_head
         first_token = 0
         for (n, start), first_page in zip(self._entries, self._firsts[part], strict=True):
-            is_long = n * group > QUERY_TILE_ROWS and head_dim <= NARROW_DIMS
+            is_long = n * group > QUERY_TILE_ROWS and has_many
             for row in (
                 range(0, n * group, rows_max) if is_long == (rows_max > QUERY_TILE_ROWS) else ()
             ):

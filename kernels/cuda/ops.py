@@ -103,9 +103,11 @@ def _arrays_of(taken: Taken) -> tuple[I32, I32]:
     return np.array(list(taken.values()), np.int32), np.array(list(taken), np.int32)
 
 
-def _attend_kernel(rows: int, each: int, head_dim: int) -> str:
+def _attend_kernel(rows: int, each: int, layer: kernels.LayerShape) -> str:
     """The kernel for tiles of up to `rows` with `each` accumulators of a super-page."""
-    if head_dim > NARROW_DIMS:
+    if layer.v_first:
+        return "attend_pages_latent" if each > 1 else "attend_latent"
+    if layer.head_dim > NARROW_DIMS:
         return "attend_pages_wide" if each > 1 else "attend_wide"
     if each > 1:
         return "attend_pages"
@@ -138,6 +140,7 @@ class CudaOps:
         heads = HeadOps(gpu, self._products, self._address)
         self.make_head_activations = heads.make_head_activations
         self.quantise_heads, self.linear_heads = heads.quantise_heads, heads.linear_heads
+        self.transform_heads = heads.transform_heads
         self.copy_heads, self.begin_heads = heads.copy_heads, heads.begin
         recurrent = RecurrentOps(gpu, self._address)
         self.delta_net, self.mamba2 = recurrent.delta_net, recurrent.mamba2
@@ -367,16 +370,15 @@ class CudaOps:
         rows: KvRows,
         v_norm: kernels.Vector | None = None,
         has_kv: bool = True,
-        v_first: int = 0,
         norms_rotated: bool = False,
     ) -> None:
         """As `kernels.place_kv`, with rows in any case."""
         at, place = shape.layer(layer), self._place(shape, layer)
         is_neox = rope is not None and rope.style == "neox"
-        hadamard_width = at.head_dim & -at.head_dim
+        n_of_kv = 0 if not has_kv else 1 if at.v_first else 2
         self._gpu.launch(
             "place_kv",
-            (batch.n_tokens, n_head + (2 * at.n_kv_head if has_kv else 0), 1),
+            (batch.n_tokens, n_head + n_of_kv * at.n_kv_head, 1),
             64,
             [
                 *(qkv.address, qkv.width, batch.positions, batch.written(place.part)),
@@ -384,8 +386,8 @@ class CudaOps:
                 *(n_head, at.n_kv_head, at.head_dim),
                 *(self._address(q_norm), self._address(k_norm), self._address(v_norm), eps),
                 *(self._address(rope), 0 if rope is None else rope.n_rot, int(is_neox)),
-                *(LOG2_E * scale / hadamard_width, self._query_scales.get(rope, 0)),
-                *(queries.q, queries.scale, rows.address, v_first, int(norms_rotated)),
+                *(LOG2_E * scale / at.transform_width, self._query_scales.get(rope, 0)),
+                *(queries.q, queries.scale, rows.address, at.v_first, int(norms_rotated)),
             ],
         )
 
@@ -407,14 +409,13 @@ class CudaOps:
             quantised.values = out.address
         q8 = [0, 0, 0] if quantised is None else quantised.addresses
         heads = [queries.n_head, at.n_kv_head, at.head_dim]
-        tiles = batch.tiles(
-            TileHeads(queries.n_head, at.n_kv_head, at.head_dim, window, place.part)
-        )
+        is_latent = at.v_first > 0
+        tiles = batch.tiles(TileHeads(*heads, window, place.part, is_latent))
         results = [tiles.m, tiles.denominators, tiles.o]
         for rows, each, first, n_tiles, superpages in tiles.launches:
             table = tiles.address_of(first)
             self._gpu.launch(
-                _attend_kernel(rows, each, at.head_dim),
+                _attend_kernel(rows, each, at),
                 (n_tiles, at.n_kv_head, superpages * each),
                 THREADS,
                 [
@@ -425,7 +426,7 @@ class CudaOps:
                     place.offset // LINE_BYTES,
                     *heads,
                     *results,
-                    window,
+                    *(window, at.v_first),
                 ],
             )
             self._gpu.launch(

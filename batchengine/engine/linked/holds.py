@@ -475,7 +475,8 @@ def _read(kv: KvFormat, ids: tuple[str, str, str]) -> Descriptor:
 def _shape(descriptor: Descriptor, n_head: int) -> HeadShape:
     """The attention of a model, if it is one that a worker here can compute. Raises HoldRefused."""
     layout = descriptor.layout
-    shape = HeadShape(layout.n_layer, *layout.layers[0], n_head)
+    heads = layout.layers[0]
+    shape = HeadShape(layout.n_layer, heads.n_kv_head, heads.head_dim, n_head, heads.v_first)
     if (
         not layout.is_uniform
         or shape.n_layer > LAYERS_MAX

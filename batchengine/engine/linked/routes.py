@@ -55,8 +55,8 @@ def is_routable(layout: PageLayout, n_head: int, step_tokens: int) -> bool:
     """Whether peers can attend to pages of a model: its layers are alike, and what the query heads
     of one KV head accumulate for all tokens of a step is one message. n_head: of each layer; 0 =
     layers differ."""
-    n_kv_head, head_dim = layout.layers[0]
-    n_bytes = step_tokens * (n_head // n_kv_head) * 4 * (head_dim + 2)
+    heads = layout.layers[0]
+    n_bytes = step_tokens * (n_head // heads.n_kv_head) * 4 * (heads.head_dim + 2)
     return n_head > 0 and layout.is_uniform and n_bytes <= PAYLOAD_BYTES_MAX
 
 

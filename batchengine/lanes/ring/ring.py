@@ -127,7 +127,9 @@ class Ring:
             if shape is None:
                 addresses = self._memory.addresses(codes)
             else:
-                layout = PageLayout.uniform(shape.n_layer, shape.n_kv_head, shape.head_dim)
+                layout = PageLayout.uniform(
+                    shape.n_layer, shape.n_kv_head, shape.head_dim, shape.v_first
+                )
                 addresses = self._memory.extents.addresses(codes, layout.page_bytes)
             return self._server.hold(note, addresses)
         except (BatchEngineError, OverflowError, ValueError) as error:

@@ -137,7 +137,7 @@ class AttentionServer:
         found = self._others.get(shape)
         if found is None:
             own = self._attention
-            page = kernels.PageShape(shape.n_layer, shape.n_kv_head, shape.head_dim)
+            page = kernels.PageShape(shape.n_layer, shape.n_kv_head, shape.head_dim, shape.v_first)
             found = SpanAttention(own.pool, page, shape.n_head, own.tokens_max)
             self._others[shape] = found
         return found

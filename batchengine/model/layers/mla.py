@@ -84,11 +84,13 @@ class MlaAttention:
         ops.copy_heads(buffers.kv, 1, n, buffers.qk, spec.q_rows, spec.head_dim)
         at = batch, self.shape, self.kv_layer, spec.n_head, None, None, self.eps
         rope = self.rope, spec.scale
-        ops.place_kv(buffers.qk, *at, *rope, buffers.queries, self.rows, v_first=n_rot)
+        ops.place_kv(buffers.qk, *at, *rope, buffers.queries, self.rows)
         if attend is None:
             ops.attend(buffers.queries, batch, self.shape, self.kv_layer, buffers.attended)
         else:
             attend(buffers.queries, self.kv_layer, buffers.attended, 0, None)
+        width = self.shape.layer(self.kv_layer).transform_width
+        ops.transform_heads(buffers.attended, spec.n_head, n_rot, width, n)
         ops.quantise_heads(buffers.attended, n_rot, n, buffers.attended_q8)
         value_dim = self.mla.value_dim
         ops.linear_heads(buffers.attended_q8, w.value_bank, n, buffers.mixed, 0, value_dim)

@@ -26,6 +26,7 @@ from kernels.cuda.memory import LINE_BYTES
 # Of each kernel: rows of a tile, and accumulators of a super-page. Wide: of more than 256 dims.
 ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
 ATTEND_WIDE = {"attend_wide": (16, 1), "attend_pages_wide": (16, 4)}
+ATTEND_LATENT = {"attend_latent": (16, 1), "attend_pages_latent": (16, 4)}
 ATTEND_THREADS = 256
 LOG2_E = 1.4426950408889634
 BAD_HALVES = 0x7E00, 0x7C00, 0xFC00  # NaN and infinities
@@ -115,28 +116,32 @@ class Attended:
 
 def heads_of(
     page: NDArray[np.uint8], shape: kernels.PageShape
-) -> list[tuple[int, NDArray[np.uint8]]]:
-    """The head_dim of each layer of a page, and its heads, which are views."""
+) -> list[tuple[kernels.LayerShape, NDArray[np.uint8]]]:
+    """The layers of a page, and the heads of each, which are views."""
     found = []
     for index in range(shape.n_layer):
         at = shape.layer(index)
         memory = page[at.page_offset : at.page_offset + at.page_bytes]
-        found.append((at.head_dim, memory.reshape(at.n_kv_head, at.head_bytes)))
+        found.append((at, memory.reshape(at.n_kv_head, at.head_bytes)))
     return found
+
+
+def k_scales_of(at: kernels.LayerShape) -> int:
+    """How many scales of K a token has."""
+    return (at.v_first or at.head_dim) // 32
 
 
 def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Any int8 values with small scales; at times V of one sign, and K that weighs all alike."""
     page = rng.integers(0, 256, shape.payload_bytes, np.uint8)
     has_large_sums, k_largest = bool(rng.integers(2)), rng.choice([0.02, 0.002, 0.0])
-    for head_dim, heads in heads_of(page, shape):
-        k_scales = 256 * head_dim
-        v_scales = 2 * k_scales + 256 * (head_dim // 32) * 2
+    for at, heads in heads_of(page, shape):
+        k_scales, v_scales = 256 * at.head_dim, at.head_bytes - 512
         if has_large_sums:
-            v = heads[:, v_scales - 256 * head_dim : v_scales]
+            v = heads[:, :k_scales] if at.v_first else heads[:, v_scales - k_scales : v_scales]
             v &= 127
             v |= 64
-        k, v = (k_scales, 256 * head_dim // 32, k_largest), (v_scales, 256, 0.02)
+        k, v = (k_scales, 256 * k_scales_of(at), k_largest), (v_scales, 256, 0.02)
         for start, count, largest in (k, v):
             scales = (rng.random((len(heads), count)) * largest).astype(np.float16)
             heads[:, start : start + 2 * count] = scales.view(np.uint8)
@@ -148,9 +153,9 @@ def invalidate(
 ) -> None:
     """Give some tokens of a page scales that are not finite."""
     bad = rng.choice(BAD_HALVES)
-    for head_dim, heads in heads_of(page, shape):
-        groups = head_dim // 32
-        k_at, v_at = 256 * head_dim, (512 + 16) * head_dim
+    for at, heads in heads_of(page, shape):
+        groups = k_scales_of(at)
+        k_at, v_at = 256 * at.head_dim, at.head_bytes - 512
         k_end, v_end = k_at + 512 * groups, v_at + 512
         v = heads[:, v_at:v_end].copy().view(np.uint16)
         v[:, tokens] = bad
@@ -176,15 +181,21 @@ class Attention:
         head_dim: int,
         entries: list[tuple[int, int]],
         window: int = 0,
+        v_first: int = -1,
     ) -> None:
+        """v_first: of a latent layer; 0: it is none; -1: it is one at times."""
         self.n_head, self.n_kv, self.head_dim, self.entries = n_head, n_kv, head_dim, entries
         self.window = window
         self.sinks = None
         if rng.integers(2):
             self.sinks = kernels.Sinks((6 * rng.standard_normal(n_head)).astype(np.float32).data)
-        self.kernels = ATTEND_WIDE if head_dim > 256 else ATTEND
-        other = int(rng.integers(1, 4)), 32 * int(rng.integers(1, 6))
-        self.shape = shape = kernels.PageShape([other, (n_kv, head_dim)])
+        if v_first < 0:
+            is_latent = head_dim > 32 and rng.random() < 0.2
+            v_first = 32 * int(rng.integers(1, head_dim // 32)) if is_latent else 0
+        self.v_first = v_first
+        self.kernels = ATTEND_LATENT if v_first else ATTEND_WIDE if head_dim > 256 else ATTEND
+        other = int(rng.integers(1, 4)), 32 * int(rng.integers(1, 6)), 0
+        self.shape = shape = kernels.PageShape([other, (n_kv, head_dim, v_first)])
         self.layer = shape.layer(self.LAYER)
         self.has_kv = rng.random() < 0.8  # else another layer has put K and V there
         self.style = str(rng.choice(["norm", "neox"]))
@@ -195,12 +206,9 @@ class Attention:
         )
         self.scale = 1 / math.sqrt(head_dim) if rng.integers(4) else 1.0
         self.tokens = sum(n for n, _ in entries)
-        # Above 0, V is K from there on.
-        self.v_first = 0
-        if self.has_kv and rng.random() < 0.2:
-            self.v_first = int(rng.integers(1, head_dim))
         n_of_kv = (1 if self.v_first else 2) * n_kv if self.has_kv else 0
-        self.width = (n_head + n_of_kv) * head_dim
+        self.n_rows = n_head + n_of_kv  # heads of qkv
+        self.width = self.n_rows * head_dim
         self.qkv = self._some_rows(rng)
         self.norms = [
             rng.standard_normal(head_dim).astype(np.float32) if rng.integers(2) else None
@@ -259,8 +267,13 @@ class Attention:
             )
             is_v = head >= self.n_head + self.n_kv
             heads[token, head] = (
-                values if is_v else hadamard(values) / (self.head_dim & -self.head_dim)
+                values if is_v else self._transform(values) / self.layer.transform_width
             )
+
+    def _transform(self, values: F32) -> F32:
+        """The transform of K and Q."""
+        parts = values.reshape(-1, self.layer.transform_width)
+        return np.concatenate([hadamard(part) for part in parts])
 
     def _compute(self, pool: kernels.Pool) -> None:
         tokens, n_pages = self.tokens, len(self.pages)
@@ -287,7 +300,6 @@ class Attention:
             kept,
             norms[2],
             self.has_kv,
-            self.v_first,
             self.norms_rotated,
         )
         self.kept = kept.view(tokens).copy()
@@ -340,7 +352,8 @@ class Attention:
         q, scale, pages, layer_offset = step
         heads = [self.n_head // self.n_kv * n_kv, n_kv, self.head_dim]
         grid = len(table), n_kv, each * max(1, int(table[:, 5].max()))
-        arguments = [q, scale, tiles.address, pages, layer_offset, *heads, *results, self.window]
+        arguments = [q, scale, tiles.address, pages, layer_offset, *heads, *results]
+        arguments += [self.window, self.v_first]
         gpu.launch(kernel, grid, ATTEND_THREADS, arguments)
         return out
 
@@ -412,7 +425,7 @@ class Attention:
         """Raise Differs unless K, V, attention and partials of random spans are the CPU's."""
         n_head, n_kv, head_dim, tokens = self.n_head, self.n_kv, self.head_dim, self.tokens
         what = f"{n_head} heads, {n_kv} KV heads of {head_dim}, entries {self.entries}"
-        what += f", window {self.window}"
+        what += f", window {self.window}, v_first {self.v_first}"
         with Arrays(gpu) as arrays:
             pages = [arrays.put(page) for page in self.before]
             addresses = np.array([page.address for page in pages], np.uint64)
@@ -440,10 +453,10 @@ class Attention:
             if self.has_rope and self.rope.scales_queries:
                 scales = [self.rope.query_scale(p) for p in range(max(positions) + 1)]
                 query_scales = arrays.put(np.array(scales, np.float32)).address
-            factor = float(np.float32(LOG2_E * self.scale / (head_dim & -head_dim)))
+            factor = float(np.float32(LOG2_E * self.scale / self.layer.transform_width))
             gpu.launch(
                 "place_kv",
-                (tokens, n_head + (2 * n_kv if self.has_kv else 0), 1),
+                (tokens, self.n_rows, 1),
                 64,
                 [
                     arrays.put(self.qkv).address,

@@ -6,7 +6,7 @@ import numpy as np
 
 import kernels
 from bench.cuda.cases.experts import BANK_VALUES, PAIR_VALUES, Owned, compare_finite
-from bench.cuda.cases.values import compare, packed_with_bytes, rows_of, some_values
+from bench.cuda.cases.values import compare, one_nan, packed_with_bytes, rows_of, some_values
 from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import CudaOps
@@ -53,3 +53,20 @@ def heads_case(
         ops.copy_heads(x, n_head, n, copied, to, stride)
         kernels.copy_heads(pool, rows_of(values), n_head, n, want, to, stride)
         compare(ops.read_rows(copied, n), want.view(n), f"copy_heads: {what}")
+        transform_case(own, ops, pool, rng, n)
+
+
+def transform_case(
+    gpu: Gpu, ops: CudaOps, pool: kernels.Pool, rng: np.random.Generator, tokens: int
+) -> None:
+    """Raise Differs unless the transforms of heads are those of the CPU."""
+    n_head, width = int(rng.integers(1, 4)), 32 << int(rng.integers(0, 5))
+    column = int(rng.integers(0, 40))
+    run = column + width * int(rng.integers(1, kernels.HEAD_DIM_MAX // width + 1))
+    values = some_values(rng, tokens, n_head * run)
+    x, want = ops.make_rows(*values.shape), rows_of(values)
+    gpu.copy_in(x.address, values)
+    ops.transform_heads(x, n_head, column, width, tokens)
+    kernels.transform_heads(pool, want, n_head, column, width, tokens)
+    what = f"{tokens} tokens, {n_head} heads of {run}, {width} values from {column} on"
+    compare(one_nan(ops.read_rows(x, tokens)), one_nan(want.view(tokens)), what)

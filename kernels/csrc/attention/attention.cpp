@@ -43,8 +43,15 @@ struct TileAccumulators {
     alignas(64) float o[ATTENTION_ROWS_MAX][HEAD_DIM_MAX];
 };
 
+// K scales and V of a latent layer's page, as other layers have them.
+struct LatentPage {
+    alignas(64) uint16_t k_scale[PAGE_TOKENS * HEAD_BLOCKS_MAX];
+    alignas(64) int8_t v[PAGE_TOKENS * HEAD_DIM_MAX];
+};
+
 struct Workspace {
     AttentionScratch scratch;
+    LatentPage latent;
     TileAccumulators page, superpage, total;
 };
 
@@ -100,10 +107,25 @@ struct RowRun {
     size_t end;
 };
 
+// Makes K scales and V of the tokens [first, end) of a latent page, in whole tiles: every dim from v_first on has
+// the scale of V, and V is K. Numerators of the dims before are of no use.
+void spread_latent(const HeadPage& head, const LayerShape& shape, size_t first, size_t end,
+                   const RowOps& ops, LatentPage& out) {
+    const size_t blocks = shape.blocks(), own = shape.k_scales(), tile = first / 16;
+    const size_t tiles = div_up(end, 16) - tile;
+    for (size_t t = tile; t < tile + tiles; t++) {
+        uint16_t* const scale = out.k_scale + t * blocks * 16;
+        std::copy_n(head.k_scale + t * own * 16, own * 16, scale);
+        for (size_t b = own; b < blocks; b++) std::copy_n(head.v_scale + t * 16, 16, scale + b * 16);
+    }
+    const size_t at = tile * 16 * shape.head_dim;
+    ops.v_of_k(head.k + at, tiles, shape.head_dim, out.v + at);
+}
+
 // One page against the rows of a tile that see any of it, which are returned. `after` is read when the
 // pages of the tile have been.
 RowRun attend_page(const Job& job, const Tile& tile, size_t page_index, const int8_t* after,
-                   AttentionScratch& scratch, TileAccumulators& into) {
+                   Workspace& space, TileAccumulators& into) {
     const size_t page_start = page_index * PAGE_TOKENS;
     int32_t hidden[ATTENTION_ROWS_MAX], visible[ATTENTION_ROWS_MAX];
     size_t first = 0, end = 0;
@@ -130,8 +152,14 @@ RowRun attend_page(const Job& job, const Tile& tile, size_t page_index, const in
     if (next_start <= job.position(tile, tile.rows - 1) &&
         next_start < tile.end_superpage * SUPERPAGE_TOKENS)
         next_k = HeadPage(job.batch.page(*tile.entry, next_start), job.shape, kv_head).k;
-    const PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
-    job.kernel(view, static_cast<int>(head_dim), rows, scratch,
+    PageView view{head.k, head.k_scale, head.v, head.v_scale, next_k};
+    if (job.shape.is_latent()) {
+        const auto begin = static_cast<size_t>(hidden[first]), seen = static_cast<size_t>(visible[end - 1]);
+        spread_latent(head, job.shape, begin, seen, job.ops, space.latent);
+        view.k_scale = space.latent.k_scale;
+        view.v = space.latent.v;
+    }
+    job.kernel(view, static_cast<int>(head_dim), rows, space.scratch,
                {into.m + first, into.l + first, into.o[0] + first * head_dim});
     return {first, end};
 }
@@ -151,10 +179,10 @@ RowRun attend_superpage(const Job& job, const Tile& tile, size_t superpage, cons
     const size_t first_page = job.first_page(tile, superpage);
     const size_t last_page =
         std::min((superpage + 1) * SUPERPAGE_PAGES, last_position / PAGE_TOKENS + 1);
-    RowRun rows = attend_page(job, tile, first_page, after, space.scratch, into);
+    RowRun rows = attend_page(job, tile, first_page, after, space, into);
     for (size_t r = rows.end; r < tile.rows; r++) into.l[r] = 0.0f;
     for (size_t p = first_page + 1; p < last_page; p++) {
-        const RowRun seen = attend_page(job, tile, p, after, space.scratch, space.page);
+        const RowRun seen = attend_page(job, tile, p, after, space, space.page);
         fold_rows(job, into, space.page, seen);
         rows.end = seen.end;
     }

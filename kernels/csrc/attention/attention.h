@@ -19,12 +19,10 @@ struct PlaceParams {
     double scale;           // 1/sqrt(head_dim) or the model's own
     const Vector* v_norm = nullptr;
     bool has_kv = true;  // false: another layer has put K and V there
-    // Above 0, V is K as it is in qkv, in dims from v_first on; its dims before these are 0.
-    size_t v_first = 0;
     bool norms_rotated = false;  // heads of Q and K are normed after the rotation, not before
 };
 
-// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied; with v_first they
+// qkv rows are q heads, then k heads, then v heads, head_dim values each, biases applied; those of a latent layer
 // have no v heads, without K and V they are q heads. What goes to the pages is copied to `rows` too, if there are any.
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const LayerShape& shape,
               const PlaceParams& params, Queries& queries, KvRows* rows = nullptr);
@@ -38,7 +36,8 @@ void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const Lay
                      size_t window = 0);
 
 // attend_partials of all super-pages and finish, in one pass that stores no accumulators.
-// out row = heads in order, head_dim values each. A row that met a NaN or infinity is all NaN.
+// out row = heads in order, head_dim values each. A row that met a NaN or infinity is all NaN. Of a latent layer
+// the values are transformed as K is (see transform_heads), and those before v_first mean nothing.
 void attend(Pool& pool, Queries& queries, const Batch& batch, const LayerShape& shape, Rows& out,
             size_t window = 0, const Sinks* sinks = nullptr);
 

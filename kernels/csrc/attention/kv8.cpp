@@ -16,9 +16,11 @@ constexpr size_t TILE_TOKENS = 16;
 // K, K scale, V and V scale of one token and head, one after another.
 struct TokenKv {
     TokenKv() = default;
-    TokenKv(uint8_t* row, size_t head_dim)
-        : k(reinterpret_cast<int8_t*>(row)), k_scale(reinterpret_cast<uint16_t*>(row + head_dim)),
-          v(k + head_dim + head_dim / 16), v_scale(reinterpret_cast<uint16_t*>(v + head_dim)) {}
+    TokenKv(uint8_t* row, const LayerShape& layer)
+        : k(reinterpret_cast<int8_t*>(row)),
+          k_scale(reinterpret_cast<uint16_t*>(row + layer.head_dim)),
+          v(k + layer.head_dim + 2 * layer.k_scales()),
+          v_scale(reinterpret_cast<uint16_t*>(v + layer.v_dims())) {}
     int8_t* k;
     uint16_t* k_scale;
     int8_t* v;
@@ -27,19 +29,22 @@ struct TokenKv {
 constexpr size_t TOKEN_KV_MAX = 2 * HEAD_DIM_MAX + HEAD_DIM_MAX / 16 + 2;
 
 // K of `count` neighbouring tokens of a tile, from token t of the page on.
-void store_k(const HeadPage& page, size_t head_dim, size_t t, const TokenKv* kv, size_t count) {
+void store_k(const HeadPage& page, const LayerShape& layer, size_t t, const TokenKv* kv, size_t count) {
+    const size_t head_dim = layer.head_dim;
     int8_t* const k = page.k + 4 * k_dword(head_dim, t, 0);
-    uint16_t* const scale = page.k_scale + k_scale_index(head_dim, t, 0);
+    uint16_t* const scale = page.k_scale + k_scale_index(layer.k_scales(), t, 0);
     for (size_t i = 0; i < count; i++) {
         for (size_t d4 = 0; d4 < head_dim / 4; d4++)
             std::memcpy(k + 64 * d4 + 4 * i, kv[i].k + 4 * d4, 4);
-        for (size_t b = 0; b < head_dim / 32; b++) scale[TILE_TOKENS * b + i] = kv[i].k_scale[b];
+        for (size_t b = 0; b < layer.k_scales(); b++) scale[TILE_TOKENS * b + i] = kv[i].k_scale[b];
     }
 }
 
 // V of the same tokens. Four that share every dword are written together.
-void store_v(const HeadPage& page, size_t head_dim, size_t t, const TokenKv* kv, size_t count) {
+void store_v(const HeadPage& page, const LayerShape& layer, size_t t, const TokenKv* kv, size_t count) {
+    const size_t head_dim = layer.head_dim;
     for (size_t i = 0; i < count; i++) page.v_scale[t + i] = *kv[i].v_scale;
+    if (layer.is_latent()) return;
     for (size_t i = 0; i < count;) {
         int8_t* const v = page.v + v_byte(head_dim, t + i, 0);
         if ((t + i) % 4 == 0 && i + 4 <= count) {
@@ -73,7 +78,6 @@ struct PlaceJob {
     Queries& queries;
     KvRows* const rows;  // or null
     const RowOps& ops;
-    const size_t hadamard_width;
     const float factor;  // of the queries
 
     void rotate(float* x, size_t position) const {
@@ -100,7 +104,7 @@ struct PlaceJob {
             normalise(x, norm, y);
             rotate(y, position);
         }
-        ops.hadamard(y, shape.head_dim, hadamard_width);
+        ops.hadamard(y, shape.head_dim, shape.transform_width());
     }
 
     void place_query(size_t token, size_t head, const float* x) const {
@@ -123,12 +127,13 @@ struct PlaceJob {
     void quantise_kv(size_t token, const float* k, const float* v, const TokenKv& out) const {
         alignas(64) float y[HEAD_DIM_MAX];
         prepare(k, params.k_norm, batch.position(token), y);
-        ops.quantise_kv8(y, shape.blocks(), 32, out.k, out.k_scale);
-        if (params.v_first) {
-            std::fill_n(y, params.v_first, 0.0f);
-            std::copy(k + params.v_first, k + shape.head_dim, y + params.v_first);
-            v = y;
-        } else if (params.v_norm) {
+        ops.quantise_kv8(y, shape.k_scales(), 32, out.k, out.k_scale);
+        if (shape.is_latent()) {
+            const size_t first = shape.v_first;
+            ops.quantise_kv8(y + first, 1, shape.head_dim - first, out.k + first, out.v_scale);
+            return;
+        }
+        if (params.v_norm) {
             normalise(v, params.v_norm, y);
             v = y;
         }
@@ -143,9 +148,9 @@ struct PlaceJob {
         const int8_t* k = page.k + 4 * k_dword(head_dim, t, 0);
         for (size_t d4 = 0; d4 < head_dim / 4; d4++) __builtin_prefetch(k + 64 * d4, 1);
         const int8_t* v = page.v + v_byte(head_dim, t, 0);
-        for (size_t i = 0; i < 4 * head_dim; i += 64) __builtin_prefetch(v + i, 1);
-        for (size_t b = 0; b < shape.blocks(); b++)
-            __builtin_prefetch(page.k_scale + k_scale_index(head_dim, t, b), 1);
+        for (size_t i = 0; i < 4 * shape.v_dims(); i += 64) __builtin_prefetch(v + i, 1);
+        for (size_t b = 0; b < shape.k_scales(); b++)
+            __builtin_prefetch(page.k_scale + k_scale_index(shape.k_scales(), t, b), 1);
         __builtin_prefetch(page.v_scale + t, 1);
     }
 
@@ -159,7 +164,7 @@ struct PlaceJob {
         for (size_t i = 0; i < group * head_dim; i += line) __builtin_prefetch(q + i);
         for (size_t i = 0; i < head_dim; i += line) {
             __builtin_prefetch(k + i);
-            if (!params.v_first) __builtin_prefetch(v + i);
+            if (!shape.is_latent()) __builtin_prefetch(v + i);
         }
     }
 
@@ -188,27 +193,28 @@ struct PlaceJob {
                 if (token + i + TOKENS_AHEAD < last) prefetch_inputs(token + i + TOKENS_AHEAD, head);
                 for (size_t g = head * group; g < (head + 1) * group; g++)
                     place_query(token + i, g, x + g * head_dim);
-                kv[i] = TokenKv(rows ? rows->head(token + i, shape, head) : unkept[i], head_dim);
+                kv[i] = TokenKv(rows ? rows->head(token + i, shape, head) : unkept[i], shape);
                 quantise_kv(token + i, x + k_column, x + v_column, kv[i]);
             }
             const HeadPage page = head_page(token, head);
             const size_t t = batch.position(token) % PAGE_TOKENS;
-            store_k(page, head_dim, t, kv, count);
-            store_v(page, head_dim, t, kv, count);
+            store_k(page, shape, t, kv, count);
+            store_v(page, shape, t, kv, count);
         }
     }
 };
 
 // Appends one token's bytes of one head to a digest row.
-void gather_head(const HeadPage& page, size_t head_dim, size_t t, uint8_t* out) {
+void gather_head(const HeadPage& page, const LayerShape& layer, size_t t, uint8_t* out) {
+    const size_t head_dim = layer.head_dim;
     const int8_t* k = page.k + 4 * k_dword(head_dim, t, 0);
     for (size_t d4 = 0; d4 < head_dim / 4; d4++) std::memcpy(out + 4 * d4, k + 64 * d4, 4);
     out += head_dim;
-    for (size_t b = 0; b < head_dim / 32; b++, out += 2)
-        std::memcpy(out, page.k_scale + k_scale_index(head_dim, t, b), 2);
+    for (size_t b = 0; b < layer.k_scales(); b++, out += 2)
+        std::memcpy(out, page.k_scale + k_scale_index(layer.k_scales(), t, b), 2);
     const int8_t* v = page.v + v_byte(head_dim, t, 0);
-    for (size_t i = 0; i < head_dim; i++) out[i] = static_cast<uint8_t>(v[4 * i]);
-    out += head_dim;
+    for (size_t i = 0; i < layer.v_dims(); i++) out[i] = static_cast<uint8_t>(v[4 * i]);
+    out += layer.v_dims();
     std::memcpy(out, page.v_scale + t, 2);
 }
 
@@ -221,7 +227,7 @@ void digest_group(const Batch& batch, const PageShape& shape, size_t first, size
             for (size_t token = first; token < last; token++) {
                 const size_t position = batch.position(token);
                 const BatchEntry& entry = batch.entries[batch.entry_of[token]];
-                gather_head(HeadPage(batch.page(entry, position), layer, head), layer.head_dim,
+                gather_head(HeadPage(batch.page(entry, position), layer, head), layer,
                             position % PAGE_TOKENS,
                             gathered.data() + (token - first) * shape.row_bytes() +
                                 layer.row_offset + head * layer.head_row_bytes());
@@ -242,9 +248,8 @@ float query_factor(double scale, size_t width) {
 
 void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const LayerShape& shape,
               const PlaceParams& params, Queries& queries, KvRows* rows) {
-    const auto width = static_cast<size_t>(ca::hadamard_width(static_cast<int>(shape.head_dim)));
     const PlaceJob job{qkv,  batch,    shape, params, queries,
-                       rows, rowops(), width, query_factor(params.scale, width)};
+                       rows, rowops(), query_factor(params.scale, shape.transform_width())};
     const size_t items = shape.n_kv_head * batch.n_tokens;
     // Head-major, so that a thread writes runs of neighbouring tokens and shares few cache lines.
     const auto run = [&](size_t first, size_t last) {
@@ -285,11 +290,11 @@ void store_rows(Pool& pool, KvRows& rows, const Batch& batch, size_t first) {
         for (size_t token = 0, count; token < batch.n_tokens; token += count) {
             count = run_length(batch, token, batch.n_tokens);
             for (size_t i = 0; i < count; i++)
-                kv[i] = TokenKv(rows.head(first + token + i, layer, head), layer.head_dim);
+                kv[i] = TokenKv(rows.head(first + token + i, layer, head), layer);
             const HeadPage page(page_of(batch, token), layer, head);
             const size_t t = batch.position(token) % PAGE_TOKENS;
-            store_k(page, layer.head_dim, t, kv, count);
-            store_v(page, layer.head_dim, t, kv, count);
+            store_k(page, layer, t, kv, count);
+            store_v(page, layer, t, kv, count);
         }
     });
 }

@@ -7,6 +7,9 @@
 //   V        int8  [64][head_dim][4 tokens]               lane = dim, dword = 4 neighbouring tokens
 //   V scale  fp16  [256]
 //
+// A latent layer, whose v_first is above 0, has no V: it is K, times one scale of the token, that of the dims
+// from v_first on. The dims before have K scales, [16 tiles][v_first/32][16 tokens], and only these.
+//
 // Heads in order inside a layer, layers in order inside a page. This file owns no page memory: a
 // batch carries addresses, and the caller of Batch.set keeps the mappings alive.
 #pragma once
@@ -15,6 +18,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -33,46 +37,59 @@ constexpr size_t HEAD_DIM_MAX = 576;
 
 // The KV heads of one layer, and where the layer begins in a page and in a token's row.
 struct LayerShape {
-    LayerShape(size_t n_kv_head_, size_t head_dim_, size_t page_offset_, size_t row_offset_)
-        : n_kv_head(n_kv_head_), head_dim(head_dim_), page_offset(page_offset_),
+    LayerShape(size_t n_kv_head_, size_t head_dim_, size_t v_first_, size_t page_offset_,
+               size_t row_offset_)
+        : n_kv_head(n_kv_head_), head_dim(head_dim_), v_first(v_first_), page_offset(page_offset_),
           row_offset(row_offset_) {
         if (n_kv_head == 0) throw std::invalid_argument("PageShape: n_kv_head must be positive");
         if (head_dim == 0 || head_dim % 32 != 0 || head_dim > HEAD_DIM_MAX)
             throw std::invalid_argument("PageShape: head_dim must be a multiple of 32 up to " +
                                         std::to_string(HEAD_DIM_MAX) + ", not " +
                                         std::to_string(head_dim));
+        if (v_first % 32 != 0 || v_first >= head_dim)
+            throw std::invalid_argument("PageShape: v_first must be a multiple of 32 below head_dim, not " +
+                                        std::to_string(v_first));
     }
+    bool is_latent() const { return v_first > 0; }
     size_t blocks() const { return head_dim / 32; }
+    size_t k_scales() const { return (is_latent() ? v_first : head_dim) / 32; }  // of a token
+    size_t v_dims() const { return is_latent() ? 0 : head_dim; }  // bytes of a token
+    // The values that one transform of rule 4 covers.
+    size_t transform_width() const {
+        return static_cast<size_t>(
+            ca::transform_width(static_cast<int>(head_dim), static_cast<int>(v_first)));
+    }
     size_t k_scale_offset() const { return PAGE_TOKENS * head_dim; }
-    size_t v_offset() const { return k_scale_offset() + PAGE_TOKENS * blocks() * 2; }
-    size_t v_scale_offset() const { return v_offset() + PAGE_TOKENS * head_dim; }
+    size_t v_offset() const { return k_scale_offset() + PAGE_TOKENS * k_scales() * 2; }
+    size_t v_scale_offset() const { return v_offset() + PAGE_TOKENS * v_dims(); }
     size_t head_bytes() const { return v_scale_offset() + PAGE_TOKENS * 2; }
     size_t page_bytes() const { return n_kv_head * head_bytes(); }
     // One token's K, K scale, V and V scale of one head, gathered; and of all heads.
-    size_t head_row_bytes() const { return 2 * head_dim + 2 * blocks() + 2; }
+    size_t head_row_bytes() const { return head_dim + 2 * k_scales() + v_dims() + 2; }
     size_t row_bytes() const { return n_kv_head * head_row_bytes(); }
 
     size_t n_kv_head;
     size_t head_dim;
+    size_t v_first;  // of a latent layer; 0: V is stored
     size_t page_offset;
     size_t row_offset;
 };
 
 // The layers of a page, which may differ in their heads.
 struct PageShape {
-    using Heads = std::pair<size_t, size_t>;  // n_kv_head and head_dim
+    using Heads = std::tuple<size_t, size_t, size_t>;  // n_kv_head, head_dim and v_first
 
     explicit PageShape(const std::vector<Heads>& heads) {
         if (heads.empty()) throw std::invalid_argument("PageShape: n_layer must be positive");
         size_t page_offset = 0, row_offset = 0;
-        for (const auto& [n_kv_head, head_dim] : heads) {
-            layers.emplace_back(n_kv_head, head_dim, page_offset, row_offset);
+        for (const auto& [n_kv_head, head_dim, v_first] : heads) {
+            layers.emplace_back(n_kv_head, head_dim, v_first, page_offset, row_offset);
             page_offset += layers.back().page_bytes();
             row_offset += layers.back().row_bytes();
         }
     }
-    PageShape(size_t n_layer, size_t n_kv_head, size_t head_dim)
-        : PageShape(std::vector<Heads>(n_layer, {n_kv_head, head_dim})) {}
+    PageShape(size_t n_layer, size_t n_kv_head, size_t head_dim, size_t v_first = 0)
+        : PageShape(std::vector<Heads>(n_layer, {n_kv_head, head_dim, v_first})) {}
     size_t n_layer() const { return layers.size(); }
     size_t payload_bytes() const { return layers.back().page_offset + layers.back().page_bytes(); }
     // One token's bytes of all heads of all layers, gathered.
@@ -80,14 +97,15 @@ struct PageShape {
     bool operator==(const PageShape& other) const {
         return std::equal(layers.begin(), layers.end(), other.layers.begin(), other.layers.end(),
                           [](const LayerShape& a, const LayerShape& b) {
-                              return a.n_kv_head == b.n_kv_head && a.head_dim == b.head_dim;
+                              return a.n_kv_head == b.n_kv_head && a.head_dim == b.head_dim &&
+                                     a.v_first == b.v_first;
                           });
     }
 
     std::vector<LayerShape> layers;
 };
 
-// The four parts of one KV head of one layer of one page.
+// The four parts of one KV head of one layer of one page; `v` of a latent layer is empty.
 struct HeadPage {
     HeadPage(uint8_t* page, const LayerShape& layer, size_t head) {
         uint8_t* const start = page + layer.page_offset + head * layer.head_bytes();
@@ -106,8 +124,8 @@ struct HeadPage {
 inline size_t k_dword(size_t head_dim, size_t t, size_t d4) {
     return ((t / 16) * (head_dim / 4) + d4) * 16 + t % 16;
 }
-inline size_t k_scale_index(size_t head_dim, size_t t, size_t block) {
-    return ((t / 16) * (head_dim / 32) + block) * 16 + t % 16;
+inline size_t k_scale_index(size_t k_scales, size_t t, size_t block) {
+    return ((t / 16) * k_scales + block) * 16 + t % 16;
 }
 inline size_t v_byte(size_t head_dim, size_t t, size_t d) {
     return ((t / 4) * head_dim + d) * 4 + t % 4;

@@ -3,6 +3,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -66,6 +67,9 @@ void bind_shape(nb::module_& module) {
                            "a token's row, in bytes.")
         .def_prop_ro("n_kv_head", [](const LayerShape& self) { return self.n_kv_head; })
         .def_prop_ro("head_dim", [](const LayerShape& self) { return self.head_dim; })
+        .def_prop_ro("v_first", [](const LayerShape& self) { return self.v_first; })
+        .def_prop_ro("transform_width", &LayerShape::transform_width,
+                     "The values of a head that one transform of K covers.")
         .def_prop_ro("page_offset", [](const LayerShape& self) { return self.page_offset; })
         .def_prop_ro("row_offset", [](const LayerShape& self) { return self.row_offset; })
         .def_prop_ro("head_bytes", &LayerShape::head_bytes)
@@ -73,10 +77,20 @@ void bind_shape(nb::module_& module) {
         .def_prop_ro("row_bytes", &LayerShape::row_bytes);
     nb::class_<PageShape>(module, "PageShape",
                           "Bytes of a KV page: 256 tokens of layers of KV heads, all alike or "
-                          "(n_kv_head, head_dim) each. head_dim must be a multiple of 32 up to 576 "
-                          "(ValueError otherwise).")
-        .def(nb::init<size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
-             nb::arg("head_dim"))
+                          "(n_kv_head, head_dim, v_first) each. head_dim must be a multiple of 32 up to "
+                          "576, v_first one below head_dim (ValueError otherwise). With v_first > 0 a layer "
+                          "is latent: V is K, with one scale for all dims from v_first on.")
+        .def(nb::init<size_t, size_t, size_t, size_t>(), nb::arg("n_layer"), nb::arg("n_kv_head"),
+             nb::arg("head_dim"), nb::arg("v_first") = 0)
+        .def(
+            "__init__",
+            [](PageShape* self, const std::vector<std::pair<size_t, size_t>>& heads) {
+                std::vector<PageShape::Heads> layers;
+                for (const auto& [n_kv_head, head_dim] : heads)
+                    layers.emplace_back(n_kv_head, head_dim, size_t{0});
+                new (self) PageShape(layers);
+            },
+            nb::arg("heads"))
         .def(nb::init<const std::vector<PageShape::Heads>&>(), nb::arg("heads"))
         .def_prop_ro("n_layer", &PageShape::n_layer)
         .def(
@@ -307,15 +321,14 @@ void bind_place(nb::module_& module) {
         [](Pool& pool, const Rows& qkv, const Batch& batch, const PageShape& pages, size_t layer,
            size_t n_head, const Vector* q_norm, const Vector* k_norm, float eps, RopeTable* rope,
            double scale, Queries& queries, KvRows* rows, const Vector* v_norm, bool has_kv,
-           size_t v_first, bool norms_rotated) {
+           bool norms_rotated) {
             const LayerShape& shape = checked_layer(pages, layer, "place_kv");
             attention_checks(pool, queries, batch, shape, shape.n_kv_head, "place_kv");
             require(n_head == queries.n_head, "place_kv: n_head is not that of the queries");
             require_tokens(batch.n_tokens, qkv.tokens_max, "place_kv");
             require_written_pages(batch, "place_kv");
-            require(v_first == 0 || (has_kv && !v_norm && v_first < shape.head_dim),
-                    "place_kv: V of K has no norm, and dims of K");
-            const size_t n_kv = (v_first ? 1 : 2) * shape.n_kv_head;
+            require(!shape.is_latent() || !v_norm, "place_kv: V of a latent layer has no norm");
+            const size_t n_kv = (shape.is_latent() ? 1 : 2) * shape.n_kv_head;
             const size_t n_heads = n_head + (has_kv ? n_kv : 0);
             require_width(qkv.width, n_heads * shape.head_dim, "place_kv");
             if (q_norm) require_width(q_norm->size, shape.head_dim, "place_kv: q_norm");
@@ -334,20 +347,19 @@ void bind_place(nb::module_& module) {
                     rope->cover(entry.start_position, entry.start_position + entry.n_tokens);
                 }
             const PlaceParams params = {q_norm, k_norm, eps,     rope,         scale,
-                                        v_norm, has_kv, v_first, norms_rotated};
+                                        v_norm, has_kv, norms_rotated};
             place_kv(pool, qkv, batch, shape, params, queries, rows);
         },
         nb::arg("pool"), nb::arg("qkv"), nb::arg("batch"), nb::arg("shape"), nb::arg("layer"),
         nb::arg("n_head"), nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("eps"),
         nb::arg("rope").none(), nb::arg("scale"), nb::arg("queries"),
         nb::arg("rows").none() = nb::none(), nb::arg("v_norm").none() = nb::none(),
-        nb::arg("has_kv") = true, nb::arg("v_first") = 0, nb::arg("norms_rotated") = false,
+        nb::arg("has_kv") = true, nb::arg("norms_rotated") = false,
         "Rows of q heads, k heads, v heads (biases applied): per-head norm, and rope for q and k, which come "
         "in the other order with norms_rotated; "
         "K and V appended to the batch's pages as kv8 and copied to rows, q quantised into queries. "
-        "Without has_kv the rows are q heads, and another layer has put K and V there. With v_first > 0 "
-        "they have no v heads: V is what k heads have in dims from v_first on, without norm and rope, and 0 "
-        "in those before.");
+        "Without has_kv the rows are q heads, and another layer has put K and V there. Those of a latent "
+        "layer have no v heads.");
     module.def(
         "attend",
         [](Pool& pool, Queries& queries, const Batch& batch, const PageShape& pages, size_t layer,
@@ -365,7 +377,8 @@ void bind_place(nb::module_& module) {
         nb::arg("out"), nb::kw_only(), nb::arg("window") = 0, nb::arg("sinks").none() = nb::none(),
         "Causal attention of the batch's tokens over their pages; out is (tokens, n_head * "
         "head_dim). A head that met a NaN or infinity comes out as NaN. With a window of n > 0, a "
-        "token sees itself and the n - 1 before it.");
+        "token sees itself and the n - 1 before it. Values of a latent layer are those of transformed K "
+        "(transform_heads); those before v_first mean nothing.");
     module.def(
         "row_digests",
         [](const Batch& batch, const PageShape& shape, const AddressArray& seeds) {

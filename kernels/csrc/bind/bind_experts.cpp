@@ -216,6 +216,25 @@ void bind_heads(nb::module_& module) {
         nb::arg("pool"), nb::arg("x"), nb::arg("column"), nb::arg("tokens"), nb::arg("out"),
         "Quantises, of each head of the first rows, out.width values from `column` on.");
     module.def(
+        "transform_heads",
+        [](Pool& pool, Rows& x, size_t n_head, size_t column, size_t width, size_t tokens) {
+            require_open(pool);
+            require_tokens(tokens, x.tokens_max, "transform_heads");
+            require(n_head >= 1 && x.width % n_head == 0, "transform_heads: the rows are no whole heads");
+            const size_t run = x.width / n_head;
+            require(width >= 32 && width <= 512 && (width & (width - 1)) == 0,
+                    "transform_heads: no transform has " + number(width) + " values");
+            require(column < run && (run - column) % width == 0,
+                    "transform_heads: heads of " + number(run) + " values have no transforms of " +
+                        number(width) + " from " + number(column) + " on");
+            const nb::gil_scoped_release released;
+            transform_heads(pool, x, n_head, column, width, tokens);
+        },
+        nb::arg("pool"), nb::arg("x"), nb::arg("n_head"), nb::arg("column"), nb::arg("width"),
+        nb::arg("tokens"),
+        "Undoes the transform of K and V of latent layers in each head of the first rows, from value `column` "
+        "on: 1/width times the Hadamard transform of each `width` values.");
+    module.def(
         "linear_heads",
         [](Pool& pool, const HeadActivations& x, const HeldMatrix& held, size_t tokens, Rows& out,
            size_t column, size_t stride) {

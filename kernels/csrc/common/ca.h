@@ -406,6 +406,9 @@ CA_FN void rotate(float& x0, float& x1, float cosine, float sine) {
 // The values that one Hadamard transform of a head covers: the largest power of two in head_dim.
 CA_FN int hadamard_width(int head_dim) { return head_dim & -head_dim; }
 
+// The same of a head of which the dims from v_first on are V, too: none covers dims of both parts.
+CA_FN int transform_width(int head_dim, int v_first) { return hadamard_width(head_dim | v_first); }
+
 // The transform of `width` values, a power of two: pairs (i, i + step) of steps 1, 2, 4 ... width / 2.
 CA_FN void hadamard(float* x, int width) {
     for (int step = 1; step < width; step *= 2)

@@ -8,6 +8,7 @@
 #include "linear/pack.h"
 #include "quant/quant.h"
 #include "quant/token_runs.h"
+#include "rows/rowops.h"
 
 namespace batchengine {
 
@@ -49,6 +50,20 @@ void linear_heads(Pool& pool, const HeadActivations& x, const Matrix& bank, size
                           });
                       });
         }
+    });
+}
+
+void transform_heads(Pool& pool, Rows& x, size_t n_head, size_t column, size_t width, size_t tokens) {
+    const RowOps& ops = rowops();
+    const size_t run = x.width / n_head;
+    const float inverse = ca::div_rn(1.0f, static_cast<float>(width));  // exact
+    for_each_run(pool, tokens, x.width, [&](size_t token, size_t count) {
+        for (size_t t = token; t < token + count; t++)
+            for (size_t head = 0; head < n_head; head++) {
+                float* const values = x.row(t) + head * run + column;
+                ops.hadamard(values, run - column, width);
+                ops.scale(values, run - column, inverse, values);
+            }
     });
 }
 

@@ -28,6 +28,10 @@ void quantise_heads(Pool& pool, const Rows& x, size_t column, size_t tokens, Hea
 void linear_heads(Pool& pool, const HeadActivations& x, const Matrix& bank, size_t tokens, Rows& out,
                   size_t column, size_t stride);
 
+// Undoes the transform of rule 4, in place, on each head's run from `column` on: RN(1/width) of the transform of
+// each `width` values, which are 32, 64, 128, 256 or 512.
+void transform_heads(Pool& pool, Rows& x, size_t n_head, size_t column, size_t width, size_t tokens);
+
 // out values from column + head * stride on = the head's run of x, which has runs of n_head heads.
 void copy_heads(Pool& pool, const Rows& x, size_t n_head, size_t tokens, Rows& out, size_t column,
                 size_t stride);

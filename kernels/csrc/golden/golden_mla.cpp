@@ -1,5 +1,5 @@
 // Golden vectors of multi-head latent attention: products of heads, of each way in which weights are read, and
-// pages whose V is a part of K.
+// pages of a latent layer.
 #include "attention/attention.h"
 #include "experts/heads.h"
 #include "golden/golden.h"
@@ -31,7 +31,7 @@ void golden_products(Pool& pool, Golden& golden, GoldenSource& source) {
 
 void golden_pages(Pool& pool, Golden& golden, GoldenSource& source) {
     constexpr size_t DIM = ROTATED + RANK;
-    const PageShape shape(1, 1, DIM);
+    const PageShape shape(1, 1, DIM, ROTATED);
     Buffer<uint8_t> memory(round_up(shape.payload_bytes(), CACHE_LINE));
     RopeTable rope(false, DIM, ROTATED, 1e4, nullptr, 1.0, 1.0);
     rope.cover(0, TOKENS);
@@ -44,12 +44,12 @@ void golden_pages(Pool& pool, Golden& golden, GoldenSource& source) {
     batch.n_entries = batch.n_pages = 1;
     batch.n_tokens = TOKENS;
     batch.entries[0] = {0, TOKENS, 0, 0};
-    PlaceParams params{nullptr, nullptr, 1e-6f, &rope, 0.125};
-    params.v_first = ROTATED;
+    const PlaceParams params{nullptr, nullptr, 1e-6f, &rope, 0.125};
     place_kv(pool, qk, batch, shape.layers[0], params, queries);
     attend(pool, queries, batch, shape.layers[0], out);
-    golden.add("V of K, attended", out, TOKENS);
-    golden.add("V of K, page", memory.data(), memory.size());
+    transform_heads(pool, out, HEADS, ROTATED, shape.layers[0].transform_width(), TOKENS);
+    golden.add("latent, attended", out, TOKENS);
+    golden.add("latent, page", memory.data(), memory.size());
 }
 
 }  // namespace

@@ -22,7 +22,7 @@ void fill(GoldenSource& source, Rows& rows, float size) {
 
 void golden_normed_v(Pool& pool, Golden& golden, GoldenSource& source) {
     constexpr size_t HEAD_DIM = 64;
-    const PageShape shape({{2, 32}, {1, HEAD_DIM}});
+    const PageShape shape({{2, 32, 0}, {1, HEAD_DIM, 0}});
     const size_t page_bytes = round_up(shape.payload_bytes(), CACHE_LINE);
     Buffer<uint8_t> memory(page_bytes);
     std::memset(memory.data(), 0, page_bytes);

@@ -26,6 +26,9 @@ struct RowOps {
                            int32_t* offset);
     // Rule 6: `groups` groups of `width` values share one fp16 scale each (K: 32, V: head_dim).
     void (*quantise_kv8)(const float* x, size_t groups, size_t width, int8_t* q, uint16_t* d);
+    // V of `tiles` tiles of 16 tokens as pages have it, [4 quads of tokens][head_dim][4 tokens] each, of K of
+    // the same tiles, [head_dim/4][16 tokens][4 dims]: bytes are moved, none is changed.
+    void (*v_of_k)(const int8_t* k, size_t tiles, size_t head_dim, int8_t* v);
     // Rule 7, fold: adds the partial that follows the accumulator (m, l, o) to it; l = 0 is an empty one.
     void (*fold)(float* m, float* l, float* o, float m_next, float l_next, const float* o_next,
                  size_t head_dim);

@@ -287,8 +287,20 @@ void gelu(const float* factors, size_t n, float* y) {
     for (; i < n; i++) y[i] = ca::gated(ca::Activation::gelu, y[i], factors[i]);
 }
 
+void v_of_k(const int8_t* k, size_t tiles, size_t head_dim, int8_t* v) {
+    typedef int8_t Bytes16 __attribute__((vector_size(16)));
+    for (size_t tile = 0; tile < tiles; tile++, v += 16 * head_dim)
+        for (size_t d = 0; d < head_dim; d += 4, k += 64)
+            for (size_t quad = 0; quad < 4; quad++) {
+                Bytes16 x;  // [4 tokens][4 dims]
+                __builtin_memcpy(&x, k + 16 * quad, 16);
+                x = __builtin_shufflevector(x, x, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+                __builtin_memcpy(v + 4 * (quad * head_dim + d), &x, 16);
+            }
+}
+
 #define ROWOPS_TABLE                                                                               \
-    { norm<false>, norm<true>, rope, hadamard, quantise_query, quantise_kv8, fold, finish, largest, \
-      weigh, keep, gate, add_share, scale, scaled_add, cap, gelu }
+    { norm<false>, norm<true>, rope, hadamard, quantise_query, quantise_kv8, v_of_k, fold, finish, \
+      largest, weigh, keep, gate, add_share, scale, scaled_add, cap, gelu }
 
 }  // namespace

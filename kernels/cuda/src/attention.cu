@@ -4,7 +4,8 @@
 // softmax in shared memory, the numerators by two products of 7-bit digits, pages folded in order.
 // `attend_many` has two tiles of 16 rows a block, which read K and V once. `attend_pages` gives a page to a
 // block, for steps that have few blocks. Heads of more than 256 dims have `attend_wide` and `attend_pages_wide`,
-// whose blocks have room for the queries and numerators of twice as many. `fold_attention` folds pages,
+// whose blocks have room for the queries and numerators of twice as many; latent layers have `attend_latent` and
+// `attend_pages_latent`, which read V of K. `fold_attention` folds pages,
 // super-pages and the sink in order, and quantises; `gather_partials` makes the accumulators of spans of them.
 // No sum of floats crosses threads. A window of n > 0 hides from a row all tokens but its own and the n - 1
 // before it.
@@ -218,12 +219,21 @@ GPU_FN void page_softmax_row(gpu::In<uint8_t> head, const gpu::HeadLayout& at, i
     }
 }
 
+// Four neighbouring tokens of dim d of K, as a dword of V has them.
+GPU_FN uint32_t v_of_k(gpu::In<uint32_t> k, const gpu::HeadLayout& at, int t4, int d) {
+    const gpu::Words4 four = gpu::in_as<gpu::Words4>(k)[at.k_dword(4 * t4, d / 4) / 4];
+    const uint32_t numbers = 0x40u + 0x11u * (d % 4);  // byte d % 4 of two words
+    const uint32_t first = gpu::bytes_of(four.word[0], four.word[1], numbers);
+    const uint32_t second = gpu::bytes_of(four.word[2], four.word[3], numbers);
+    return gpu::bytes_of(first, second, 0x5410u);
+}
+
 // Accumulators of `tiles` times 16 rows, a KV head of up to `dims_max` and `n_pages` pages: a super-page, or one of it.
-template <int tiles, int n_pages, int dims_max>
+template <int tiles, int n_pages, int dims_max, bool is_latent>
 GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::AttendTile& tile,
                         gpu::In<uint64_t> pages, int layer_lines, int n_head, int n_kv_head,
                         int head_dim, gpu::Out<float> m_out, gpu::Out<float> l_out,
-                        gpu::Out<float> o_out, int window) {
+                        gpu::Out<float> o_out, int window, int v_first) {
     constexpr int PARTS_MAX = dims_max / 8 / WARPS;  // groups of 8 dims of a warp
     constexpr int GROUPS_MAX = Queries<tiles, dims_max>::GROUPS_MAX;
     constexpr int PAIRS = 2 * tiles;
@@ -242,7 +252,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
            hidden_of(tile, group, 0, (first_page + first) * TOKENS, window) == TOKENS)
         first++;
     if (first == n_pages) return;
-    const gpu::HeadLayout at = {head_dim};
+    const gpu::HeadLayout at = {head_dim, is_latent ? v_first : 0};
     const auto head_of = [&](int page) {
         return gpu::in_at<uint8_t>(pages[tile.first_page + page]) +
                gpu::head_offset(at, layer_lines, kv_head);
@@ -297,7 +307,7 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
                 all_see_start ? 0 : hidden_of(tile, group, row, page_start, window),
                 all_see_end ? TOKENS : visible_of(tile, group, row, page_start), scores, m, l, unit);
         gpu::barrier();
-        const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + at.v());
+        const gpu::In<uint32_t> v = gpu::in_as<uint32_t>(head + (is_latent ? 0 : at.v()));
         float shrink[PAIRS], units[PAIRS];
         bool is_larger[PAIRS], sees[PAIRS], is_first[PAIRS];
         GPU_UNROLL
@@ -329,8 +339,10 @@ GPU_FN void attend_rows(gpu::In<int8_t> q, gpu::In<float> q_scale, const gpu::At
                 uint32_t b[AHEAD][2];  // weights of tokens that no row sees are 0
                 GPU_UNROLL
                 for (int n = 0; n < AHEAD; n++)
-                    for (int j = 0; j < 2; j++)
-                        b[n][j] = v[at.v_dword(from / 4 + 8 * n + t + 4 * j, dims + g)];
+                    for (int j = 0; j < 2; j++) {
+                        const int t4 = from / 4 + 8 * n + t + 4 * j;
+                        b[n][j] = is_latent ? v_of_k(v, at, t4, dims + g) : v[at.v_dword(t4, dims + g)];
+                    }
                 GPU_UNROLL
                 for (int n = 0; n < AHEAD; n++) {
                     if (from + 32 * n >= seen) break;
@@ -468,21 +480,24 @@ GPU_FN ResultRow result_row(const gpu::AttendTile& tile, gpu::In<float> m, gpu::
 // [accumulator][16][head_dim]. pages: addresses of the pages of all entries, in which the layer begins at
 // layer_lines (head_offset); for queries of some KV heads of a page only, at the first of them. Grid: (tiles,
 // KV heads, the most super-pages of a tile; of attend_pages and attend_pages_wide, pages).
-#define ATTEND(name, tiles, n_pages, dims_max, at_once)                                               \
+// Numerators of a latent layer are those of dims from v_first on; the others mean nothing.
+#define ATTEND(name, tiles, n_pages, dims_max, is_latent, at_once)                                    \
     KERNEL_AT_ONCE(name, THREADS, at_once, gpu::In<int8_t> q, gpu::In<float> q_scale,                 \
                    gpu::In<gpu::AttendTile> tile, gpu::In<uint64_t> pages, int layer_lines,           \
                    int n_head, int n_kv_head, int head_dim, gpu::Out<float> m, gpu::Out<float> l,     \
-                   gpu::Out<float> o, int window) {                                                   \
+                   gpu::Out<float> o, int window, int v_first) {                                      \
         gpu::begin();                                                                                 \
         const gpu::AttendTile own = tile[gpu::block()]; /* in registers */                            \
-        attend_rows<tiles, n_pages, dims_max>(q, q_scale, own, pages, layer_lines, n_head,            \
-                                              n_kv_head, head_dim, m, l, o, window);                  \
+        attend_rows<tiles, n_pages, dims_max, is_latent>(q, q_scale, own, pages, layer_lines, n_head, \
+                                                         n_kv_head, head_dim, m, l, o, window, v_first); \
     }
-ATTEND(attend, 1, ca::SUPERPAGE_PAGES, NARROW_DIMS, 3)
-ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, NARROW_DIMS, 2)
-ATTEND(attend_pages, 1, 1, NARROW_DIMS, 4)
-ATTEND(attend_wide, 1, ca::SUPERPAGE_PAGES, gpu::HEAD_DIM_MAX, 2)
-ATTEND(attend_pages_wide, 1, 1, gpu::HEAD_DIM_MAX, 3)
+ATTEND(attend, 1, ca::SUPERPAGE_PAGES, NARROW_DIMS, false, 3)
+ATTEND(attend_many, 2, ca::SUPERPAGE_PAGES, NARROW_DIMS, false, 2)
+ATTEND(attend_pages, 1, 1, NARROW_DIMS, false, 4)
+ATTEND(attend_wide, 1, ca::SUPERPAGE_PAGES, gpu::HEAD_DIM_MAX, false, 2)
+ATTEND(attend_pages_wide, 1, 1, gpu::HEAD_DIM_MAX, false, 3)
+ATTEND(attend_latent, 1, ca::SUPERPAGE_PAGES, gpu::HEAD_DIM_MAX, true, 2)
+ATTEND(attend_pages_latent, 1, 1, gpu::HEAD_DIM_MAX, true, 3)
 #undef ATTEND
 
 // Folds the super-pages of every row in order and divides: out row = token, head_dim values per head, and

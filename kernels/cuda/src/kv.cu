@@ -42,7 +42,7 @@ GPU_FN void rotate(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::In<float> cosi
 
 // The Hadamard transform of rule 4. A thread has the values d = thread + 64 j, so those of a warp are 32
 // neighbours, which are pairs of the first five steps.
-GPU_FN void transform(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, int head_dim) {
+GPU_FN void transform(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, int head_dim, int width) {
     for (int d = gpu::thread(); d < head_dim; d += THREADS) {
         float value = x[d];
         for (int step = 1; step < gpu::WARP; step *= 2) {
@@ -51,7 +51,6 @@ GPU_FN void transform(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, int head_dim) {
         }
         x[d] = value;
     }
-    const int width = ca::hadamard_width(head_dim);
     for (int step = gpu::WARP; step < width; step *= 2) {
         gpu::barrier();
         for (int i = gpu::thread(); i < head_dim / 2; i += THREADS) {
@@ -96,17 +95,38 @@ GPU_FN int8_t kv8(float x, uint16_t d) {
     return is_empty ? int8_t{0} : ca::kv8_value(x, ca::kv8_inverse(d));
 }
 
+// The scale of the values from `first` on; the same in all threads.
+GPU_FN uint16_t scale_of_block(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x,
+                               gpu::Shared<uint32_t, 2>& largest, int first, int head_dim) {
+    uint32_t mine = 0;
+    for (int d = first + gpu::thread(); d < head_dim; d += THREADS) {
+        const uint32_t bits = ca::magnitude_bits(x[d]);
+        mine = bits > mine ? bits : mine;
+    }
+    mine = largest_of_warp(ca::float_of(mine));
+    if (gpu::lane() == 0) largest[gpu::warp()] = mine;
+    gpu::barrier();
+    const uint32_t other = largest[1 - gpu::warp()];
+    return ca::kv8_scale(other > mine ? other : mine);
+}
+
 // K into token t of its head of a page, and into the token's row.
-GPU_FN void put_k(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, const gpu::HeadLayout& at, int t,
-                  gpu::Out<uint8_t> head, gpu::Out<uint8_t> row) {
+GPU_FN void put_k(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t, 2>& largest,
+                  const gpu::HeadLayout& at, int t, gpu::Out<uint8_t> head, gpu::Out<uint8_t> row) {
+    const int own = at.own_scales();
+    const uint16_t of_rest = own < at.groups() ? scale_of_block(x, largest, at.v_first, at.head_dim) : 0;
+    if (own < at.groups() && gpu::thread() == 0) {
+        gpu::out_as<uint16_t>(head + at.v_scales())[t] = of_rest;
+        gpu::out_as<uint16_t>(row + at.head_dim)[own] = of_rest;
+    }
     for (int group = gpu::warp(); group < at.groups(); group += THREADS / gpu::WARP) {
         const int d = group * ca::BLOCK + gpu::lane();
         const float value = x[d];
-        const uint16_t scale = ca::kv8_scale(largest_of_warp(value));
+        const uint16_t scale = group < own ? ca::kv8_scale(largest_of_warp(value)) : of_rest;
         const auto q = static_cast<uint8_t>(kv8(value, scale));
         head[at.k_dword(t, d / 4) * 4 + d % 4] = q;
         row[d] = q;
-        if (gpu::lane() == 0) {
+        if (gpu::lane() == 0 && group < own) {
             gpu::out_as<uint16_t>(head + at.k_scales())[at.k_scale(t, group)] = scale;
             gpu::out_as<uint16_t>(row + at.head_dim)[group] = scale;
         }
@@ -115,16 +135,7 @@ GPU_FN void put_k(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, const gpu::HeadLayou
 
 GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t, 2>& largest,
                   const gpu::HeadLayout& at, int t, gpu::Out<uint8_t> head, gpu::Out<uint8_t> row) {
-    uint32_t mine = 0;
-    for (int d = gpu::thread(); d < at.head_dim; d += THREADS) {
-        const uint32_t bits = ca::magnitude_bits(x[d]);
-        mine = bits > mine ? bits : mine;
-    }
-    mine = largest_of_warp(ca::float_of(mine));
-    if (gpu::lane() == 0) largest[gpu::warp()] = mine;
-    gpu::barrier();
-    const uint32_t other = largest[1 - gpu::warp()];
-    const uint16_t scale = ca::kv8_scale(other > mine ? other : mine);
+    const uint16_t scale = scale_of_block(x, largest, 0, at.head_dim);
     const gpu::Out<uint8_t> v = head + at.v(), v_row = row + (at.head_dim + 2 * at.groups());
     for (int d = gpu::thread(); d < at.head_dim; d += THREADS) {
         const auto q = static_cast<uint8_t>(kv8(x[d], scale));
@@ -141,10 +152,10 @@ GPU_FN void put_v(gpu::Shared<float, gpu::HEAD_DIM_MAX>& x, gpu::Shared<uint32_t
 
 // qkv: rows of q heads, k heads, v heads. pages: per token the address of the page of its position.
 // rope: per position n_rot / 2 cosines and as many sines, or null. query_scales: per position the scale of
-// queries, or null. With v_first > 0 qkv has no v heads: V is K as it is there, in dims from v_first on, and 0
-// before. norms_rotated: heads of Q and K are normed after the rotation, not before. rows: as KvRows, of row_bytes
-// a token; the layer begins at row_offset in them, and at layer_lines in a page. q_norm, k_norm, v_norm: or null. Grid: (tokens, n_head + 2 n_kv_head), or
-// (tokens, n_head) where another layer has put K and V there; 64 threads.
+// queries, or null. With v_first > 0 the layer is latent, and qkv has no v heads. norms_rotated: heads of Q and K
+// are normed after the rotation, not before. rows: as KvRows, of row_bytes a token; the layer begins at row_offset
+// in them, and at layer_lines in a page. q_norm, k_norm, v_norm: or null. Grid: a block for each token and each of
+// its heads, of which there are n_head where another layer has put K and V there; 64 threads.
 KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> positions,
        gpu::In<uint64_t> pages, int layer_lines, int64_t row_bytes, int64_t row_offset,
        int n_head, int n_kv_head, int head_dim, gpu::In<float> q_norm, gpu::In<float> k_norm,
@@ -158,25 +169,22 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
     const int64_t token = gpu::block();
     const int index = gpu::block_y(), position = positions[gpu::block()];
     const bool is_query = index < n_head, is_v = index >= n_head + n_kv_head;
-    const bool is_v_of_k = is_v && v_first > 0;
-    const int source = is_v_of_k ? index - n_kv_head : index;
-    const gpu::In<float> from = qkv + token * stride + static_cast<int64_t>(source) * head_dim;
-    for (int d = gpu::thread(); d < head_dim; d += THREADS)
-        x[d] = is_v_of_k && d < v_first ? 0.0f : float(from[d]);
+    const gpu::In<float> from = qkv + token * stride + static_cast<int64_t>(index) * head_dim;
+    for (int d = gpu::thread(); d < head_dim; d += THREADS) x[d] = from[d];
     gpu::barrier();
     const gpu::In<float> norm = is_query ? q_norm : is_v ? v_norm : k_norm;
     const bool is_last = norms_rotated && !is_v;
     if (norm && !is_last) normalise(x, lanes, norm, head_dim, eps);
     if (!is_v && rope) rotate(x, rope + static_cast<int64_t>(position) * n_rot, n_rot, is_neox);
     if (norm && is_last) normalise(x, lanes, norm, head_dim, eps);
-    if (!is_v) transform(x, head_dim);
+    if (!is_v) transform(x, head_dim, ca::transform_width(head_dim, v_first));
     if (is_query) {
         const int64_t row = token * n_head + index;
         if (query_scales) factor = ca::mul_rn(factor, query_scales[position]);
         put_query(x, head_dim, factor, q + row * head_dim, q_scale + row * (head_dim / ca::BLOCK));
         return;
     }
-    const gpu::HeadLayout at = {head_dim};
+    const gpu::HeadLayout at = {head_dim, v_first};
     const int head = (index - n_head) % n_kv_head, t = position % gpu::PAGE_TOKENS;
     const gpu::Out<uint8_t> page =
         gpu::out_at<uint8_t>(pages[gpu::block()]) + gpu::head_offset(at, layer_lines, head);
@@ -185,5 +193,19 @@ KERNEL(place_kv, THREADS, gpu::In<float> qkv, int stride, gpu::In<int32_t> posit
     if (is_v)
         put_v(x, largest, at, t, page, row);
     else
-        put_k(x, at, t, page, row);
+        put_k(x, largest, at, t, page, row);
+}
+
+// Undoes the transform in place: heads of `run` values of each row, from `column` on. Grid: (rows, heads).
+KERNEL(transform_heads, THREADS, gpu::Out<float> rows, int stride, int run, int column, int width) {
+    gpu::begin();
+    __shared__ gpu::Shared<float, gpu::HEAD_DIM_MAX> x;
+    const gpu::Out<float> values = rows + (static_cast<int64_t>(gpu::block()) * stride +
+                                           static_cast<int64_t>(gpu::block_y()) * run + column);
+    const int n = run - column;
+    for (int d = gpu::thread(); d < n; d += THREADS) x[d] = values[d];
+    gpu::barrier();
+    transform(x, n, width);
+    const float inverse = ca::div_rn(1.0f, ca::float_rn(width));  // exact
+    for (int d = gpu::thread(); d < n; d += THREADS) values[d] = ca::mul_rn(x[d], inverse);
 }

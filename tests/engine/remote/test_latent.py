@@ -16,7 +16,7 @@ from tests.engine.linked import daemons, test_daemons, test_pipelines
 from tests.support.engines import Reference, Site
 
 SHAPE = replace(PRESETS["deepseek2-tiny"], n_vocab=2000)
-PAGE_BYTES = 393_216  # at most, of its pages
+PAGE_BYTES = 196_608  # of its pages
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +50,9 @@ async def test_prompts_go_through_a_pipeline(site: Site, reference: Reference) -
 @pytest.mark.parametrize(
     ("layout", "n_head", "tokens", "expected"),
     [
-        (PageLayout.uniform(47, 1, 576), 20, 640, True),  # GLM-4.7-Flash
-        (PageLayout.uniform(61, 1, 576), 64, 640, False),  # Kimi K2: 90 MiB
-        (PageLayout.uniform(61, 1, 576), 64, 400, True),
+        (PageLayout.uniform(47, 1, 576, 64), 20, 640, True),  # GLM-4.7-Flash
+        (PageLayout.uniform(61, 1, 576, 64), 64, 640, False),  # Kimi K2: 90 MiB
+        (PageLayout.uniform(61, 1, 576, 64), 64, 400, True),
         (PageLayout.uniform(80, 8, 128), 64, 640, True),
         (PageLayout((KvHeads(1, 32), KvHeads(1, 64))), 1, 32, False),
         (PageLayout.uniform(45, 8, 128), 0, 32, False),  # query heads by layer

@@ -200,7 +200,7 @@ def nonfinite_rows(_: Move, a: Arguments) -> tuple[int, int, int]:
 
 def place_kv(move: Move, a: Arguments) -> tuple[int, int, int]:
     row_bytes, _, n_head, n_kv, head_dim = a[5:10]
-    layers = kernels.PageShape(LAYERS_FAR, n_kv, head_dim)
+    layers = kernels.PageShape(LAYERS_FAR, n_kv, head_dim, a[22])
     move.table(a, 2, np.int32, 1, {0: POSITIONS_FAR})
     move.table(a, 3, np.uint64, 1, {0: -layers.payload_bytes})
     rows = FAR * row_bytes + layers.row_bytes
@@ -222,7 +222,7 @@ def attend(move: Move, a: Arguments) -> tuple[int, int, int]:
     n_head, n_kv, head_dim = a[5:8]
     tokens = QUERY_DWORDS // (n_head * head_dim // 4) - 100
     move.table(a, 2, np.int32, 8, {0: tokens, 6: RESULTS_FAR})
-    layers = kernels.PageShape(LAYERS_FAR, n_kv, head_dim)
+    layers = kernels.PageShape(LAYERS_FAR, n_kv, head_dim, a[12])
     move.pages(a, 3, layers.payload_bytes)
     q = tokens * n_head * head_dim
     back(a, {0: q, 1: q // 8} | results(8, head_dim))
@@ -346,6 +346,11 @@ def copy_heads(_: Move, a: Arguments) -> tuple[int, int, int]:
     return FAR, 0, 0
 
 
+def transform_heads(_: Move, a: Arguments) -> tuple[int, int, int]:
+    back(a, {0: 4 * FAR * a[1]})
+    return FAR, 0, 0
+
+
 def mix_inputs(_: Move, a: Arguments) -> tuple[int, int, int]:
     back(a, {0: 4 * FAR * a[1], 6: 4 * FAR * a[7]})
     return FAR, 0, 0
@@ -364,7 +369,7 @@ MOVES: dict[str, Callable[[Move, Arguments], tuple[int, int, int]]] = (
     | {one.__name__: one for one in (attend, fold_attention, gather_partials, sample, norm_add)}
     | {one.__name__: one for one in (select_experts, sort_pairs, add_pairs)}
     | {one.__name__: one for one in (zero_rows, scale_rows, gelu_rows, mix_inputs, norm_columns)}
-    | {one.__name__: one for one in (sort_heads, copy_heads)}
+    | {one.__name__: one for one in (sort_heads, copy_heads, transform_heads)}
     | {"cap_rows": scale_rows, "scaled_add": gelu_rows}
     | {one.__name__: one for one in (convolve_heads, recur_heads, gate_heads, gate_rows, gate_add)}
     | {one.__name__: one for one in (convolve_channels, recur_mamba2, gate_groups, convolve_gated)}
@@ -392,18 +397,21 @@ def test_cases_far_from_the_first_block(gpu: Emulator, pool: kernels.Pool, name:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "attend"),
+    ("head_dim", "v_first", "attend"),
     [
-        (64, {"attend", "attend_many", "attend_pages"}),
-        (512, {"attend_wide", "attend_pages_wide"}),
+        (64, 0, {"attend", "attend_many", "attend_pages"}),
+        (512, 0, {"attend_wide", "attend_pages_wide"}),
+        (576, 64, {"attend_latent", "attend_pages_latent"}),
     ],
 )
 def test_attention_far_from_the_first_block(
-    gpu: Emulator, pool: kernels.Pool, head_dim: int, attend: set[str]
+    gpu: Emulator, pool: kernels.Pool, head_dim: int, v_first: int, attend: set[str]
 ) -> None:
     gpu.seed, far = 0, Far(gpu)
     rng = np.random.default_rng(3)
-    Attention(pool, rng, 4, 2, head_dim, [(9, 250), (1, 1024)]).compare(cast(Gpu, far), rng)
+    entries = [(9, 250), (1, 1024)]
+    case = Attention(pool, rng, 4, 2, head_dim, entries, v_first=v_first)
+    case.compare(cast(Gpu, far), rng)
     assert far.launched >= attend | {"fold_attention", "place_kv"}
 
 

@@ -19,7 +19,8 @@ from tests.support.kv_workload import LAYOUT, SALT, descriptor, payload_of, toke
 
 REPR = b"r" * 32
 MIXED = PageLayout((KvHeads(2, 32), KvHeads(2, 32), KvHeads(1, 96), KvHeads(2, 32), KvHeads(3, 64)))
-LAYOUTS = [PageLayout.uniform(2, 3, 64), MIXED]
+LATENT = PageLayout((KvHeads(1, 96, 32), KvHeads(1, 96, 32), KvHeads(2, 64), KvHeads(2, 160, 64)))
+LAYOUTS = [PageLayout.uniform(2, 3, 64), MIXED, LATENT]
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 256])
@@ -33,9 +34,22 @@ def test_sizes_follow_the_layout(dim: int) -> None:
     assert layout.row_bytes == 3 * 2 * (2 * dim + dim // 16 + 2)
 
 
-@pytest.mark.parametrize("bad", [(0, 1, 32), (1, 0, 32), (1, 1, 0), (1, 1, 48)])
-def test_impossible_shapes_are_refused(bad: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match=r"head|layers"):
+def test_a_latent_layer_has_k_alone() -> None:
+    """A token of GLM-4.7-Flash or DeepSeek V3 has 582 bytes in a layer, K and V apart 1,190."""
+    assert PageLayout.uniform(1, 1, 576, 64).row_bytes == 576 + 2 * 2 + 2 == 582
+    assert PageLayout.uniform(1, 1, 576).row_bytes == 1190
+    assert LATENT.row_bytes == 2 * (96 + 2 + 2) + 2 * (2 * 64 + 2 * 2 + 2) + 2 * (160 + 4 + 2)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (0, 1, 32), (1, 0, 32), (1, 1, 0), (1, 1, 48),
+        (1, 1, 64, 64), (1, 1, 64, 16), (1, 1, 64, -32), (1, 1, 64, 96),
+    ],
+)  # fmt: skip
+def test_impossible_shapes_are_refused(bad: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"head|layers|v_first"):
         PageLayout.uniform(*bad)
 
 
@@ -54,12 +68,15 @@ def test_rows_are_gathered_by_the_written_definition(layout: PageLayout) -> None
                 for d in range(dim)
             ]
             at += of.k_bytes
-            for g in range(dim // 32):
-                scale = at + ((t // 16 * (dim // 32) + g) * 16 + t % 16) * 2
+            scales = (of.v_first or dim) // 32
+            for g in range(scales):
+                scale = at + ((t // 16 * scales + g) * 16 + t % 16) * 2
                 expected += [page[scale], page[scale + 1]]
             at += of.k_scale_bytes
-            expected += [page[at + (t // 4 * dim + d) * 4 + t % 4] for d in range(dim)]
-            at += of.v_bytes + t * 2
+            if not of.v_first:
+                expected += [page[at + (t // 4 * dim + d) * 4 + t % 4] for d in range(dim)]
+                at += 256 * dim
+            at += t * 2
             expected += [page[at], page[at + 1]]
         assert rows[t].tolist() == expected, t
     assert rows[7:9].tolist() == layout.gather_rows(page.tobytes(), 7, 2).tolist()
@@ -67,7 +84,8 @@ def test_rows_are_gathered_by_the_written_definition(layout: PageLayout) -> None
 
 def test_a_descriptor_is_read_back_from_its_json() -> None:
     extra = (("a", "1"), ("b", "x"))
-    for made in (descriptor(), descriptor(extra=extra, rope_digest="r"), descriptor(MIXED)):
+    texts = descriptor(), descriptor(extra=extra, rope_digest="r"), descriptor(MIXED)
+    for made in (*texts, descriptor(LATENT), descriptor(PageLayout.uniform(2, 1, 576, 64))):
         assert Descriptor.from_json(made.to_json()) == made
 
 
@@ -91,6 +109,11 @@ def test_a_descriptor_is_read_back_from_its_json() -> None:
         descriptor(MIXED).to_json().replace("2,2,1,2,3", "02,2,1,2,3"),
         descriptor(PageLayout.uniform(2, 1, 32)).to_json().replace('"1"', '"1,1"'),
         descriptor().to_json().replace(f'"n_layer":"{LAYOUT.n_layer}"', f'"n_layer":"{1 << 40}"'),
+        descriptor(LATENT).to_json().replace("32,32,0,64", "32,32,0,160"),
+        descriptor(LATENT).to_json().replace("32,32,0,64", "32,32,0"),
+        descriptor(LATENT).to_json().replace("32,32,0,64", "0,0,0,0"),
+        descriptor(LATENT).to_json().replace("kv8-mla-v1", "kv8-v1"),
+        descriptor().to_json().replace('"version":"1"', '"v_first":"0","version":"1"'),
     ],
 )
 def test_no_other_text_is_a_descriptor(text: str) -> None:
@@ -125,7 +148,7 @@ def test_every_descriptor_field_changes_the_representation() -> None:
             "model_hash": "cc" * 32,
             "arith_id": "cc",
             "arch": "llama",
-            "layout": PageLayout.uniform(1, 1, 64),
+            "layout": PageLayout.uniform(1, 1, 64, 32),
             "first_layer": 4,
             "provenance": "fast",
             "rope_digest": "x",

@@ -351,7 +351,7 @@ def measure_visits(scene: Scene, name: str, key: int, sock: socket.socket, n: in
     """
     node = scene[name]
     hold, epoch = node.holds[key]
-    heads, dim = node.layout.layers[0]
+    heads, dim, _ = node.layout.layers[0]
     group = 2
     queries = bytes(heads * group * (dim + dim // 8))
     entries = (data.QueryEntry(1, 2048),)

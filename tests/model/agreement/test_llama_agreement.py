@@ -53,6 +53,8 @@ def with_clear_choices(path: Path, shape: Shape) -> Path:
     n, spacing = shape.n_expert, max(0.1, 4.0 / shape.n_expert)
     rng = np.random.default_rng(7)
     levels = (np.arange(n) - (n - 1) / 2) * spacing
+    if shape.n_group:  # of sigmoids of x and -x the sum is 1, so groups with such pairs were equal
+        levels += levels**2 / 4
     spread = spacing / 10 / np.sqrt(shape.n_embd)  # of the rest: a tenth of what choices differ by
 
     def edit(_: Any, tensors: dict[str, Any]) -> None:

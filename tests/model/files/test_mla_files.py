@@ -39,7 +39,7 @@ def test_a_file_of_deepseek2_has_latent_rows_and_experts(tmp_path: Path) -> None
         10, 3, 64, float(np.float32(1.8)), n_ff_shared=64, gating="normed_sigmoid"
     )
     assert [layer.ffn is spec.experts for layer in spec.layers] == [False, True, True, True]
-    assert spec.page_layout.layers == ((1, 160),) * 4
+    assert spec.page_layout.layers == ((1, 160, 32),) * 4
     assert not spec.is_whole
 
 
@@ -78,7 +78,7 @@ def test_pages_of_glm_4_7_flash_have_the_widest_heads(tmp_path: Path) -> None:
     spec = read(written(FLASH, tmp_path))
     assert spec.attention.head_dim == 576
     assert spec.attention.scale == 1 / 16
-    assert spec.page_layout.payload_bytes == 256 * 2 * (2 * 576 + 36 + 2)
+    assert spec.page_layout.payload_bytes == 256 * 2 * (576 + 4 + 2)
 
 
 def test_yarn_scales_scores_and_not_positions(tmp_path: Path) -> None:
