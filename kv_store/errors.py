@@ -36,6 +36,10 @@ class StoreUnsupported(StoreError):
     """The directory cannot hold a store (file system, permissions)."""
 
 
+class StoreMissing(StoreUnsupported):
+    """The directory holds no store."""
+
+
 class StoreFull(StoreError):
     """No space: the file system is full, or below its free-space floor."""
 

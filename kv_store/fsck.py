@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 
 from kv_store import keys, osio
 from kv_store.arenas.arena import ARENA_NAME, ArenaFile, delete_arena
-from kv_store.errors import StoreCorrupt, StoreError, StoreUnsupported
+from kv_store.errors import StoreCorrupt, StoreError, StoreMissing
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.ledger import continuity, writes
 from kv_store.ledger.ledger import (
@@ -80,7 +80,8 @@ def fsck(
     path: str | os.PathLike[str], *, repair: bool = False, progress: Progress | None = None
 ) -> FsckReport:
     """Check the store at `path`; blocks, reads everything. Raises StoreLocked when a process holds
-    it, StoreVersion when a newer program wrote it, StoreUnsupported when it is no store."""
+    it, StoreVersion when a newer program wrote it, StoreMissing when it is no store, and
+    StoreUnsupported when it cannot be used as one."""
     path = os.path.abspath(os.fspath(path))
     ledger = os.path.join(path, "meta.db")
     if not os.path.lexists(ledger) and os.path.exists(f"{ledger}.damaged-1"):
@@ -91,7 +92,7 @@ def fsck(
         return report
     if not os.path.isfile(ledger):
         why = "there is no meta.db in it" if os.path.isdir(path) else "it is no folder"
-        raise StoreUnsupported(f"{path} holds no store", why=why)
+        raise StoreMissing(f"{path} holds no store", why=why)
     lock_fd = take_lock(path)
     try:
         check_version(ledger)

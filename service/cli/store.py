@@ -132,7 +132,7 @@ def fsck(
     debug: Debug = False,
 ) -> int:
     """Check a store that no daemon uses, page by page. Exit codes: 0 sound or repaired, 1 errors
-    left, 2 not a store, 3 in use."""
+    left or unreadable, 2 not a store, or a newer program's, 3 in use."""
     found = _check(path, repair, quiet=json)
     left = found
     if repair and not found.ok:
@@ -198,7 +198,7 @@ def _weights_lines(folder: str, rows: list[dict[str, Any]], now_s: float) -> lis
 
 
 def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
-    from kv_store.errors import StoreError, StoreLocked, StoreUnsupported, StoreVersion
+    from kv_store.errors import StoreError, StoreLocked, StoreMissing, StoreVersion
     from kv_store.fsck import fsck as check_store
 
     def progress(done: int, total: int) -> None:
@@ -211,7 +211,7 @@ def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
         row = errors.STORE_UNUSABLE
         if isinstance(error, StoreLocked):
             row = errors.STORE_LOCKED
-        elif isinstance(error, StoreUnsupported | StoreVersion):
+        elif isinstance(error, StoreMissing | StoreVersion):
             row = errors.NOT_A_STORE
         what = error.what if isinstance(error, StoreError) else f"cannot check {path}"
         why = error.why if isinstance(error, StoreError) else error.strerror or str(error)
@@ -232,6 +232,7 @@ def _is_denied(path: Path) -> bool:
     """Whether this user may not look into the folder."""
     try:
         os.listdir(path)
+        os.lstat(path / "meta.db")
     except PermissionError:
         return True
     except OSError:

@@ -307,3 +307,20 @@ def test_fsck_prints_its_findings_and_sets_the_exit_code(
     assert found["findings"]
     assert main.run(["store", "fsck", str(path)]) == 1
     assert "--repair" in capsys.readouterr().out
+
+
+def test_fsck_of_a_store_that_it_cannot_lock_does_not_call_it_no_store(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kv_store.store import Store
+    from tests.support.kv_workload import descriptor, settings
+
+    path = tmp_path / "kv"
+    Store.open(str(path), descriptor(), settings()).close()
+    (path / "LOCK").unlink()
+    (path / "LOCK").mkdir()  # for root, too, a file that cannot be opened
+    assert main.run(["store", "fsck", str(path)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("batchengine: BE1602 ")
+    assert "cannot be locked" in error
+    assert "fix its permissions" in error
