@@ -460,6 +460,14 @@ class Stage:
     seconds: float
 
 
+class ContextBound(enum.StrEnum):
+    """What bounds the context that a daemon accepts; a value says what allows a longer one."""
+
+    MODEL = "serve a model that was trained for a longer context"
+    SETTING = "start the daemon with a larger --ctx, at most what the model was trained for"
+    STORE = "raise store.budget_bytes: the KV store holds no longer session"
+
+
 @dataclass(slots=True)
 class ModelInfo:
     """The model as the service reports it to clients."""
@@ -481,6 +489,7 @@ class ModelInfo:
     created: int = 0  # when the file was written, in seconds since the epoch
     model_hash: str = ""  # of its tensors
     arith_id: str = ""  # of the arithmetic that computes it
+    context_bound: ContextBound = ContextBound.MODEL
 
     def template_reads(self, name: str) -> bool:
         """Whether a chat template mentions a variable."""

@@ -156,8 +156,7 @@ DRAINING = Problem("BE1202", Kind.UNAVAILABLE, "draining",
 PROMPT_TOO_LONG = Problem("BE1203", Kind.INVALID, "context_length_exceeded",
     "prompt does not fit: {asked}, this model's maximum context length is {n_ctx} tokens",
     "neither prompts nor answers are truncated",
-    "shorten the prompt or max_tokens, or start the daemon with a larger --ctx, at most what the"
-    " model was trained for",
+    "shorten the prompt or max_tokens, or {longer}",
     param="prompt", details=("n_prompt_tokens", "n_ctx"))
 OVERLOADED = Problem("BE1204", Kind.UNAVAILABLE, "overloaded",
     "too many requests are waiting",

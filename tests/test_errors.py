@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, Kind
+from batchengine.core import BatchEngineError, ContextBound, Kind
 from batchengine.errors import CATALOGUE, Problem
 from service.http.answers import STATUS, error_headers
 from service.protocols.openai.envelope import ERROR_TYPES, error_object
@@ -136,7 +136,9 @@ def test_every_kind_has_a_status() -> None:
 
 
 def test_a_row_fills_its_templates() -> None:
-    error = errors.PROMPT_TOO_LONG(asked="9,000 tokens", n_prompt_tokens=9000, n_ctx=4096)
+    error = errors.PROMPT_TOO_LONG(
+        asked="9,000 tokens", n_prompt_tokens=9000, n_ctx=4096, longer=ContextBound.SETTING
+    )
     assert str(error) == (
         "BE1203 prompt does not fit: 9,000 tokens, this model's maximum context length is 4096"
         " tokens: neither prompts nor answers are truncated. Fix: shorten the prompt or max_tokens,"

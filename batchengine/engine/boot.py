@@ -23,7 +23,7 @@ from typing import Any
 
 from batchengine import errors
 from batchengine.config import CONTEXT_TOKENS_MIN, Config, LaneConfig
-from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo, Stage
+from batchengine.core import PAGE_TOKENS, BatchEngineError, ContextBound, ModelInfo, Stage
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.audit.scrub import Maintenance
@@ -473,7 +473,7 @@ def _fit_context(info: ModelInfo, config: Config, store: Store) -> None:
             f"ctx is {fits:,} instead of {info.context_tokens:,}: store.budget_bytes ="
             f" {config.store.budget_bytes:,} holds no longer session"
         )
-        info.context_tokens = fits
+        info.context_tokens, info.context_bound = fits, ContextBound.STORE
 
 
 def _local_facts(info: ModelInfo, store: Store) -> LocalFacts:
@@ -497,6 +497,7 @@ def inspect_model(config: Config) -> ModelInfo:
         tables = [gguf.tensors[name] for name in spec.tables if name in gguf.tensors]
         n_bytes, found = gguf.size_bytes, Path(config.model.path).stat()
     limit = config.limits.context_tokens or spec.context_trained
+    bound = ContextBound.SETTING if limit < spec.context_trained else ContextBound.MODEL
     notes: list[str] = []
     if limit > spec.context_trained:
         notes.append(
@@ -512,6 +513,7 @@ def inspect_model(config: Config) -> ModelInfo:
         file_bytes=n_bytes,
         context_tokens=min(limit, spec.context_trained),
         context_trained=spec.context_trained,
+        context_bound=bound,
         vocab_size=spec.n_vocab,
         quantisation=spec.quantisation,
         details={

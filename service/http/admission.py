@@ -217,7 +217,9 @@ def prompt_limits(service: Service) -> PromptLimits:
     """What bounds a prompt now; the engine has loaded."""
     info, config = service.engine.info, service.config
     tokens_max = config.answer_tokens_max or info.context_tokens
-    return PromptLimits(info.context_tokens, info.vocab_size, tokens_max)
+    return PromptLimits(
+        info.context_tokens, info.vocab_size, tokens_max, context_bound=info.context_bound
+    )
 
 
 SERVICE = web.AppKey("service", Service)

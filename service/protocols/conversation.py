@@ -108,7 +108,7 @@ def omitted(kind: object) -> str | None:
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The prompt of `conversation`; raises 400."""
     context, param = limits.context_tokens, conversation.param
-    _check(conversation, context)
+    _check(conversation, limits)
     is_callable = conversation.tool_choice.mode != "none"
     # in the prompt of every turn, called or not
     tools = [_shown(tool) for tool in conversation.tools] or None
@@ -116,7 +116,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     appends = conversation.append or limits.append
     found = _rendered(conversation, tools, text, limits.called, appends=appends)
     tokens = found.tokens
-    requests.check_prompt(tokens, context, param)
+    requests.check_prompt(tokens, context, limits.context_bound, param)
     tokens_max = conversation.tokens_max
     if tokens_max is None:  # the default must never be the reason for refusing a prompt that fits
         tokens_max = min(limits.tokens_max_default, context - len(tokens))
@@ -148,7 +148,7 @@ def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) 
     )
 
 
-def _check(conversation: Conversation, context_tokens: int) -> None:
+def _check(conversation: Conversation, limits: PromptLimits) -> None:
     """Raises 400 for a conversation that has no prompt, or none of this size."""
     messages, param = conversation.messages, conversation.param
     if not messages:
@@ -161,8 +161,9 @@ def _check(conversation: Conversation, context_tokens: int) -> None:
             why="the form is of the whole answer, and the last message begins it",
             fix="send a last message of another role, or leave out the form of the answer",
         )
-    requests.check_text_size(sum(map(_text_bytes, messages)), context_tokens, param)
-    requests.check_text_size(len(conversation.predicted), context_tokens, "prediction")
+    context, bound = limits.context_tokens, limits.context_bound
+    requests.check_text_size(sum(map(_text_bytes, messages)), context, bound, param)
+    requests.check_text_size(len(conversation.predicted), context, bound, "prediction")
 
 
 class _Rendered(NamedTuple):

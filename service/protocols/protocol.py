@@ -9,7 +9,7 @@ from typing import Any, Generic
 
 import msgspec
 
-from batchengine.core import BatchEngineError, OutputForm
+from batchengine.core import BatchEngineError, ContextBound, OutputForm
 from batchengine.markup import Markup
 from service.protocols import schema, strict_json
 from service.protocols.formatter import Formatter
@@ -47,6 +47,7 @@ class PromptLimits(msgspec.Struct, array_like=True, frozen=True):
     tokens_max_default: int
     append: bool = False
     called: dict[str, str] = {}
+    context_bound: ContextBound = ContextBound.MODEL
 
 
 class PastAnswer(msgspec.Struct, array_like=True, frozen=True):

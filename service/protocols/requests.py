@@ -21,6 +21,7 @@ from batchengine import errors
 from batchengine.core import (
     PLAIN_OUTPUT,
     Constraint,
+    ContextBound,
     GenerationRequest,
     ModelInfo,
     OutputForm,
@@ -272,17 +273,20 @@ def body_bytes_max(context_tokens: int) -> int:
     return BODY_BYTES_MIN + BYTES_PER_TOKEN_MAX * context_tokens
 
 
-def check_text_size(byte_count: int, context_tokens: int, param: str) -> None:
+def check_text_size(byte_count: int, context_tokens: int, bound: ContextBound, param: str) -> None:
     """Raises 400 for a text that cannot fit however well it tokenises."""
     least = byte_count // BYTES_PER_TOKEN_MAX
     if least > context_tokens:
-        asked = f"at least {least:,} tokens"
         raise errors.PROMPT_TOO_LONG(
-            asked=asked, n_prompt_tokens=least, n_ctx=context_tokens, param=param
+            asked=f"at least {least:,} tokens",
+            n_prompt_tokens=least,
+            n_ctx=context_tokens,
+            longer=bound,
+            param=param,
         )
 
 
-def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
+def check_prompt(tokens: list[int], context_tokens: int, bound: ContextBound, param: str) -> None:
     """Raises 400 for an empty prompt and for one that leaves no room for a single token."""
     if not tokens:
         what, fix = "the prompt is empty", "send at least one token"
@@ -290,7 +294,11 @@ def check_prompt(tokens: list[int], context_tokens: int, param: str) -> None:
     if len(tokens) >= context_tokens:
         n = len(tokens)
         raise errors.PROMPT_TOO_LONG(
-            asked=f"{n:,} tokens", n_prompt_tokens=n, n_ctx=context_tokens, param=param
+            asked=f"{n:,} tokens",
+            n_prompt_tokens=n,
+            n_ctx=context_tokens,
+            longer=bound,
+            param=param,
         )
 
 
@@ -305,7 +313,7 @@ def fill(job: HttpJob, body: Common, prompt: Prompt, info: ModelInfo) -> None:
     elif prompt.append_to:
         job.asked = dataclasses.replace(job.asked, session_id=None)
     sampling = sampling_of(body, prompt.logprobs, info.vocab_size)
-    _check_lengths(prompt, sampling.tokens_min, info.context_tokens)
+    _check_lengths(prompt, sampling.tokens_min, info)
     for tokens in prompt.tokens:
         first = _request_of(job, prompt, tokens)
         for choice in range(job.choices_per_prompt):
@@ -336,7 +344,7 @@ def _check_counts(job: HttpJob, prompt: Prompt) -> None:
         )
 
 
-def _check_lengths(prompt: Prompt, tokens_min: int, context_tokens: int) -> None:
+def _check_lengths(prompt: Prompt, tokens_min: int, info: ModelInfo) -> None:
     """Raises 400 for answers that can have no such length."""
     if tokens_min > max(1, prompt.tokens_max):
         raise errors.INVALID_FIELD(
@@ -346,10 +354,13 @@ def _check_lengths(prompt: Prompt, tokens_min: int, context_tokens: int) -> None
             fix="lower min_tokens, or raise max_tokens",
         )
     for n in map(len, prompt.tokens):
-        if n + prompt.tokens_max > context_tokens:
-            asked = f"{n:,} tokens + max {prompt.tokens_max:,}"
+        if n + prompt.tokens_max > info.context_tokens:
             raise errors.PROMPT_TOO_LONG(
-                asked=asked, n_prompt_tokens=n, n_ctx=context_tokens, param=prompt.param
+                asked=f"{n:,} tokens + max {prompt.tokens_max:,}",
+                n_prompt_tokens=n,
+                n_ctx=info.context_tokens,
+                longer=info.context_bound,
+                param=prompt.param,
             )
 
 

@@ -30,6 +30,8 @@ from tests.support.engines import (
     words,
 )
 
+PAGE_BYTES = 327_680  # of the pocket model's KV
+
 
 async def test_batch_chunks_and_seeds_change_no_token(site: Site, reference: Reference) -> None:
     """Prompts of mixed lengths, in chunks of 48 and one batch, get the tokens of each alone."""
@@ -289,6 +291,26 @@ async def test_refusals_give_their_reason(site: Site) -> None:
         await stopping
         answers = await asyncio.gather(*reading)
         assert {a.reason for a in answers} == {"shutdown"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({}, "a model that was trained for a longer context"),
+        ({"limits__context_tokens": 512}, "a larger --ctx"),
+        ({"store__budget_bytes": 18 * PAGE_BYTES}, "store.budget_bytes"),
+    ],
+    ids=["model", "setting", "store"],
+)
+async def test_a_prompt_that_is_too_long_says_what_bounds_the_context(
+    site: Site, settings: dict[str, Any], fix: str
+) -> None:
+    async with running_engine(site, **settings) as engine:
+        with pytest.raises(BatchEngineError) as caught:
+            engine.submit(request(words(1, engine.info.context_tokens), 1))
+    assert caught.value.fix.startswith("shorten the prompt or max_tokens, or ")
+    assert fix in caught.value.fix
+    assert ("--ctx" in caught.value.fix) == (fix == "a larger --ctx")
 
 
 async def test_a_request_that_never_began_gets_a_retryable_error_at_the_stop(site: Site) -> None:

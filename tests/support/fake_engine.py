@@ -20,6 +20,7 @@ from batchengine.config import ApiKey, Config, LimitsConfig, ModelConfig, Server
 from batchengine.core import (
     BatchEngineError,
     Constraint,
+    ContextBound,
     DaemonLoad,
     DoneEvent,
     ErrorEvent,
@@ -169,6 +170,7 @@ class FakeEngine:
             created=1_700_000_000,
             model_hash="fade" * 16,
             arith_id="cafe" * 16,
+            context_bound=ContextBound.SETTING,
         )
 
     async def start(self, on_stage: Callable[[Stage], None]) -> None:
@@ -192,7 +194,12 @@ class FakeEngine:
             raise self.refuse
         if len(request.prompt) + request.tokens_max > self.info.context_tokens:
             n = len(request.prompt)
-            raise errors.PROMPT_TOO_LONG(asked="it", n_prompt_tokens=n, n_ctx=CONTEXT_TOKENS)
+            raise errors.PROMPT_TOO_LONG(
+                asked="it",
+                n_prompt_tokens=n,
+                n_ctx=CONTEXT_TOKENS,
+                longer=self.info.context_bound,
+            )
         generation = FakeGeneration(self, request)
         self.generations.append(generation)
         if request.session_id is not None:

@@ -38,7 +38,7 @@ class RequestAdmission:
             raise errors.LEAVING()
         if state.model_changed:
             raise errors.MODEL_CHANGED(why=state.model_changed)
-        check_request(request, self._info.context_tokens, self._info.vocab_size)
+        check_request(request, self._info)
         if state.waiting >= state.config.limits.queue_max:
             retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
             raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, GenerationRequest
+from batchengine.core import BatchEngineError, GenerationRequest, ModelInfo
 from batchengine.engine.turns.drafts import TurnDrafts
 from batchengine.engine.turns.scores import PromptScores
 from batchengine.engine.turns.stream import Generation
@@ -22,7 +22,7 @@ from batchengine.session import Loss, Session
 from batchengine.session_kv import pages_for
 
 
-def check_request(request: GenerationRequest, context_tokens: int, vocab_size: int) -> None:
+def check_request(request: GenerationRequest, info: ModelInfo) -> None:
     """Raise BatchEngineError of kind INVALID for a request that can never run."""
     n_prompt, most = len(request.prompt), request.tokens_max
     if n_prompt < 1:
@@ -34,12 +34,16 @@ def check_request(request: GenerationRequest, context_tokens: int, vocab_size: i
     if request.prompt_logprobs >= 0 and request.session_id is not None:
         what, fix = "a session has no log-probabilities of prompts", "leave out the session"
         raise errors.INVALID_REQUEST(param="prompt_logprobs", what=what, fix=fix)
-    if min(request.prompt) < 0 or max(request.prompt) >= vocab_size:
+    if min(request.prompt) < 0 or max(request.prompt) >= info.vocab_size:
         what, fix = "a token id is outside the vocabulary", "use this model's tokens"
         raise errors.INVALID_REQUEST(param="prompt", what=what, fix=fix)
-    if n_prompt + most > context_tokens:
-        asked = f"{n_prompt:,} tokens + max {most:,}"
-        raise errors.PROMPT_TOO_LONG(asked=asked, n_prompt_tokens=n_prompt, n_ctx=context_tokens)
+    if n_prompt + most > info.context_tokens:
+        raise errors.PROMPT_TOO_LONG(
+            asked=f"{n_prompt:,} tokens + max {most:,}",
+            n_prompt_tokens=n_prompt,
+            n_ctx=info.context_tokens,
+            longer=info.context_bound,
+        )
 
 
 class TurnEnd(NamedTuple):

@@ -137,7 +137,7 @@ def _say_next(recipe: Recipe, start: str, endpoint: Endpoint, trained: int, writ
     if recipe.note:
         facts.append(("note", recipe.note))
     if endpoint.context < recipe.context_min:
-        fix = "serve with a larger --ctx"
+        fix = "serve with a larger --ctx, and a store.budget_bytes that holds as much"
         if trained < recipe.context_min:
             fix = f"serve another model, this one was trained for {trained:,}"
         why = f"it needs {recipe.context_min:,} tokens of context"

@@ -79,7 +79,7 @@ async def _answers(
     Raises 400 if they hold more than any prompt.
     """
     found: list[PastAnswer] = []
-    text_bytes = 0
+    info, text_bytes = engine.info, 0
     for turn in turns:
         try:
             past = await engine.past_turn(tenant, TURN_PREFIX + turn)
@@ -93,7 +93,7 @@ async def _answers(
             text = past.text
             found.append(PastAnswer(turn, text, asked.output, echo, past.finish_reason))
             text_bytes += len(text)
-            requests.check_text_size(text_bytes, engine.info.context_tokens, "input")
+            requests.check_text_size(text_bytes, info.context_tokens, info.context_bound, "input")
     return found
 
 

@@ -23,20 +23,21 @@ def encoded(
     value: object, suffix: str | None, text: PromptEncoder, limits: PromptLimits
 ) -> list[list[int]]:
     """The token ids of every prompt; raises 400, naming the one of several that is wrong."""
-    context = limits.context_tokens
+    context, bound = limits.context_tokens, limits.context_bound
     found: list[list[int]] = []
     given = _prompts(value, limits.vocab_size)
     for index, prompt in enumerate(given):
         param = f"prompt[{index}]" if len(given) > 1 else "prompt"
         if isinstance(prompt, str):
-            requests.check_text_size(len((prompt + (suffix or "")).encode()), context, param)
+            size_bytes = len((prompt + (suffix or "")).encode())
+            requests.check_text_size(size_bytes, context, bound, param)
             tokens = _around(prompt, suffix, text) if suffix else text.encode(prompt, special=True)
         else:
             if suffix:
                 what, fix = "suffix needs a prompt of text", "send the prompt as text"
                 raise errors.INVALID_FIELD(param="suffix", what=what, fix=fix)
             tokens = prompt
-        requests.check_prompt(tokens, context, param)
+        requests.check_prompt(tokens, context, bound, param)
         found.append(tokens)
     return found
 

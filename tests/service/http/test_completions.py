@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from batchengine.core import (
+    ContextBound,
     DoneEvent,
     GenerationRequest,
     PromptTokenEvent,
@@ -285,6 +286,28 @@ async def test_context_overflow_in_the_words_that_clients_look_for() -> None:
     _, body, _, _ = await post(TEXT, {"prompt": "x" * 3000})
     assert "maximum context length is 2048 tokens" in body["error"]["message"]
     assert body["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "x" * 3000}),
+        (TEXT, {"prompt": "xy", "max_tokens": 2048}),
+        (TEXT, {"prompt": "x" * 300_000}),
+        (CHAT, chat("x" * 3000)),
+        (CHAT, chat("x" * 300_000)),
+    ],
+    ids=["prompt", "answer", "bytes", "chat", "bytes of a chat"],
+)
+async def test_a_prompt_that_is_too_long_for_the_store_says_so(
+    path: str, body: dict[str, Any]
+) -> None:
+    engine = FakeEngine()
+    engine.info.context_bound = ContextBound.STORE
+    _, answer, _, _ = await post(path, body, engine)
+    assert answer["error"]["code"] == "context_length_exceeded"
+    assert "store.budget_bytes" in answer["error"]["fix"]
+    assert "--ctx" not in answer["error"]["fix"]
 
 
 @pytest.mark.parametrize(

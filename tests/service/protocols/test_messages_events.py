@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchengine import errors
-from batchengine.core import DoneEvent, GenerationRequest, SkippedEvent, TokenEvent, Usage
+from batchengine.core import (
+    ContextBound,
+    DoneEvent,
+    GenerationRequest,
+    SkippedEvent,
+    TokenEvent,
+    Usage,
+)
 from service.protocols import requests
 from service.protocols.messages.events import Facts, MessagesFormatter, error_object
 from service.protocols.messages.signatures import SHOWN, HiddenReasoning, reasoning_of
@@ -236,10 +243,14 @@ def test_a_failure_is_an_error_event_with_the_request() -> None:
 
 
 def test_overflow_is_said_in_the_words_that_clients_read() -> None:
-    error = errors.PROMPT_TOO_LONG(asked="71,204 tokens", n_prompt_tokens=71204, n_ctx=65536)
+    error = errors.PROMPT_TOO_LONG(
+        asked="71,204 tokens", n_prompt_tokens=71204, n_ctx=65536, longer=ContextBound.SETTING
+    )
     found: Any = error_object(error)["error"]
     assert found["message"] == "prompt is too long: 71204 tokens > 65536 maximum"
-    error = errors.PROMPT_TOO_LONG(asked="8 tokens + max 99", n_prompt_tokens=8, n_ctx=64)
+    error = errors.PROMPT_TOO_LONG(
+        asked="8 tokens + max 99", n_prompt_tokens=8, n_ctx=64, longer=ContextBound.SETTING
+    )
     found = error_object(error)["error"]
     assert "8 tokens + max 99" in found["message"]
 
