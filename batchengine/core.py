@@ -80,7 +80,7 @@ class BatchEngineError(Exception):
         if self.why:
             text += f": {self.why}" if not text.endswith(".") else f" {self.why}"
         if self.fix:
-            text += f". Fix: {self.fix}" if not text.endswith(".") else f" Fix: {self.fix}"
+            text += f". Fix: {self.fix}" if not text.endswith((".", "?")) else f" Fix: {self.fix}"
         return text
 
 

@@ -100,6 +100,10 @@ TOO_LITTLE_MEMORY = Problem("BE1119", Kind.INTERNAL, _DEFECT,
     "too little memory for {nodes} daemons",
     "they need about {needed}, and {free} are free",
     "take fewer (--nodes) or a smaller model, or end something else")
+WRONG_USAGE = Problem("BE1120", Kind.INVALID, _USAGE, "{what}", fix="{fix}")
+COMMAND_FAILED = Problem("BE1121", Kind.INTERNAL, _DEFECT,
+    "the command met an unexpected {defect}",
+    fix="run it again with --debug and report the traceback")
 NOT_AN_ADDRESS = Problem("BE1130", Kind.INTERNAL, _DEFECT,
     "{url!r} is not the address of a daemon",
     fix="write it as http://127.0.0.1:7717/v1")

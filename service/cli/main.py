@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """One command; returns the exit code, prints errors as one readable line."""
-    debug = "--debug" in arguments
+    debug, as_json = "--debug" in arguments, "--json" in arguments
     open_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a name of a session may be in no other encoding
@@ -124,7 +124,8 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()  # a full disk is an error here, not one that the interpreter drops
         return result if isinstance(result, int) else 0
     except cyclopts.CycloptsError as error:
-        print(f"batchengine: {_usage(error, arguments)}", file=sys.stderr)
+        what, fix = _usage(error, arguments)
+        _print_error(errors.WRONG_USAGE(what=what.removesuffix("."), fix=fix), as_json)
         return EXIT_USAGE
     except BatchEngineError as error:
         if debug:
@@ -133,7 +134,7 @@ def run(arguments: Sequence[str]) -> int:
             error.fix = f"name one that answers: {', '.join(running)}; or {error.fix}"
         if error.code == errors.INVALID_API_KEY.code:
             error.fix = "set BATCHENGINE_API_KEY; chat has --api-key-file FILE, too"
-        _print_error(error, "--json" in arguments)
+        _print_error(error, as_json)
         return exit_code(error)
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -146,17 +147,14 @@ def run(arguments: Sequence[str]) -> int:
             raise
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             drop_output()
-            _print_error(errors.OUTPUT_LOST(why=str(error.strerror).lower()), "--json" in arguments)
+            _print_error(errors.OUTPUT_LOST(why=str(error.strerror).lower()), as_json)
             return EXIT_FAILED
-        print(
-            f"batchengine: {errors.INTERNAL_ERROR.code} unexpected {type(error).__name__}: {error}."
-            " Fix: run again with --debug and report the traceback",
-            file=sys.stderr,
-        )
+        defect = f"{type(error).__name__}: {error}"
+        _print_error(errors.COMMAND_FAILED(defect=defect), as_json)
         return EXIT_FAILED
 
 
-def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
+def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> tuple[str, str]:
     """What is wrong with the arguments, and what to type or read instead."""
     text = " ".join(str(error).split())
     text = re.sub(r'unable to convert ("[^"]*") into (int|float)', r"\1 is no \2", text)
@@ -166,17 +164,17 @@ def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> str:
     command = _command_of(arguments)
     if isinstance(error, cyclopts.UnknownCommandError):
         if not command and (ours := COMMANDS_OF_PEERS.get(arguments[0])):
-            return f'Unknown command "{arguments[0]}". Fix: {ours}'
+            return f'Unknown command "{arguments[0]}".', ours
         text = re.sub(r" Available commands: .*, \.\.\.$", "", text)
     if isinstance(error, cyclopts.UnknownOptionError):
         option = str(error.token.value or error.token.keyword).partition("=")[0]
         if command == " ps" and option == "--watch":
-            return "Unknown option: --watch. Fix: `batchengine top` looks again every second"
+            return f"Unknown option: {option}.", "`batchengine top` looks again every second"
         if command == " serve" and (ours := OPTIONS_OF_PEERS.get(option)):
-            return f"Unknown option: {option}. Fix: write it as `batchengine serve {ours}`"
+            return f"Unknown option: {option}.", f"write it as `batchengine serve {ours}`"
     if command == " sessions" and isinstance(error, cyclopts.UnusedCliTokensError):
-        return f"{text} Fix: name a command, such as `batchengine sessions show SESSION`"
-    return f"{text} Fix: see `batchengine{command} --help`"
+        return text, "name a command, such as `batchengine sessions show SESSION`"
+    return text, f"see `batchengine{command} --help`"
 
 
 def _command_of(arguments: Sequence[str]) -> str:

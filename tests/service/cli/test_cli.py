@@ -232,6 +232,45 @@ def test_errors_are_one_line_without_a_traceback(
         assert word in lines[0], (word, lines[0])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        (["srve", "--json"], 'Unknown command "srve"', "`batchengine --help`"),
+        (["ps", "--json", "--watch"], "Unknown option: --watch", "`batchengine top` looks again"),
+        (["sessions", "--limit", "-1", "--json"], "Must be >= 0", "`batchengine sessions --help`"),
+        (["sessions", "foo", "--json"], "unexpected argument 'foo'", "name a command"),
+        (["plan", "--json"], "MODEL requires an argument", "`batchengine plan --help`"),
+    ],
+    ids=["command", "option", "value", "argument", "nothing"],
+)
+def test_wrong_usage_with_json_is_an_error_object(
+    arguments: list[str], what: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(arguments) == 2
+    out, text = capsys.readouterr()
+    assert out == ""
+    assert text.count("\n") == 1
+    error = json.loads(text)["error"]
+    assert what in error["what"]
+    assert fix in error["fix"]
+    assert error["message"].startswith(f"{error['batchengine_code']} {error['what']}")
+    assert error["code"] == "invalid_configuration"
+
+
+def test_a_defect_of_a_command_with_json_is_an_error_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(main, "app", fails)
+    assert main.run(["ps"]) == 1
+    words = "the command met an unexpected RuntimeError: a defect. Fix: run it again with --debug"
+    assert words in capsys.readouterr().err
+    assert main.run(["ps", "--json"]) == 1
+    assert json.loads(capsys.readouterr().err)["error"]["code"] == "internal_error"
+
+
 def test_a_key_that_no_header_can_hold_is_an_error_of_one_line() -> None:
     for key in ("one\ntwo", "schlüssel"):
         done = cli("chat", BATCHENGINE_API_KEY=key)
