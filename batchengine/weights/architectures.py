@@ -21,8 +21,9 @@ class ModelArchitecture:
     sections_are_neox: in files with sections of RoPE, for images, they are those of "neox".
     has_qk_norm: heads of Q and K are normed before RoPE; None = if the file has the tensors.
     norms_whole_qk: all heads of Q are normed as one row, and those of K. norms_rotated: heads of Q
-    and K are normed after RoPE. experts: whether a model
-    has experts, "beside" a dense part in each layer if it has any. ffn_norm: the tensor that norms
+    and K are normed after RoPE. has_alpha: another key may make RoPE's base larger than it says
+    (rope.scaling.alpha); such files are refused. experts: whether a model has experts, "beside" a
+    dense part in each layer if it has any. ffn_norm: the tensor that norms
     the input of the feed-forward part. rope_every: of so many layers the last one has no RoPE; 0 =
     all have it. log_multiplier: of YaRN: its magnitude is divided by the one that a
     key gives, "whole" or a "tenth" of it; "flag": with any it is 1.
@@ -80,6 +81,7 @@ class ModelArchitecture:
     has_qk_norm: bool | None = False
     norms_whole_qk: bool = False
     norms_rotated: bool = False
+    has_alpha: bool = False
     experts: Literal["none", "some", "all", "beside"] = "none"
     ffn_norm: str = "ffn_norm.weight"
     rope_every: int = 0
@@ -174,7 +176,7 @@ ARCHITECTURES = {
     "seed_oss": ModelArchitecture(ffn_norm="post_attention_norm.weight"),
     "qwen3": _QWEN3,
     "qwen3moe": _QWEN3_MOE,
-    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-dense": replace(_HUNYUAN, has_alpha=True),
     "hunyuan-moe": replace(_HUNYUAN, experts="all", shared_expert="sized"),
     "maincoder": ModelArchitecture(pairs="norm", has_qk_norm=True, norms_rotated=True),
     "qwen3vl": _QWEN3,

@@ -489,9 +489,12 @@ def _rope(gguf: GgufFile, arch: str, n_rot: int, base: float) -> RopeSpec:
 
 
 def _refuse_alpha(gguf: GgufFile, arch: str) -> None:
-    """Raises for a base that grows with another key; usual files have the base that it gives."""
+    """Raises for a base that grows with another key; usual files have the base that it gives.
+
+    Other architectures may have the key, too: there it is of no effect, as in llama.cpp.
+    """
     key = f"{arch}.rope.scaling.alpha"
-    if ARCHITECTURES[arch].norms_rotated and (alpha := gguf.number(key, 0.0)) > 0.0:
+    if ARCHITECTURES[arch].has_alpha and (alpha := gguf.number(key, 0.0)) > 0.0:
         raise unsupported(gguf, key, alpha, f"{arch}.rope.freq_base must be the whole base")
 
 

@@ -148,6 +148,18 @@ def test_a_file_of_hunyuan_may_count_one_expert_and_has_no_alpha(tmp_path: Path)
         read_spec(file)
 
 
+@pytest.mark.parametrize("arch", ["hunyuan-moe", "maincoder", "llama"])
+def test_alpha_is_of_no_effect_in_other_architectures(tmp_path: Path, arch: str) -> None:
+    path = tmp_path / "m.gguf"
+    experts = {"n_expert": 4, "n_used": 2, "n_ff_shared": 64} if arch == "hunyuan-moe" else {}
+    write_synthetic(path, replace(TINY, arch=arch, **experts))
+    alpha = {f"{arch}.rope.scaling.alpha": (50.0, [T.FLOAT32])}
+    with GgufFile(path) as file:
+        plain = read_spec(file)
+    with GgufFile(edited(path, lambda values, _: values.update(alpha))) as file:
+        assert read_spec(file) == plain
+
+
 def test_queries_are_scaled_by_the_first_context(tmp_path: Path) -> None:
     shape = replace(TINY, arch="mistral3", yarn_factor=16.0, yarn_trained=512, temperature=0.1)
     spec = spec_of(tmp_path / "m.gguf", shape)
