@@ -536,7 +536,7 @@ WORKER_FAILED = Problem("BE2299", Kind.INTERNAL, _DEFECT, "the worker failed", "
 # -------------------------------------------------------------------------------- 23: computation
 REQUEST_TOO_LARGE = Problem("BE2301", Kind.INVALID, "kv_too_small",
     "the request can never run here",
-    "it needs up to {pages_max} KV pages and the store has {budget} in all",
+    "it needs up to {pages_max} KV pages; {room}",
     "shorten the prompt or max_tokens, or raise store.budget_bytes")
 NUMERIC_FAULT = Problem("BE2302", Kind.INTERNAL, "numeric_fault",
     "a number of this generation was not finite",

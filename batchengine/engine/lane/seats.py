@@ -52,6 +52,7 @@ class Seats:
         self.pages_barred = 0  # of these, for which the disk has no room now
         self.pages_beyond = 0  # that sessions have with peers, or may have in addition
         self.pages_beyond_max = 0  # that sessions could have with peers that keep nothing else
+        self.why_none_beyond = ""  # why peers hold no pages of this model; "" = they do, or none is
         self.pages_beyond_free = 0  # of these, the ones that no session has yet
         self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
         self.pages_short = asyncio.Event()  # set while running turns find no page
@@ -135,7 +136,10 @@ class Seats:
         """Return why a waiting turn cannot run: never here, or not with what peers have now."""
         request_id, budget = turn.generation.request_id, self.pages_budget + self.pages_beyond
         if turn.pages_max > self.pages_budget + self.pages_beyond_max:
-            return errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, budget=budget)
+            room = f"the store has {budget} in all"
+            if self.why_none_beyond:
+                room += f", and {self.why_none_beyond}"
+            return errors.REQUEST_TOO_LARGE(pages_max=turn.pages_max, room=room)
         return errors.NO_ROOM_AT_PEERS(
             pages_max=turn.pages_max, budget=budget, request_id=request_id
         )

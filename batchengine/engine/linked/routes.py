@@ -22,6 +22,7 @@ from batchengine.engine.linked.page_move import PageMover
 from batchengine.peers.features import HOLDS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.transitions import LinkState
+from batchengine.policy.linked.layouts import Rejected
 from batchengine.policy.linked.routes import (
     GrowthPolicy,
     PageMove,
@@ -51,13 +52,15 @@ RETRY_S = 1.0  # after a move that failed
 UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its pages are lost
 
 
-def is_routable(layout: PageLayout, n_head: int, step_tokens: int) -> bool:
-    """Whether peers can attend to pages of a model: its layers are alike, and what the query heads
-    of one KV head accumulate for all tokens of a step is one message. n_head: of each layer; 0 =
-    layers differ."""
+def why_unheld(layout: PageLayout, n_head: int, step_tokens: int) -> Rejected | None:
+    """Return why peers cannot attend to pages of a model; None = they can: its layers are alike,
+    and what the query heads of one KV head accumulate for all tokens of a step is one message.
+    n_head: of each layer; 0 = layers differ."""
+    if n_head == 0 or not layout.is_uniform:
+        return Rejected.OWN_HEADS
     heads = layout.layers[0]
     n_bytes = step_tokens * (n_head // heads.n_kv_head) * 4 * (heads.head_dim + 2)
-    return n_head > 0 and layout.is_uniform and n_bytes <= PAYLOAD_BYTES_MAX
+    return None if n_bytes <= PAYLOAD_BYTES_MAX else Rejected.LONG_STEPS
 
 
 class RouteKeeper:
@@ -83,8 +86,7 @@ class RouteKeeper:
         self._mover = mover
         self._spawn = spawn
         self._page_bytes = layout.page_bytes
-        # Else no peer attends to its pages.
-        self._is_routable = is_routable(layout, n_head, loop.config.tokens_per_step)
+        self.unheld = why_unheld(layout, n_head, loop.config.tokens_per_step)
         self._wanted: dict[Session, int] = {}  # pages that are to be here
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._slow = SlowPeers()
@@ -147,6 +149,7 @@ class RouteKeeper:
         self._beyond.append((now, free + self._taken.n_pages))
         seats.pages_beyond = max([pages for _, pages in self._beyond])
         seats.pages_beyond_max = self._pages_of_peers()
+        seats.why_none_beyond = (self.unheld or "") if self._peers else ""
         self._rests = {one: until for one, until in self._rests.items() if until > now}
         for session in [one for one in self._wanted if one.state is State.CLOSED]:
             del self._wanted[session]
@@ -254,7 +257,7 @@ class RouteKeeper:
     def _pages_of_peers(self) -> int:
         """Pages that all peers have in all, those of other models half as many; UNKNOWN_PAGES while
         one has not said so."""
-        if not self._is_routable:
+        if self.unheld is not None:
             return 0
         bytes_of = [
             (link.load.kv_bytes >> link.is_of_other_model) * link.state.is_open
@@ -302,7 +305,7 @@ class RouteKeeper:
 
     def is_usable(self, link: PeerLink) -> bool:
         """Whether a peer may get pages of this daemon's sessions now."""
-        return self._is_routable and self.is_served(link)
+        return self.unheld is None and self.is_served(link)
 
     def is_served(self, link: PeerLink) -> bool:
         """Whether a peer is up and keeps pages, as one that computes for others does."""

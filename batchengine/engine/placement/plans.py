@@ -80,7 +80,8 @@ class PeerPlans:
             int(details["head_dim"]),
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
-        self.facts = LayoutFacts(self._shape, self._kv_token_bytes)  # with the pipeline in use
+        # with the pipeline in use
+        self.facts = LayoutFacts(self._shape, self._kv_token_bytes, unheld=keeper.unheld)
         self._again_at = 0.0
 
     def with_peers(
@@ -263,7 +264,7 @@ class PeerPlans:
         prompt = PromptWork(0, PLANNED_TOKENS)
         found = await asyncio.to_thread(pipeline.plan, hosts, links, "", self._model, prompt)
         is_alone = found is None or len(found.stages) < 2
-        self.facts = LayoutFacts(self._shape, self._kv_token_bytes, None if is_alone else found)
+        self.facts = msgspec.structs.replace(self.facts, pipeline=None if is_alone else found)
         if found is not None:
             stages = ", ".join(f"{s.name or 'here'} {s.first}-{s.end}" for s in found.stages)
             log.info("pipeline of prompts: %s", stages)

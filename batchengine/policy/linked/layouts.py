@@ -54,6 +54,8 @@ class Rejected(enum.StrEnum):
     OTHER = "another strategy comes first"
     NOT_AVAILABLE = "it is not available now"
     NO_TURNS = "it computes no turns of this model"
+    OWN_HEADS = "peers hold no pages of models whose layers have different heads"
+    LONG_STEPS = "peers hold no pages: lane.tokens_per_step queries of this model exceed a message"
 
 
 class PeerState(msgspec.Struct, frozen=True, gc=False):
@@ -84,11 +86,13 @@ class PeerState(msgspec.Struct, frozen=True, gc=False):
 
 
 class LayoutFacts(msgspec.Struct, frozen=True, gc=False):
-    """What predictions need to know of the model, and the pipeline in use; None = there is none."""
+    """What predictions need to know of the model, and the pipeline in use; None = there is none.
+    `unheld`: why peers hold none of its pages; None = they do."""
 
     shape: RingShape
     kv_token_bytes: int  # of all layers
     pipeline: PipelinePlan | None = None
+    unheld: Rejected | None = None
 
 
 class LayoutTimes(msgspec.Struct, frozen=True, gc=False):
@@ -226,6 +230,8 @@ def through_ring(
     time to send it is exposed.
     """
     rank, frontier, n_tokens, tokens_out, context = work
+    if facts.unheld is not None:
+        return LayoutTimes(rejected=facts.unheld)
     if held:
         route = _held_route(held, peers)
         if isinstance(route, Rejected):

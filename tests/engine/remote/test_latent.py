@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from batchengine.engine.linked.routes import is_routable
+from batchengine.engine.linked.routes import why_unheld
+from batchengine.policy.linked.layouts import Rejected
 from bench.models.shapes import PRESETS
 from bench.models.synthetic import write_synthetic
 from kv_store.layout import KvHeads, PageLayout
@@ -50,15 +51,15 @@ async def test_prompts_go_through_a_pipeline(site: Site, reference: Reference) -
 @pytest.mark.parametrize(
     ("layout", "n_head", "tokens", "expected"),
     [
-        (PageLayout.uniform(47, 1, 576, 64), 20, 640, True),  # GLM-4.7-Flash
-        (PageLayout.uniform(61, 1, 576, 64), 64, 640, False),  # Kimi K2: 90 MiB
-        (PageLayout.uniform(61, 1, 576, 64), 64, 400, True),
-        (PageLayout.uniform(80, 8, 128), 64, 640, True),
-        (PageLayout((KvHeads(1, 32), KvHeads(1, 64))), 1, 32, False),
-        (PageLayout.uniform(45, 8, 128), 0, 32, False),  # query heads by layer
+        (PageLayout.uniform(47, 1, 576, 64), 20, 640, None),  # GLM-4.7-Flash
+        (PageLayout.uniform(61, 1, 576, 64), 64, 640, Rejected.LONG_STEPS),  # Kimi K2: 90 MiB
+        (PageLayout.uniform(61, 1, 576, 64), 64, 400, None),
+        (PageLayout.uniform(80, 8, 128), 64, 640, None),
+        (PageLayout((KvHeads(1, 32), KvHeads(1, 64))), 1, 32, Rejected.OWN_HEADS),
+        (PageLayout.uniform(45, 8, 128), 0, 32, Rejected.OWN_HEADS),  # query heads by layer
     ],
 )
 def test_pages_of_models_whose_steps_are_no_message_stay(
-    layout: PageLayout, n_head: int, tokens: int, expected: bool
+    layout: PageLayout, n_head: int, tokens: int, expected: Rejected | None
 ) -> None:
-    assert is_routable(layout, n_head, tokens) == expected
+    assert why_unheld(layout, n_head, tokens) == expected

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchengine.peers.link import PeerLink
+from batchengine.policy.linked.layouts import Rejected
 from bench.models.synthetic import PRESETS, write_synthetic
 from tests.engine.linked.daemons import Daemon, daemon
 from tests.engine.linked.test_daemons import holders, nothing_is_held
@@ -96,3 +97,27 @@ async def test_pages_whose_layers_differ_stay_where_they_are(
             await nothing_is_held(a, b)
     finally:
         alone.close()
+
+
+async def test_a_context_that_peers_cannot_keep_is_refused_with_the_reason(
+    site: Site, tmp_path: Path
+) -> None:
+    """The layers of Step 3.5 with a window have other numbers of query heads."""
+    path = tmp_path / "step35.gguf"
+    write_synthetic(path, replace(PRESETS["step35-tiny"], n_vocab=2000, context=1 << 15))
+    other = Site(path, site.folder, site.cache_dir)
+    async with daemon(site, "a", N_PAGES) as a, daemon(other, "b", 6) as b:
+        a.knows(b)
+        b.knows(a)
+        await until(lambda: all(one.bandwidth is not None for one in links_of(a, b)))
+        seats = b.state.lanes[0].seats
+        await until(lambda: seats.why_none_beyond == Rejected.OWN_HEADS)
+        prompt = words(5, 256 * seats.pages_budget)
+        generation = b.engine.submit(request(prompt, 520, session="s"))
+        error = (await read(generation)).error
+        assert error is not None
+        assert error.name == "kv_too_small"
+        assert error.why.endswith(f" in all, and {Rejected.OWN_HEADS}")
+        shown = b.engine.explain(generation.request_id)
+        rings = [one["rejected"] for one in shown["outlooks"] if one["decode"] == "ring"]
+        assert rings == [Rejected.OWN_HEADS]

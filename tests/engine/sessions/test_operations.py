@@ -174,7 +174,7 @@ async def test_two_api_keys_with_one_idempotency_key_each_explain_their_own_requ
 
 def test_a_request_that_can_never_run_is_not_retryable() -> None:
     """With status 503 clients would repeat the request for ever."""
-    error = errors.REQUEST_TOO_LARGE(pages_max=9, budget=8)
+    error = errors.REQUEST_TOO_LARGE(pages_max=9, room="the store has 8 in all")
     assert (error.code, error.kind) == ("BE2301", Kind.INVALID)
     assert STATUS[error.kind] == 400
     assert error_headers(error) == {"x-should-retry": "false"}

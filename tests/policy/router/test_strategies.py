@@ -137,6 +137,11 @@ def test_a_context_beyond_every_lane_goes_on_a_ring(rank: int) -> None:
     refused = route(long_request(rank), None, state(small, context_max=40_000))
     assert (refused.lane, refused.reason) == ("", Reason.NO_FIT)
     assert outlook(refused, RING).why is Rejected.NO_ROOM
+    for why in (Rejected.OWN_HEADS, Rejected.LONG_STEPS):
+        facts = replace(FACTS, unheld=why)
+        refused = route(long_request(rank), None, state(half, context_max=40_000, facts=facts))
+        assert (refused.lane, refused.reason) == ("", Reason.NO_FIT)
+        assert outlook(refused, RING).why is why
     three = route(
         long_request(rank), None, state(small, replace(small, name="c"), context_max=40_000)
     )
