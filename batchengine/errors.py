@@ -165,7 +165,7 @@ PROMPT_TOO_LONG = Problem("BE1203", Kind.INVALID, "context_length_exceeded",
 OVERLOADED = Problem("BE1204", Kind.UNAVAILABLE, "overloaded",
     "too many requests are waiting",
     "{waiting} requests are queued, the limit",
-    "send it again later, or raise limits.queue_max")
+    "send it again later, or raise {setting}")
 SESSION_BUSY = Problem("BE1205", Kind.UNAVAILABLE, "session_busy",
     "this session has too many requests waiting",
     "a session computes one request at a time, {queued} are queued behind it",
@@ -440,7 +440,7 @@ UNKNOWN_FIELDS = Problem("BE1722", Kind.INVALID, "unknown_parameter",
     "?strict=1 turns every field this daemon does not know into an error",
     "remove them, or drop ?strict=1")
 TOO_MANY_REQUESTS = Problem("BE1723", Kind.UNAVAILABLE, "too_many_requests",
-    "{running:,} requests are open, the limit is {limit:,}",
+    "{running:,} {what} are open, the limit is {limit:,}",
     fix="retry after the time given", retry_ms=2000)
 CANCELLED = Problem("BE1724", Kind.CONFLICT, "cancelled",
     "the request was cancelled",

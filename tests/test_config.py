@@ -21,6 +21,7 @@ from batchengine.config import (
     warnings,
 )
 from batchengine.config.loading import is_loopback
+from batchengine.config.peers import read_peer_file
 from batchengine.core import BatchEngineError, SlaClass
 from kv_store.pages.maintenance import SESSIONS_MAX
 from service.http.access import key_lines
@@ -583,3 +584,9 @@ def test_the_rest_of_the_context_is_the_answer_where_all_lanes_hold_it(tmp_path:
     assert load(write(tmp_path, "[limits]\ntokens_max_default = 9")).answer_tokens_max == 9
     gpu = "[[lane]]\n[[lane]]\nkind = 'cuda'\nvram_bytes = '4GB'"
     assert load(write(tmp_path, gpu)).answer_tokens_max == 4096
+
+
+def test_a_file_of_a_peer_that_is_too_large_is_refused_with_the_limit(tmp_path: Path) -> None:
+    path = write(tmp_path, "#" * 70_000)
+    with pytest.raises(BatchEngineError, match="has 70,000 bytes, more than 65,536"):
+        read_peer_file(Path(path), tls=True)

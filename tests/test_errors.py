@@ -159,7 +159,9 @@ def test_a_row_fills_its_templates() -> None:
 
 def test_headers_give_whether_and_when_to_retry() -> None:
     assert error_headers(errors.INVALID_JSON(why="no")) == {"x-should-retry": "false"}
-    assert error_headers(errors.OVERLOADED(waiting=1, retry_ms=1200)) == {
+    assert error_headers(
+        errors.OVERLOADED(waiting=1, setting="limits.queue_max", retry_ms=1200)
+    ) == {
         "Retry-After": "2",
         "retry-after-ms": "1200",
         "x-should-retry": "true",

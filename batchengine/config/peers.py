@@ -78,7 +78,9 @@ def read_peer_file(path: Path, *, tls: bool) -> PeerConfig:
     except OSError as error:
         raise errors.CONFIG_UNREADABLE(path=path, why=error.strerror or "") from None
     if size > FILE_BYTES_MAX:
-        raise errors.CONFIG_UNREADABLE(path=path, why=f"it has {size:,} bytes")
+        raise errors.CONFIG_UNREADABLE(
+            path=path, why=f"it has {size:,} bytes, more than {FILE_BYTES_MAX:,}"
+        )
     source = Source.read(str(path))
     return _build_peer(source, path.stem, source.tree, "", tls)
 

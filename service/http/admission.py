@@ -107,7 +107,7 @@ class Service:
         """
         busy, limit = len(self.live) + self.preparing.total(), self.config.limits.streams_max
         if busy >= limit:
-            raise errors.TOO_MANY_REQUESTS(running=busy, limit=limit)
+            raise errors.TOO_MANY_REQUESTS(running=busy, what="requests", limit=limit)
         if not keys.is_alone(self.config, tenant):
             own = self.preparing[tenant] + self.requests_of(tenant)
             own_max = keys.key_of(self.config, tenant).streams_max

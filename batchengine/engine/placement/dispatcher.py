@@ -115,8 +115,11 @@ class Dispatcher:
             wait_ms = min(self._lanes.wait_ms(loop, rank, tenant) for loop, _ in up)
             self._state.metrics.shed_total.labels(sla_class.value, "queue_full").inc()
             waiting = sum(lane.load.waiting for _, lane in up)
-            retry_ms = cost.retry_after_ms(wait_ms)
-            raise errors.OVERLOADED(waiting=waiting, retry_ms=retry_ms)
+            raise errors.OVERLOADED(
+                waiting=waiting,
+                setting="queue_max of the lanes ([[lane]])",
+                retry_ms=cost.retry_after_ms(wait_ms),
+            )
         patience_ms = self._state.config.sla.of(sla_class).patience_s * 1000
         if patience_ms and min(waits) > patience_ms:
             self._state.metrics.shed_total.labels(sla_class.value, "patience").inc()

@@ -41,7 +41,9 @@ class RequestAdmission:
         check_request(request, self._info)
         if state.waiting >= state.config.limits.queue_max:
             retry_ms = cost.retry_after_ms(self._dispatcher.wait_ms(request))
-            raise errors.OVERLOADED(waiting=state.waiting, retry_ms=retry_ms)
+            raise errors.OVERLOADED(
+                waiting=state.waiting, setting="limits.queue_max", retry_ms=retry_ms
+            )
         self._check_session(request)
         self._dispatcher.admit(request)
 

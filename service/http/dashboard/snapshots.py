@@ -49,9 +49,12 @@ class Snapshots:
     def enter(self, tenant: str) -> None:
         """Counts a watcher; raises 503 when there are too many."""
         own, total = self.watchers.get(tenant, 0), sum(self.watchers.values())
-        if own >= WATCHERS_OF_KEY_MAX or total >= WATCHERS_MAX:
-            limit = WATCHERS_OF_KEY_MAX if own >= WATCHERS_OF_KEY_MAX else WATCHERS_MAX
-            raise errors.TOO_MANY_REQUESTS(running=max(own, total), limit=limit)
+        for running, what, limit in (
+            (own, "dashboards of this key", WATCHERS_OF_KEY_MAX),
+            (total, "dashboards", WATCHERS_MAX),
+        ):
+            if running >= limit:
+                raise errors.TOO_MANY_REQUESTS(running=running, what=what, limit=limit)
         self.watchers[tenant] = own + 1
 
     def leave(self, tenant: str) -> None:

@@ -547,7 +547,7 @@ async def test_a_body_that_never_ends_is_answered_408(monkeypatch: pytest.Monkey
 
 async def test_shed_and_engine_refusal_carry_retry_headers() -> None:
     engine = FakeEngine()
-    engine.refuse = errors.OVERLOADED(waiting=9, retry_ms=1500)
+    engine.refuse = errors.OVERLOADED(waiting=9, setting="limits.queue_max", retry_ms=1500)
     async with serving(engine) as served:
         for stream in (True, False):  # a refusal is a status code, never a broken stream
             status, body, headers = await post(served, "/v1/chat/completions", chat(stream=stream))

@@ -456,7 +456,11 @@ async def test_the_sdk_lists_models_and_gets_its_errors_on_every_path() -> None:
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (errors.OVERLOADED(waiting=9, retry_ms=1500), 503, "overloaded_error"),
+        (
+            errors.OVERLOADED(waiting=9, setting="limits.queue_max", retry_ms=1500),
+            503,
+            "overloaded_error",
+        ),
         (errors.WAIT_TOO_LONG(wait_s=9, patience_s=1, sla_class="batch"), 503, "overloaded_error"),
         (errors.KEY_QUEUE_FULL(waiting=9), 429, "rate_limit_error"),
     ],

@@ -114,10 +114,12 @@ async def test_watchers_are_few_and_leave_no_trace(monkeypatch: pytest.MonkeyPat
     async with serving(config=config) as served, aiohttp.ClientSession(served.base) as client:
         open_ = [await client.get("/api/live", headers=first) for _ in range(2)]
         assert [reply.status for reply in open_] == [200, 200]
+        open_.append(await client.get("/api/live", headers=second))
+        assert open_[-1].status == 200
         async with client.get("/api/live", headers=first) as reply:
             assert reply.status == 503
-        async with client.get("/api/live", headers=second) as reply:
-            assert reply.status == 200
+            what = (await reply.json())["error"]["what"]
+            assert what == "2 dashboards of this key are open, the limit is 2"
         for reply in open_:
             reply.close()
         async with asyncio.timeout(60):

@@ -45,7 +45,7 @@ async def test_admitted_choices_are_cancelled_when_another_one_is_refused() -> N
 
     def third_refused(request: Any) -> Any:
         if len(engine.generations) == 2:
-            raise errors.OVERLOADED(waiting=9)
+            raise errors.OVERLOADED(waiting=9, setting="limits.queue_max")
         return real(request)
 
     engine.submit = third_refused  # type: ignore[method-assign]
