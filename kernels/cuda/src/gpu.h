@@ -40,6 +40,8 @@ using Out = T*;
 // Global memory at an address that a kernel has read from memory.
 template <class T>
 GPU_FN T* out_at(uint64_t address) {
+    // Else the compiler of CUDA 13.0 does not end where it looks for the parts of such addresses.
+    asm("" : "+l"(address));
     // Else reads are generic ones, which take longer.
     return static_cast<T*>(__cvta_global_to_generic(address));
 }

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +21,7 @@ import kernels.cuda.compile as module
 from bench.cuda.assembly.ptx import contracted, faults, float_operations, kernels_of
 from bench.cuda.ceilings import SOURCE as CEILINGS
 from kernels.cuda.compile import (
+    INCLUDES,
     TARGETS,
     Compiled,
     CompileError,
@@ -192,6 +195,18 @@ def test_no_lambda_has_a_parameter_of_type_auto() -> None:
     """NVRTC 13.0 and 13.1 take such a one in a template for a function of the host."""
     generic = re.compile(r"\[&?\]\([^)]*\bauto\b")
     assert [unit.stem for unit in (*units(), CEILINGS) if generic.search(unit.read_text())] == []
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.parametrize(
+    "unit", [unit for unit in units() if unit.stem in ("attention", "recurrent")]
+)
+def test_the_compiler_of_cuda_itself_ends(tmp_path: Path, unit: Path) -> None:
+    """It is often an older one than NVRTC here; that of 13.0 did not end with `attention`."""
+    command = ["nvcc", "-std=c++20", "-fmad=false", "-arch=sm_90", "-ptx", str(unit)]
+    command += [f"-I{folder}" for folder in INCLUDES]
+    subprocess.run([*command, "-o", str(tmp_path / "made.ptx")], check=True, timeout=250)
+    assert kernels_of((tmp_path / "made.ptx").read_text())
 
 
 def test_every_included_file_is_part_of_the_key() -> None:
