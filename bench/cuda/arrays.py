@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -9,7 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from kernels.cuda.gpu import Gpu
+from kernels.cuda.gpu import Gpu, GpuFault
+
+
+def free_all(gpu: Gpu, addresses: Iterable[int], error: BaseException | None) -> None:
+    """End allocations. After an error a device that failed refuses it, and the error says more."""
+    for address in addresses:
+        with contextlib.suppress(GpuFault) if error else contextlib.nullcontext():
+            gpu.free(address)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +53,7 @@ class Arrays:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for address in self._addresses:
-            self._gpu.free(address)
+        free_all(self._gpu, self._addresses, error)
 
     def put(self, values: NDArray[Any]) -> DeviceArray:
         """A copy of an array."""

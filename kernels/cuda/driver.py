@@ -290,11 +290,15 @@ class CudaGpu(Gpu):
             raise GpuFault(f"{name}: {error}") from error
         if status == self._driver.CUresult.CUDA_ERROR_NOT_READY:
             return None
+        self._check(name, status)
+        return values[0] if len(values) == 1 else values
+
+    def _check(self, name: str, status: Any) -> None:
+        """Raise what a status of a function is, unless it is success."""
         if status == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise MemoryError(name)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise GpuFault(f"{name}: {getattr(status, 'name', status)}")
-        return values[0] if len(values) == 1 else values
 
     # -- memory
 
@@ -385,12 +389,14 @@ class CudaGpu(Gpu):
     def _find(self, kernel: str) -> Kernel:
         for module in self._modules:
             status, function = self._driver.cuModuleGetFunction(module, kernel.encode())
-            if status == self._driver.CUresult.CUDA_SUCCESS:
-                parameters = 0
-                while self._driver.cuFuncGetParamInfo(function, parameters)[0] == status:
-                    parameters += 1
-                self._prefer_shared(function)
-                return self._kernels.setdefault(kernel, Kernel(function, parameters))
+            if status == self._driver.CUresult.CUDA_ERROR_NOT_FOUND:
+                continue
+            self._check("cuModuleGetFunction", status)  # also the fault of an earlier launch
+            parameters = 0
+            while self._driver.cuFuncGetParamInfo(function, parameters)[0] == status:
+                parameters += 1
+            self._prefer_shared(function)
+            return self._kernels.setdefault(kernel, Kernel(function, parameters))
         raise GpuFault(f"no kernel {kernel}")
 
     def _prefer_shared(self, function: Any) -> None:
@@ -416,7 +422,8 @@ class CudaGpu(Gpu):
         try:
             run()
         except BaseException:
-            self._call("cuGraphDestroy", self._captured())
+            with contextlib.suppress(GpuFault):  # what failed may have ended the capture, too
+                self._call("cuGraphDestroy", self._captured())
             raise
         captured = self._captured()
         try:

@@ -304,10 +304,18 @@ def test_a_launch_that_fails_names_its_kernel(pool: kernels.Pool) -> None:
 
     def broken(one: KernelLaunch) -> None:
         if one.kernel == "take_rows":
+            has_failed.append(one.kernel)
             raise GpuFault("CUDA_ERROR_ILLEGAL_ADDRESS")
         launch(one)
 
+    def free_unless_failed(address: int) -> None:
+        if has_failed:  # as a device, which does nothing any more
+            raise GpuFault("cuMemFree: CUDA_ERROR_ILLEGAL_ADDRESS")
+        free(address)
+
+    has_failed, free = list[str](), emulated._free
     emulated._launch = broken  # type: ignore[method-assign]
+    emulated._free = free_unless_failed  # type: ignore[method-assign]
     with pytest.raises(GpuFault, match=r"^take_rows, grid \(3, 1, 1\), \d+ threads: CUDA_"):
         first.differences(emulated, pool, "embed q4_0", 1)
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import kernels
+from bench.cuda.arrays import free_all
 from bench.cuda.cases.values import (
     F32,
     Differs,
@@ -57,8 +58,7 @@ class Owned:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for address in self._addresses:
-            self._gpu.free(address)
+        free_all(self._gpu, self._addresses, error)
 
 
 def some_counts(rng: np.random.Generator, n_expert_max: int = 128) -> tuple[int, int, int]:

@@ -205,6 +205,27 @@ def test_other_failures_are_faults(driver: FakeDriver) -> None:
         opened(driver)
 
 
+def test_a_fault_of_a_launch_is_not_a_kernel_that_lacks(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    driver.fail["cuModuleGetFunction"] = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    with pytest.raises(GpuFault, match="cuModuleGetFunction: CUDA_ERROR_ILLEGAL_ADDRESS"):
+        gpu.launch("take_rows", (1, 1, 1), 32, [8, 1, 8, 1, 8, 1])
+    driver.fail["cuModuleGetFunction"] = Status.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(MemoryError):
+        gpu.launch("take_rows", (1, 1, 1), 32, [8, 1, 8, 1, 8, 1])
+
+
+def test_what_fails_while_it_is_captured_is_raised(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    driver.fail["cuMemAlloc"] = driver.fail["cuStreamEndCapture"] = (
+        Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+    )
+    with pytest.raises(GpuFault, match="cuMemAlloc: CUDA_ERROR_STREAM_CAPTURE_INVALIDATED"):
+        gpu.capture(lambda: gpu.free(gpu.allocate(1)))
+    driver.fail.clear()
+    assert gpu.capture(lambda: None)
+
+
 def test_seconds_are_the_mean_of_replays(driver: FakeDriver) -> None:
     gpu = opened(driver)
     with Arrays(gpu) as arrays:
