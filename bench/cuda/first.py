@@ -2,8 +2,9 @@
 
     python -m bench.cuda.first [NAME...]
 
-Launches are waited for one by one, so that a failure names its kernel. `sanitized` does the same
-under compute-sanitizer, if it is there.
+Launches are waited for one by one, so that a failure names its kernel. Before it, `contact` shows
+in seconds whether the device, its driver and the compiler work, with the kernels of one source.
+`sanitized` does the same as the first under compute-sanitizer, if it is there.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import numpy as np
 
 import kernels
 from batchengine.child.command import python_command
+from bench.cuda.arrays import Arrays
 from bench.cuda.cases import Differs, cases
 from bench.cuda.gpus import open_gpu, wait
-from kernels.cuda.compile import units
+from kernels.cuda.compile import SOURCES, units
 from kernels.cuda.gpu import Gpu, GpuFault, KernelLaunch
 
 SEEDS = 4  # random cases of a name
+CONTACT_SOURCE = SOURCES / "rows.cu"
+CONTACT_CASES = "take samples", "gates", "values"  # which need no other source
+LAUNCHES, VALUES = 50, 1000  # one behind another
 MEMCHECK = "memcheck"
 TOOLS = MEMCHECK, "synccheck", "racecheck"
 SANITIZER, TOOLKITS = "compute-sanitizer", ("/usr/local/cuda/bin", "/opt/cuda/bin")
@@ -61,6 +66,41 @@ def differences(gpu: Gpu, pool: kernels.Pool, name: str, seeds: int = SEEDS) -> 
             cases()[name](cast(Gpu, OneByOne(gpu)), pool, np.random.default_rng([seed, 7]))
         except Differs as difference:
             found.append(f"seed {seed}: {difference}")
+    return found
+
+
+def contact(gpu: Gpu, pool: kernels.Pool) -> list[str]:
+    """What differs in some cases, and in launches that follow one another without a wait, that are
+    captured, and that are replayed; copies go the ways of steps. Raises GpuFault."""
+    found = [f"{n}: {x}" for n in CONTACT_CASES for x in differences(gpu, pool, n, 1)]
+    pinned, want = np.zeros(VALUES, np.float32), np.zeros(VALUES, np.float32)
+    gpu.pin(pinned)
+    with Arrays(gpu) as arrays:
+        x, y = arrays.put(want), arrays.put(want)
+        arguments = [y.address, VALUES, VALUES, x.address, VALUES, 1.0]
+
+        def add() -> None:
+            for _ in range(LAUNCHES):  # each reads what the one before has written
+                gpu.launch("scaled_add", (1, -(-VALUES // 256), 1), 256, arguments)
+
+        def check(way: str) -> None:
+            want[:] += LAUNCHES * added
+            gpu.fetch(x.address, pinned)
+            gpu.mark().wait()
+            if not np.array_equal(pinned, want):
+                found.append(f"launches that are {way}: {pinned[0]}, not {want[0]}")
+
+        added = np.arange(VALUES, dtype=np.float32)
+        gpu.fork()
+        gpu.copy_aside(y.address, added)
+        gpu.join()
+        add()
+        check("queued")
+        graph = gpu.capture(add)
+        for way in ("captured", "replayed"):
+            graph.replay()
+            check(way)
+        graph.close()
     return found
 
 

@@ -2,10 +2,11 @@
 
     python -m bench.cuda.gpu FOLDER [--emulated] [--quick] [--seconds 480]
 
-`bench/gpu.sh` builds the native module and calls it. First every kernel runs on small shapes: if
-one fails, or differs from the CPU, the run names it and ends. FOLDER/state-DEVICE.json keeps the
-result of each step (bench/cuda/steps.py), and a later run does those that lack, that failed, or
-that were measured with other kernels or another GPU lane. FOLDER/result-DEVICE.json has all of
+`bench/gpu.sh` builds the native module and calls it. First the kernels of one source run, within
+seconds (`contact`), then every kernel on small shapes: if one fails, or differs from the CPU, the
+run names it and ends. FOLDER/state-DEVICE.json keeps the result of each step
+(bench/cuda/steps.py), and a later run does those that lack, that failed, or that were measured with
+other kernels or another GPU lane. FOLDER/result-DEVICE.json has all of
 them, and names those that were measured before any other code changed (`of_earlier_code`). No step
 begins that might end after `--seconds`; the last line is the RESULT so far, with a reason for each
 figure that is null:
@@ -219,7 +220,9 @@ def summary(
         return bool(absent)
 
     counted = [n.name for p in every for n in p.steps if n.name.startswith("cases ")]
-    compared = [n.name for p in every if p.name in ("first", "compiled") for n in p.steps] + counted
+    compared = [
+        n.name for p in every if p.name in ("contact", "first", "compiled") for n in p.steps
+    ] + counted
     models = [n.name for p in every for n in p.steps if n.name.endswith(" identical")]
     checked = ["golden", *models, "promotion"]
     differs = [n for n in compared if results.get(n, {}).get("differences")]

@@ -118,6 +118,18 @@ class Part:
     is_gate: bool = False
 
 
+def touch(place: Place) -> Result:
+    """Whether the device, its driver and the compiler work, with the kernels of one source."""
+    started = time.perf_counter()
+    gpu, device = open_gpu(place.emulated, [first.CONTACT_SOURCE], is_checked=False)
+    opened_s = time.perf_counter() - started
+    return {
+        "device": device,
+        "seconds": round(opened_s, 2),
+        "differences": first.contact(gpu, place.pool),
+    }
+
+
 def build(place: Place) -> Result:
     """Compiles the kernels of a GPU, or takes those of an earlier run."""
     started = time.perf_counter()
@@ -302,9 +314,13 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         return Part(name, model_steps(name), needs=("build", "ceilings"))
 
     return [
-        Part("build", [Step("build", build, 120.0)], needs=(), is_gate=True),
+        Part("contact", [Step("contact", touch)], needs=(), is_gate=True),
+        Part("build", [Step("build", build, 150.0)], needs=(), is_gate=True),
         Part("first", each, is_gate=True),
-        Part(
+        Part("golden", [Step("golden", golden)], needs=()),
+        Part("ceilings", [Step("ceilings", measure_ceilings)]),
+        of_model(MAIN_MODEL),
+        Part(  # as long as `build`, and what it looks for is rare
             "compiled",
             [
                 Step(f"compiled {unit.stem}", partial(check_compiled, source=unit), 90.0)
@@ -313,9 +329,6 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
             jobs=jobs,
             is_gate=True,
         ),
-        Part("golden", [Step("golden", golden)], needs=()),
-        Part("ceilings", [Step("ceilings", measure_ceilings)]),
-        of_model(MAIN_MODEL),
         Part(
             "cases",
             [Step(f"cases {c.start}", partial(compare, numbers=c), 90.0) for c in chunks],

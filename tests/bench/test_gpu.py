@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +231,7 @@ def test_a_step_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_the_figures_of_the_main_model_come_before_what_they_do_not_need() -> None:
     names = [part.name for part in steps.parts(emulated=False, quick=False)]
-    first_parts = ["build", "first", "compiled", "golden", "ceilings", MAIN_MODEL]
+    first_parts = ["contact", "build", "first", "golden", "ceilings", MAIN_MODEL, "compiled"]
     assert names[: len(first_parts)] == first_parts
     assert names[-4:] == ["llama.cpp", *first.TOOLS]
     assert steps.LLAMA_BUILD_S < steps.LLAMA_S < 480 - 100
@@ -243,7 +245,7 @@ def test_a_figure_is_null_with_a_reason_until_it_is_measured() -> None:
     assert set(found["reasons"]) == FIGURES
     for part in every:
         for step in part.steps:
-            if step.name.startswith(("first ", "cases ", "compiled ")):
+            if step.name.startswith(("contact", "first ", "cases ", "compiled ")):
                 results[step.name] = {"cases": 500, "differences": []}
             if step.name == "golden" or step.name.endswith("identical"):
                 results[step.name] = {"identical": True}
@@ -320,6 +322,19 @@ def test_a_launch_that_fails_names_its_kernel(pool: kernels.Pool) -> None:
         first.differences(emulated, pool, "embed q4_0", 1)
 
 
+@needs_compiler
+def test_the_first_contact_finds_launches_that_do_nothing(
+    monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
+) -> None:
+    device = driven(monkeypatch, [first.CONTACT_SOURCE])
+    assert first.contact(device, pool) == []
+    monkeypatch.setattr(module.CudaGraph, "replay", lambda _: None)
+    assert [found.split(":")[0] for found in first.contact(device, pool)] == [
+        "launches that are captured",
+        "launches that are replayed",
+    ]
+
+
 @pytest.mark.parametrize(("status", "said"), [(0, "0 errors"), (86, "Invalid"), (3, "no device")])
 def test_what_a_sanitizer_finds_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, said: str
@@ -364,7 +379,7 @@ def test_a_run_ends_with_the_first_kernel_that_is_wrong(
     monkeypatch.setattr(Run, "part", part)
     monkeypatch.setattr(gpu, "summary", lambda *_: {"identical": None})
     code = gpu.main([str(tmp_path), "--emulated", "--quick"])
-    assert begun == ["build", "first"] if fault != "late" else len(begun) > 5
+    assert begun == ["contact", "build", "first"] if fault != "late" else len(begun) > 5
     if fault != "late":
         assert code == 1
         assert "first linear q8_0: " in capsys.readouterr().out
@@ -421,6 +436,19 @@ def test_a_model_that_computes_other_numbers_is_found(
 
     monkeypatch.setattr(emulated, "copy_in", flip)
     assert not passes.is_identical()
+
+
+@needs_compiler
+@pytest.mark.skipif(find_library("cuda") is not None, reason="there may be a GPU")
+def test_nothing_is_built_on_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    command = ["bash", str(ROOT / "bench/gpu.sh"), str(tmp_path / "results")]
+    environment = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=250)
+    assert done.returncode == 1
+    said = [line for line in done.stdout.splitlines() if line.startswith("  a GPU, its driver")]
+    assert len(said) == 1
+    assert "building" not in done.stdout
+    assert not (tmp_path / "results").exists()
 
 
 @needs_compiler
