@@ -48,9 +48,10 @@ def measure(gpu: Gpu, multiprocessors: int, tiny: bool) -> dict[str, float]:
         out = arrays.empty(np.uint32, blocks, THREADS).address
         products = float(blocks * WARPS * CHAINS * rounds * MMA_OPERATIONS)
         warm_up(gpu, lambda: gpu.launch("ceiling_products", (blocks, 1, 1), THREADS, [rounds, out]))
-        moved = [source.address, target.address, n_bytes // 16]
+        count = n_bytes // 16
+        moved = [source.address, target.address, count]
         found["copy_gbps"] = rate("ceiling_copy", 2.0 * n_bytes, moved)
-        found["read_gbps"] = rate("ceiling_read", n_bytes, moved)
+        found["read_gbps"] = rate("ceiling_read", n_bytes, [source.address, out, count])
         found["products_gops"] = rate("ceiling_products", products, [rounds, out])
         for way in ("converted", "added", "scaled"):
             arguments = [rounds, 0.01, 0.02, out]

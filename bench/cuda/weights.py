@@ -93,7 +93,14 @@ def random_model(shape: Shape, pool: kernels.Pool) -> Model:
     net = DeltaNetSpec(shape.n_k_head, shape.n_v_head, shape.state_dim, shape.conv_kernel)
     every = shape.full_every or architecture.full_every
     if shape.n_expert:
-        ffn = MoeSpec(shape.n_expert, shape.n_used, shape.n_ff, 1.0, n_ff_shared=shape.n_ff_shared)
+        ffn = MoeSpec(
+            shape.n_expert,
+            shape.n_used,
+            shape.n_ff,
+            1.0,
+            n_ff_shared=shape.n_ff_shared,
+            has_shared_weight=shape.n_ff_shared > 0,
+        )
     else:
         ffn = DenseSpec(shape.n_ff)
 

@@ -307,7 +307,7 @@ class CudaGpu(Gpu):
         return n_bytes if n_bytes < BLOCK_BYTES // 2 else -(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
     def _allocate(self, n_bytes: int) -> int:
-        return int(self._call("cuMemAlloc", n_bytes))
+        return int(self._call("cuMemAlloc", max(1, n_bytes)))  # the driver refuses 0
 
     def _free(self, address: int) -> None:
         self._call("cuMemFree", address)

@@ -26,14 +26,14 @@ from bench.cuda.passes import TINY, Passes
 from bench.cuda.serving.engines import Stream
 from bench.cuda.serving.goodput import CLASSES, CONTEXT_MAX, REAL, arrivals, highest, is_good
 from bench.cuda.speed import TINY_EXPERTS, TINY_LINEAR, Speeds
-from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, Part, Step
+from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, TINY_MODEL, TINY_MODELS, Part, Step
 from bench.cuda.weights import expert_bytes, random_model, streamed_bytes, token_parameters
 from bench.models.synthetic import PRESETS
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
 from kernels.cuda.compile import units
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import GpuFault, KernelLaunch
-from tests.kernels.cuda.fake_driver import FakeDriver
+from tests.kernels.cuda.fake_driver import FakeDriver, Status
 
 KERNELS = "some kernels"
 FIGURES = {
@@ -74,7 +74,7 @@ class StrictDriver(FakeDriver):
         assert not self.is_capturing
         return super()._cuStreamSynchronize(stream)
 
-    def _cuMemAlloc(self, n_bytes: int) -> int:
+    def _cuMemAlloc(self, n_bytes: int) -> int | Status:
         assert not self.is_capturing
         return super()._cuMemAlloc(n_bytes)
 
@@ -82,9 +82,11 @@ class StrictDriver(FakeDriver):
         return 1 << 40, 1 << 40
 
 
-def driven(monkeypatch: pytest.MonkeyPatch, sources: list[Path]) -> CudaGpu:
+def driven(
+    monkeypatch: pytest.MonkeyPatch, sources: list[Path], *, is_checked: bool = False
+) -> CudaGpu:
     """A GPU through the driver, which an emulated one stands for."""
-    library = compile_kernels(ROOT / "build/simt", sources, is_checked=False)
+    library = compile_kernels(ROOT / "build/simt", sources, is_checked=is_checked)
     driver = StrictDriver(Emulator(library))
     monkeypatch.setattr(module.importlib, "import_module", {"cuda.bindings.driver": driver}.get)
     return CudaGpu(0, lambda target: {"all": target.encode()})
@@ -96,6 +98,13 @@ def test_ceilings_through_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     # The driver says 6 ms for 5 replays of a copy of 64 KiB, which is read and written.
     assert found["copy_gbps"] == pytest.approx(2 * (1 << 16) / 0.0012 / 1e9, abs=1e-3)
     assert found["epilogue_gops"] == found["steps_added_gops"] > 0
+
+
+@needs_compiler
+def test_ceilings_of_many_blocks_stay_in_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "TINY_COPY_BYTES", 1 << 12)  # less than 5 blocks write
+    device = driven(monkeypatch, [ceilings.SOURCE], is_checked=True)
+    assert ceilings.measure(device, 5, tiny=True)["read_gbps"] > 0
 
 
 @needs_compiler
@@ -160,6 +169,15 @@ def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernel
     assert passes.replays_agree()
     row = passes.decode_on_device(1.0)["2"]
     assert (row["ms"], row["ms_in_turn"]) == (1.2, 1.2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [TINY_MODEL, *TINY_MODELS.values()])
+def test_the_first_models_touch_no_memory_of_others(
+    monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool, name: str
+) -> None:
+    device = driven(monkeypatch, units(), is_checked=True)
+    assert Passes(device, pool, PRESETS[name], TINY).is_identical()
 
 
 @needs_compiler

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import kernels
+from bench.cuda import first
 from bench.cuda.arrays import Arrays
 from bench.cuda.cases import cases
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
@@ -64,6 +65,8 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuStreamEndCapture": (HANDLE, TO_HANDLE),
     "cuEventCreate": (TO_HANDLE, WORD),
     "cuEventRecord": (HANDLE, HANDLE),
+    "cuEventQuery": (HANDLE,),
+    "cuEventSynchronize": (HANDLE,),
     "cuEventElapsedTime": (TO_FLOAT, HANDLE, HANDLE),
     "cuEventDestroy": (HANDLE,),
     "cuMemAlloc": (TO_ADDRESS, SIZE),
@@ -244,6 +247,10 @@ def main(folder: Path) -> None:
         assert (gpu.facts.name, driver.context) == ("Emulated", context)
         for name in ("quantise", "linear q4_0"):
             cases()[name](gpu, pool, np.random.default_rng(3))
+        assert first.contact(gpu, pool) == []
+        marked = gpu.mark()
+        marked.wait()
+        assert marked.is_passed
         with Arrays(gpu) as arrays:
             values = np.arange(8, dtype=np.float32)
             x, y = arrays.put(values), arrays.zeros(np.float32, 8)

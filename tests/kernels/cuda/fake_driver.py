@@ -28,12 +28,14 @@ SHAPE = {
 CARVEOUT = 9  # the attribute of a kernel that is the share of L1 that it prefers as shared memory
 
 
+GRID_MAX = (1 << 31) - 1, 65535, 65535
 PARTED_BY = 8  # multiprocessors of an H100
 EARLY = 6  # the attribute of a launch that may begin before the one before it has ended
 
 
 class Status(enum.Enum):
     CUDA_SUCCESS = 0
+    CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
     CUDA_ERROR_NO_DEVICE = 100
     CUDA_ERROR_NOT_FOUND = 500
@@ -143,8 +145,8 @@ class FakeDriver:
         self.pinned.append(np.zeros(n_bytes, np.uint8))
         return self.pinned[-1].ctypes.data
 
-    def _cuMemAlloc(self, n_bytes: int) -> int:
-        return self.gpu.allocate(n_bytes)
+    def _cuMemAlloc(self, n_bytes: int) -> int | Status:
+        return self.gpu.allocate(n_bytes) if n_bytes else Status.CUDA_ERROR_INVALID_VALUE
 
     def _cuMemFree(self, address: int) -> tuple[()]:
         for stream in self.queues:
@@ -225,8 +227,10 @@ class FakeDriver:
 
     def _cuLaunchKernelEx(
         self, config: SimpleNamespace, kernel: str, parameters: int, extra: int
-    ) -> tuple[()]:
+    ) -> tuple[()] | Status:
         grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        if not all(0 < n <= most for n, most in zip(grid, GRID_MAX, strict=True)):
+            return Status.CUDA_ERROR_INVALID_VALUE
         attributes = [
             (given.id, given.value.programmaticStreamSerializationAllowed)
             for given in getattr(config, "attrs", [])

@@ -191,6 +191,12 @@ def test_no_memory_is_a_memory_error_and_the_device_goes_on(driver: FakeDriver) 
     assert gpu.free_bytes() == 1 << 29
 
 
+def test_an_allocation_may_be_empty(driver: FakeDriver) -> None:
+    gpu = opened(driver)
+    gpu.free(gpu.allocate(0))
+    assert gpu.used == 0
+
+
 def test_other_failures_are_faults(driver: FakeDriver) -> None:
     gpu = opened(driver)
     with pytest.raises(GpuFault, match="no kernel none"):
