@@ -29,8 +29,9 @@ fi
 python=$("$PYTHON" -c 'import sys; print(sys.executable)')
 PATH=$(dirname "$python"):$PATH
 
-site=$root/build/gpu-site
-rm -rf "$site"
+# A folder for each set of wheels and Python: another run may use one.
+wheels=$({ echo "$python"; ls build/gpu-wheels 2>/dev/null || true; } | sha256sum)
+site=$root/build/gpu-site/${wheels:0:16}
 mkdir -p "$site"
 for wheel in build/gpu-wheels/*.whl; do
   name=$(basename "$wheel")
@@ -87,5 +88,5 @@ if [ -z "$is_there" ]; then
   echo "$key" > build/gpu-native.key
   echo "native module: $SECONDS s"
 fi
-[ -z "${TARGET:-}" ] || exec "$python" -P -m bench.cuda.ahead "$TARGET"
+[ -z "${TARGET:-}" ] || exec "$python" -P -m bench.cuda.gpu "$folder" --target "$TARGET"
 exec "$python" -P -m bench.cuda.gpu "$folder" --seconds $((480 - SECONDS)) "$@"

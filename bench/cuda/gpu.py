@@ -1,6 +1,6 @@
 """Everything that a GPU is measured for, in short runs that continue one another.
 
-    python -m bench.cuda.gpu FOLDER [--emulated] [--quick] [--seconds 480]
+    python -m bench.cuda.gpu FOLDER [--emulated] [--quick] [--seconds 480] [--target sm_90]
 
 `bench/gpu.sh` builds the native module and calls it. First the kernels of one source run, within
 seconds (`contact`), then every kernel on small shapes: if one fails, or differs from the CPU, the
@@ -37,9 +37,10 @@ from typing import Any
 
 from batchengine.child.command import python_command
 from bench import report
-from bench.cuda import steps
+from bench.cuda import ceilings, steps
+from bench.cuda.gpus import CUBINS
 from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, Part, Place, Result, Step
-from kernels.cuda.compile import texts, units
+from kernels.cuda.compile import cubins, texts, units
 
 # A step is ended that is still at work so long after the end of the run, or after STUCK times as
 # long as it may take: a kernel that hangs costs no more.
@@ -324,7 +325,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="of this run")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--steps", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--target", help="only compile the kernels, for one such as sm_90")
     options = parser.parse_args(argv)
+    if options.target:
+        made = cubins(options.target, CUBINS, [*units(), ceilings.SOURCE])
+        print(f"{options.target}: {', '.join(made)}")
+        return 0
     options.folder = options.folder.resolve()
     options.folder.mkdir(parents=True, exist_ok=True)
     device = "emulated" if options.emulated else name_of_device()
