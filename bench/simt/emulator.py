@@ -32,6 +32,10 @@ FLAGS = (
     "-freorder-blocks-algorithm=simple",  # the other one copies blocks
     "-fno-ipa-icf",  # one of two equal functions in place of the other has arrays of other sizes
 )
+RUNNER = HERE / "simt.cpp"
+# Of kernels, and of what runs them, where most of the time is spent: kernels at -O2 take half as
+# long again to compile, and as long to run.
+LEVELS = "-O1", "-O3"
 FILLS = (0xA5, 0xFF, 0x00, 0x7F)  # bytes of new memory, by seed: any value, NaN, zero, large
 INCLUDE = (f"-I{ROOT / 'kernels/csrc'}", f"-I{KERNELS}", f"-I{HERE}", "-DBATCHENGINE_SIMT")
 
@@ -45,13 +49,11 @@ def compile_kernels(
     sources: Iterable[Path] | None = None,
     *,
     is_checked: bool = True,
-    level: str = "-O2",
 ) -> Path:
-    """The shared library of kernel sources (default: all) in `folder`, built unless it is there.
-    level: "-O1" compiles in two thirds of the time what is run little."""
+    """The shared library of kernel sources (default: all) in `folder`, built unless it is there."""
     sources = sorted(KERNELS.glob("*.cu")) if sources is None else list(sources)
-    flags = (level, *FLAGS, *INCLUDE, *(() if is_checked else ("-DSIMT_UNCHECKED",)))
-    text = hashlib.sha256(" ".join(flags).encode())
+    flags = (*FLAGS, *INCLUDE, *(() if is_checked else ("-DSIMT_UNCHECKED",)))
+    text = hashlib.sha256(" ".join((*LEVELS, *flags)).encode())
     included = {path for source in sources for path in texts(source)}
     for path in (*sorted(included), *sorted(HERE.glob("simt.*"))):
         text.update(path.read_bytes())
@@ -68,9 +70,20 @@ def compile_kernels(
 def _compile(library: Path, sources: Iterable[Path], flags: Iterable[str]) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as own:
         objects: list[str] = []
-        for path in (HERE / "simt.cpp", *sources):
+        for path in (RUNNER, *sources):
             objects.append(f"{own}/{path.stem}.o")
-            command = [str(COMPILER), *flags, "-c", "-x", "c++", str(path), "-o", objects[-1]]
+            level = LEVELS[path == RUNNER]
+            command = [
+                str(COMPILER),
+                level,
+                *flags,
+                "-c",
+                "-x",
+                "c++",
+                str(path),
+                "-o",
+                objects[-1],
+            ]
             subprocess.run(command, check=True)
         part = Path(own) / library.name
         subprocess.run([str(COMPILER), "-shared", *objects, "-o", str(part)], check=True)

@@ -133,6 +133,31 @@ KERNEL(two_writers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
 }
 
 // Blocks of one launch have no order.
+// Bytes of one word, each written by a thread, and the whole word read by each of them.
+KERNEL(word_of_bytes, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const int i = gpu::thread();
+    gpu::out_as<uint8_t>(y)[i] = static_cast<uint8_t>(x[i]);
+    y[N + i] = y[i / 4];
+}
+
+KERNEL(byte_of_a_word, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    const int i = gpu::thread();
+    y[i] = x[i];
+    if (i + 1 < N) y[N + i] = gpu::out_as<uint8_t>(y)[(i + 1) * 4 + 2];
+}
+
+KERNEL(bytes, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
+    gpu::begin();
+    __shared__ gpu::Shared<uint8_t, N> shared;
+    const int i = gpu::thread();
+    shared[i] = static_cast<uint8_t>(x[i]);
+    gpu::out_as<uint8_t>(y)[4 * N + i] = static_cast<uint8_t>(x[i]);
+    gpu::barrier();
+    y[i] = shared[(i + 1) % N];
+}
+
 KERNEL(across_blocks, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     gpu::begin();
     const int i = gpu::thread();

@@ -29,6 +29,8 @@ PLANTED = {
     "unwritten_shared": "shared memory that nothing has written",
     "unwritten_global": r"global memory that nothing has written, byte \d+",
     "two_writers": "races with thread",
+    "word_of_bytes": "races with thread",
+    "byte_of_a_word": "races with thread",
     "across_blocks": "races with thread",
     "no_wait_for_copy": "under way",
     "no_barrier_after_copy": "under way|nothing has written|races",

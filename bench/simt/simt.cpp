@@ -239,11 +239,10 @@ void run_block(const std::function<void()>& body, int n_threads, const std::vect
 
 // ----------------------------------------------------------------------------------------- marks
 
-uint32_t thread_number() { return 1 + here.number * THREADS_MAX + here.thread; }
+inline uint32_t thread_number() { return 1 + here.number * THREADS_MAX + here.thread; }
 
 // Whether what made the mark happened before what this thread does now.
-bool is_before(const Mark& mark) {
-    const uint32_t self = thread_number();
+inline bool is_before(const Mark& mark, uint32_t self) {
     if (mark.thread == 0 || (mark.thread == self && mark.scope == Scope::thread)) return true;
     if (mark.scope == Scope::grid || (mark.thread - 1) / THREADS_MAX != (self - 1) / THREADS_MAX)
         return false;
@@ -252,18 +251,22 @@ bool is_before(const Mark& mark) {
            mark.warp_barriers < here.warp_barriers;
 }
 
+[[noreturn]] void fail_by_race(const Mark& mark) {
+    fail("races with thread " + std::to_string((mark.thread - 1) % THREADS_MAX) +
+         " of block number " + std::to_string((mark.thread - 1) / THREADS_MAX));
+}
+
 // Fails when the access races with an earlier one of another kind, or with an earlier write.
-void note(Cell& cell, Access access) {
+inline void note(Cell& cell, Access access) {
     const uint32_t self = thread_number();
     for (const Access other : {Access::read, Access::write, Access::atomic}) {
         const Mark& mark = cell.marks[static_cast<int>(other)];
-        if ((other != access || access == Access::write) && !is_before(mark))
-            fail("races with thread " + std::to_string((mark.thread - 1) % THREADS_MAX) +
-                 " of block number " + std::to_string((mark.thread - 1) / THREADS_MAX));
+        if ((other != access || access == Access::write) && !is_before(mark, self))
+            fail_by_race(mark);
     }
     Mark& mark = cell.marks[static_cast<int>(access)];
     Scope scope = Scope::thread;
-    if (!is_before(mark)) {
+    if (!is_before(mark, self)) {
         const uint32_t last = mark.thread - 1, now = self - 1;
         scope = last / THREADS_MAX != now / THREADS_MAX ? Scope::grid
                 : last / WARP != now / WARP             ? Scope::block
@@ -275,7 +278,7 @@ void note(Cell& cell, Access access) {
 }
 
 // Whether this is memory of a block.
-bool is_shared(const Allocation* at) { return at && at->launch == 0 && !at->cells.empty(); }
+bool is_shared(const Allocation* at) { return at && at->launch == 0 && !at->words.empty(); }
 
 // The allocation of an access, which lies in it: that of a pointer, or what is there where the grid is moved.
 const Allocation* allocation_of(const Allocation* at, const void* p, int64_t bytes) {
@@ -306,17 +309,32 @@ void touch(const Allocation* at, const void* p, size_t bytes, size_t alignment, 
     if (!is_of_block && !block->threads[block->current].has_waited)
         fail("reads or writes global memory before its dependency_wait");
     if (!is_of_block && memory.launch != here.launch) {
-        memory.cells.assign(memory.bytes, Cell());
+        memory.forget();
         memory.launch = here.launch;
     }
     const auto first = static_cast<size_t>(static_cast<const uint8_t*>(p) - memory.base);
-    for (size_t i = first; i < first + bytes; i++) {
-        if (memory.cells[i].is_awaited) fail("a copy to this memory is under way");
-        if (access != Access::write && !memory.is_written[i])
-            fail(std::string("reads ") + (is_of_block ? "shared" : "global") +
-                 " memory that nothing has written, byte " + std::to_string(i));
-        memory.is_written[i] = true;
-        note(memory.cells[i], access);
+    for (size_t i = first; i < first + bytes;) {
+        const size_t at_byte = i % WORD_BYTES, n = std::min(WORD_BYTES - at_byte, first + bytes - i);
+        Word& word = memory.words[i / WORD_BYTES];
+        if (word.is_awaited) fail("a copy to this memory is under way");
+        uint8_t* const written = memory.is_written.data() + i;
+        for (size_t byte = 0; byte < n; byte++) {
+            if (access != Access::write && !written[byte])
+                fail(std::string("reads ") + (is_of_block ? "shared" : "global") +
+                     " memory that nothing has written, byte " + std::to_string(i + byte));
+            written[byte] = true;
+        }
+        if (n < WORD_BYTES && !word.parts) {
+            memory.parts.emplace_back().fill(word.whole);
+            word.parts = static_cast<uint32_t>(memory.parts.size());
+        }
+        if (word.parts) {
+            for (size_t byte = at_byte; byte < at_byte + n; byte++)
+                note(memory.parts[word.parts - 1][byte], access);
+        } else {
+            note(word.whole, access);
+        }
+        i += n;
     }
 }
 
@@ -328,17 +346,21 @@ void check_prefetch(const Allocation* at, const void* p, int64_t bytes) {
 
 void dependency_wait() { block->threads[block->current].has_waited = true; }
 
+// Of a copy of whole words.
+void await(const Allocation* at, const void* p, size_t bytes, bool is_awaited) {
+    auto& words = const_cast<Allocation*>(at)->words;
+    const auto first = static_cast<size_t>(static_cast<const uint8_t*>(p) - at->base);
+    for (size_t i = first; i < first + bytes; i += WORD_BYTES)
+        words[i / WORD_BYTES].is_awaited = is_awaited;
+}
+
 // A copy may write from its beginning to the wait for it.
 void begin_copy(const Allocation* at, const void* p, size_t bytes) {
     touch(at, p, bytes, bytes, Access::write);
-    auto& cells = const_cast<Allocation*>(at)->cells;
-    for (size_t i = 0; i < bytes; i++)
-        cells[static_cast<const uint8_t*>(p) - at->base + i].is_awaited = true;
+    await(at, p, bytes, true);
 }
 void end_copy(const Allocation* at, const void* p, size_t bytes) {
-    auto& cells = const_cast<Allocation*>(at)->cells;
-    for (size_t i = 0; i < bytes; i++)
-        cells[static_cast<const uint8_t*>(p) - at->base + i].is_awaited = false;
+    await(at, p, bytes, false);
     touch(at, p, bytes, bytes, Access::write);
 }
 
@@ -407,6 +429,34 @@ void warp_barrier(int line) {
     exchange(words, WARP_BARRIER, line, [](Words*) { block->warps[block->current / WARP].barriers++; });
     here.warp_barriers = block->warps[block->current / WARP].barriers;
 }
+
+template <int k, bool is_unsigned>
+void multiply(Words* lanes) {
+    constexpr int ROWS = 16, COLUMNS = 8, OF_A = 4, OF_B = OF_A + k / 8, BYTES = 4;
+    int16_t a[ROWS][k], b[COLUMNS][k];
+    for (int lane = 0; lane < WARP; lane++) {
+        const int row = lane / 4, first = lane % 4 * BYTES;
+        for (int word = 0; word < k / 8; word++)
+            for (int i = 0; i < BYTES; i++) {
+                const uint64_t byte = lanes[lane][OF_A + word] >> 8 * i;
+                a[row + word % 2 * 8][word / 2 * 16 + first + i] =
+                    is_unsigned ? int16_t{static_cast<uint8_t>(byte)} : int16_t{static_cast<int8_t>(byte)};
+            }
+        for (int word = 0; word < k / 16; word++)
+            for (int i = 0; i < BYTES; i++)
+                b[row][word * 16 + first + i] = static_cast<int8_t>(lanes[lane][OF_B + word] >> 8 * i);
+    }
+    for (int row = 0; row < ROWS; row++)
+        for (int column = 0; column < COLUMNS; column++) {
+            int32_t sum = 0;
+            for (int i = 0; i < k; i++) sum += a[row][i] * b[column][i];
+            uint64_t& c = lanes[row % 8 * 4 + column / 2][row / 8 * 2 + column % 2];
+            c = static_cast<uint32_t>(static_cast<int32_t>(c) + sum);
+        }
+}
+template void multiply<32, false>(Words*);
+template void multiply<32, true>(Words*);
+template void multiply<16, false>(Words*);
 
 void copy_later(std::function<void()> copy) {
     block->threads[block->current].open.push_back(std::move(copy));

@@ -9,6 +9,7 @@
 // With SIMT_UNCHECKED only the last two kinds are found, and pointers are plain: for running whole models.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -63,15 +64,27 @@ struct Mark {
 enum class Access { read, write, atomic };
 struct Cell {
     Mark marks[3];  // by Access
+};
+// Most accesses are of whole words: one cell stands for the bytes of a word until one is accessed alone.
+constexpr size_t WORD_BYTES = 4;
+struct Word {
+    Cell whole;
+    uint32_t parts = 0;       // 1 + the number of the cells of its bytes; 0: `whole` is each one's
     bool is_awaited = false;  // a copy to it is under way
 };
 // Memory of the device or of a block, and who touched each byte in the launch that runs.
 struct Allocation {
     uint8_t* base;
     size_t bytes;
-    std::vector<bool> is_written;  // each byte, ever
-    std::vector<Cell> cells;       // of each byte; made when first touched
-    uint64_t launch = 0;           // that the cells are of
+    std::vector<uint8_t> is_written;  // each byte, ever
+    std::vector<Word> words;          // made when first touched
+    std::vector<std::array<Cell, WORD_BYTES>> parts;
+    uint64_t launch = 0;              // that the words are of
+
+    void forget() {
+        words.assign((bytes + WORD_BYTES - 1) / WORD_BYTES, Word());
+        parts.clear();
+    }
 };
 const Allocation* find(uint64_t address);
 
@@ -87,6 +100,10 @@ using Words = uint64_t[12];
 // Exchanges the words of 32 lanes: `compute` gets all of them once and may change them.
 void exchange(Words& words, int kind, int line, void (*compute)(Words* lanes));
 void warp_barrier(int line);
+// c += A * B of a warp with k bytes a row, from the fragments as gpu.h lays them out. The words of a lane:
+// c[4], then a[k / 8], then b[k / 16].
+template <int k, bool is_unsigned>
+void multiply(Words* lanes);
 
 // Copies that wait: `begin_copy` before one to shared memory, `end_copy` when it takes effect.
 void begin_copy(const Allocation* at, const void* p, size_t bytes);
@@ -285,9 +302,10 @@ class alignas(16) Shared {
     simt::Element<T> operator[](int i) {
         if (run_ != simt::here.run) {
             std::memset(static_cast<void*>(value_), 0xA5, sizeof value_);
-            memory_ = {reinterpret_cast<uint8_t*>(value_), sizeof value_, {}, {}};
-            memory_.is_written.resize(sizeof value_);
-            memory_.cells.resize(sizeof value_);
+            memory_.base = reinterpret_cast<uint8_t*>(value_);
+            memory_.bytes = sizeof value_;
+            memory_.is_written.assign(sizeof value_, false);
+            memory_.forget();
             memory_.launch = 0;  // not global
             run_ = simt::here.run;
         }
@@ -407,32 +425,13 @@ GPU_FN uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t numbers) {
 }
 GPU_FN bool any(bool x, int line = __builtin_LINE()) { return ballot(x, line) != 0; }
 
-// c += A * B of a warp with k bytes a row, from the fragments as gpu.h lays them out. The words of a lane:
-// c[4], then a[k / 8], then b[k / 16].
-template <int k, bool is_unsigned>
-void multiply(simt::Words* lanes) {
-    constexpr int A = 4, B = 4 + k / 8;
-    for (int row = 0; row < 16; row++)
-        for (int column = 0; column < 8; column++) {
-            int32_t sum = 0;
-            for (int i = 0; i < k; i++) {
-                const int t = i % 16 / 4, shift = i % 4 * 8, half = i / 16;
-                const uint64_t a = lanes[row % 8 * 4 + t][A + row / 8 + 2 * half] >> shift;
-                const uint64_t b = lanes[column * 4 + t][B + half] >> shift;
-                const int left = is_unsigned ? static_cast<uint8_t>(a) : static_cast<int8_t>(a);
-                sum += left * static_cast<int8_t>(b);
-            }
-            uint64_t& c = lanes[row % 8 * 4 + column / 2][row / 8 * 2 + column % 2];
-            c = static_cast<uint32_t>(static_cast<int32_t>(c) + sum);
-        }
-}
 template <int k, bool is_unsigned, int n_a, int n_b>
 void mma(int32_t (&c)[4], const uint32_t (&a)[n_a], const uint32_t (&b)[n_b], Collective kind, int line) {
     simt::Words words = {};
     for (int i = 0; i < 4; i++) words[i] = static_cast<uint32_t>(c[i]);
     for (int i = 0; i < n_a; i++) words[4 + i] = a[i];
     for (int i = 0; i < n_b; i++) words[4 + n_a + i] = b[i];
-    simt::exchange(words, kind, line, multiply<k, is_unsigned>);
+    simt::exchange(words, kind, line, simt::multiply<k, is_unsigned>);
     for (int i = 0; i < 4; i++) c[i] = static_cast<int32_t>(words[i]);
 }
 GPU_FN void mma_k32_ss(int32_t (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],

@@ -30,6 +30,8 @@ def test_right_kernels_compute(gpu: Emulator, seed: int) -> None:
     assert outcome(gpu, "prefetched", seed)[:N] == X.tolist()
     assert outcome(gpu, "counts", seed)[:4] == [N // 4] * 4
     assert outcome(gpu, "right", seed) == outcome(gpu, "right", 0)
+    right = np.roll(X, -1).tolist(), X.astype(np.uint8).view(np.int32).tolist()
+    assert outcome(gpu, "bytes", seed)[: N + N // 4] == [*right[0], *right[1]]
     least = [int(~X[last]) for last in (31, 63) for _ in range(32)]  # the largest, as unsigned
     bits = [int(value & 0xFFFFFFFF).bit_count() for value in least]
     assert outcome(gpu, "smallest", seed) == [*least, *bits]
