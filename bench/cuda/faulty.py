@@ -19,6 +19,8 @@ from kernels.cuda.gpu import Gpu
 
 KIND = "q4_0"
 ONE_A_KIND, KEPT = "QUANTISED(", f"QUANTISED({KIND})"  # lines of linear.cu
+INCLUDED = re.compile(r"^#include .*\n", re.MULTILINE)
+DEFINED = re.compile(r"^#define (\w+)", re.MULTILINE)
 RECURRENT = "recurrent.cu"
 SOURCES = "experts.cu", "linear.cu", "rows.cu", RECURRENT  # that the cases need
 # Tokens, experts, experts of a token: of one chunk, and of several.
@@ -126,11 +128,8 @@ def compiled(folder: Path) -> Emulator:
     """A GPU with the kernels as they are, and with each fault, by the prefix of its number."""
     written = folder / "faulty"
     written.mkdir(parents=True, exist_ok=True)
-    sources = [_written(name, written, "", None) for name in SOURCES]
-    sources += [
-        _written(fault.source, written, _prefix(name), fault) for name, fault in FAULTS.items()
-    ]
-    return Emulator(compile_kernels(folder, sources, level="-O1"))
+    sources = [_written(name, written) for name in SOURCES]
+    return Emulator(compile_kernels(folder, sources))
 
 
 def is_found(gpu: Emulator, pool: kernels.Pool, name: str | None) -> bool:
@@ -163,16 +162,31 @@ def _prefix(name: str) -> str:
     return f"fault{list(FAULTS).index(name)}_"
 
 
-def _written(source: str, folder: Path, prefix: str, fault: Fault | None) -> Path:
-    """A copy of a source with a fault, whose kernels of quantised matrices are those of KIND."""
-    text = (KERNELS / source).read_text()
-    if fault is not None:
-        if (count := text.count(fault.right)) != 1:
-            raise ValueError(f"{source} has {count} times {fault.right!r}")
-        text = text.replace(fault.right, fault.wrong)
-    text = re.sub(r"\b(KERNEL|KERNEL_AT_ONCE)\(", rf"\1({prefix}", text)
-    lines = text.splitlines()
-    kept = [x for x in lines if not x.startswith(ONE_A_KIND) or x.startswith(KEPT)]
-    path = folder / f"{prefix}{source}"
-    path.write_text("\n".join(kept) + "\n")
+def _written(source: str, folder: Path) -> Path:
+    """A source as it is and with each of its faults, each in a namespace of its own: reading the
+    headers is half of what a file takes."""
+    copies = {"": (KERNELS / source).read_text()}
+    includes = "".join(INCLUDED.findall(copies[""]))
+    for name, fault in FAULTS.items():
+        if fault.source == source:
+            if (count := copies[""].count(fault.right)) != 1:
+                raise ValueError(f"{source} has {count} times {fault.right!r}")
+            copies[_prefix(name)] = copies[""].replace(fault.right, fault.wrong)
+    text = includes
+    for prefix, copy in copies.items():
+        text += f"namespace {prefix or 'right'} {{\n{_kept(copy, prefix)}}}\n"
+    path = folder / source
+    path.write_text(text)
     return path
+
+
+def _kept(text: str, prefix: str) -> str:
+    """Kernels with a prefix in their names; of those of quantised matrices, the ones of KIND."""
+    text = re.sub(r"\b(KERNEL|KERNEL_AT_ONCE)\(", rf"\1({prefix}", INCLUDED.sub("", text))
+    lines = [
+        line
+        for line in text.splitlines(keepends=True)
+        if not line.startswith(ONE_A_KIND) or line.startswith(KEPT)
+    ]
+    defined = [f"#undef {name}\n" for name in DEFINED.findall(text)]  # with the prefix
+    return "".join([*lines, *defined])
