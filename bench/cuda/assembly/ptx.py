@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from kernels.cuda.compile import compile_unit
+from bench.cuda.assembly.compiled import compiled
 
 ROUNDED = ("add", "sub", "mul", "div", "sqrt", "fma")
 # Operations on floats that are exact, or that the source names: no result depends on the compiler.
@@ -79,7 +79,5 @@ def contracted(source: Path, target: str) -> list[str]:
 
     Every float operation is written by a function that the compiler may not merge, so none may be.
     """
-    plain, free = (
-        kernels_of(compile_unit(source, target, fmad=fmad).ptx) for fmad in (False, True)
-    )
+    plain, free = (kernels_of(compiled(source, target, fmad=fmad).ptx) for fmad in (False, True))
     return [name for name in plain if float_operations(plain[name]) != float_operations(free[name])]

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kernels.cuda.compile import Compiled, compile_unit
+from bench.cuda.assembly.compiled import compiled
+from kernels.cuda.compile import Compiled
 
 PACKAGE, PROGRAM = "nvidia", "nvdisasm"
 FOLDERS = ("cu13/bin", "cuda_nvdisasm/bin")  # of the package, by its version
@@ -91,13 +92,15 @@ def loads_at_once(listing: Iterable[str]) -> int:
 def compile_part(source: Path, target: str, keep: str, head: str = "", **changes: Any) -> Compiled:
     """A source behind `head`, compiled; of the kernels that a macro writes, one a line, it has
     those of lines that match `keep`, or all."""
+    if not keep and not head:
+        return compiled(source, target, **changes)
     lines = source.read_text().splitlines()
     if keep:
         lines = [x for x in lines if not re.match(r"[A-Z]+\(\w+\)$", x) or re.match(keep, x)]
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder) / source.name
         part.write_text(head + "\n".join(lines) + "\n")
-        return compile_unit(part, target, **changes)
+        return compiled(part, target, **changes)
 
 
 def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import kernels.cuda.compile as module
+from bench.cuda.assembly import compiled as kept
 from bench.cuda.assembly.ptx import contracted, faults, float_operations, kernels_of
 from bench.cuda.ceilings import SOURCE as CEILINGS
 from kernels.cuda.compile import (
@@ -71,7 +72,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Path, str], 
         if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
     }
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        yield {case: pool.submit(compile_unit, *case) for case in sorted(wanted)}
+        yield {case: pool.submit(kept.compiled, *case) for case in sorted(wanted)}
 
 
 @pytest.mark.timeout(600)
@@ -97,6 +98,36 @@ def test_compiles(
 )
 def test_there_is_nothing_to_contract(unit: Path) -> None:
     assert not contracted(unit, "sm_80")
+
+
+def test_what_is_compiled_is_kept_by_its_texts_options_and_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, header, made = tmp_path / "planted.cu", tmp_path / "planted.h", list[Path]()
+
+    def counting(source: Path, target: str, **changes: str | bool) -> Compiled:
+        made.append(source)
+        return Compiled(bytes([len(made)]), f"{len(made)}", "")
+
+    monkeypatch.setattr(kept, "compile_unit", counting)
+    monkeypatch.setattr(kept, "FOLDER", tmp_path / "kept")
+    monkeypatch.setattr(module, "INCLUDES", (tmp_path,))
+    source.write_text('#include "planted.h"\n')
+    header.write_text("// 1\n")
+
+    def number(target: str = "sm_90", **changes: str | bool) -> int:
+        one = kept.compiled(source, target, **changes)
+        assert (one.cubin, one.report) == (bytes([int(one.ptx)]), "")
+        return int(one.ptx)
+
+    assert [number(), number("sm_80"), number(fmad=True), number(), number("sm_80")] == [
+        *(1, 2, 3),
+        *(1, 2),
+    ]
+    header.write_text("// 2\n")
+    assert [number(), number()] == [4, 4]
+    monkeypatch.setattr(kept, "_version", lambda: "another compiler")
+    assert number() == 5
 
 
 def test_contraction_is_found(tmp_path: Path) -> None:

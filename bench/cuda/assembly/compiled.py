@@ -1,0 +1,51 @@
+"""What NVRTC makes of sources, kept in build/nvrtc: several tests, in several processes, want the
+same."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from importlib import metadata
+from pathlib import Path
+
+from kernels.cuda.compile import OPTIONS, Compiled, compile_unit, texts
+
+FOLDER = Path(__file__).resolve().parents[3] / "build/nvrtc"
+COMPILER = "nvidia-cuda-nvrtc"
+
+
+def compiled(source: Path, target: str, **changes: str | bool) -> Compiled:
+    """As `compile_unit`: kept from an earlier call of any process, or waited for while another one
+    compiles it."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{source.stem}-{target}-{_key(source, target, changes)}.json"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            cubin, ptx, report = json.loads(path.read_text())
+            return Compiled(bytes.fromhex(cubin), ptx, report)
+        made = compile_unit(source, target, **changes)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps([made.cubin.hex(), made.ptx, made.report]))
+        os.replace(part, path)
+        return made
+
+
+def _key(source: Path, target: str, changes: dict[str, str | bool]) -> str:
+    """Texts, options, target, compiler."""
+    options = sorted((OPTIONS | changes).items())
+    key = hashlib.sha256(repr((options, target, _version(), source.name)).encode())
+    for path in texts(source):
+        text = path.read_bytes()
+        key.update(len(text).to_bytes(8, "little") + text)
+    return key.hexdigest()[:32]
+
+
+def _version() -> str:
+    """Of NVRTC; one that is not a package of Python keeps nothing that another one has made."""
+    try:
+        return metadata.version(COMPILER)
+    except metadata.PackageNotFoundError:
+        return f"process {os.getpid()}"
