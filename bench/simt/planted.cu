@@ -132,7 +132,6 @@ KERNEL(two_writers, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     y[gpu::thread() % (N / 2)] = x[gpu::thread()];
 }
 
-// Blocks of one launch have no order.
 // Bytes of one word, each written by a thread, and the whole word read by each of them.
 KERNEL(word_of_bytes, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     gpu::begin();
@@ -158,6 +157,7 @@ KERNEL(bytes, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     y[i] = shared[(i + 1) % N];
 }
 
+// Blocks of one launch have no order.
 KERNEL(across_blocks, N, gpu::In<int32_t> x, gpu::Out<int32_t> y) {
     gpu::begin();
     const int i = gpu::thread();
