@@ -634,7 +634,8 @@ def _layout_of(descriptor: Any) -> PageLayout | None:
     try:
         fields = cast(dict[str, object], json.loads(descriptor))
         named = [str(fields[name]) for name in ("n_layer", "n_kv_head", "head_dim")]
-        layout = PageLayout.from_text(*named, str(fields.get("v_first", "")))
+        named.append(str(fields.get("v_first", "")))
+        layout = PageLayout.from_text(*named)
         return layout if fields["layout_id"] == layout.layout_id else None
     except (ValueError, TypeError, KeyError, RecursionError, StoreError):
         return None

@@ -315,11 +315,12 @@ class Descriptor:
         extra = {name[2:]: fields[name] for name in fields if name.startswith("x.")}
         try:
             shape = [fields[name] for name in ("n_layer", "n_kv_head", "head_dim")]
+            shape.append(fields.get("v_first", ""))
             found = cls(
                 fields["model_hash"],
                 fields["arith_id"],
                 fields["arch"],
-                PageLayout.from_text(*shape, fields.get("v_first", "")),
+                PageLayout.from_text(*shape),
                 int(fields["first_layer"]),
                 fields["provenance"],
                 fields["rope_digest"],

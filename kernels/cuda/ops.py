@@ -408,7 +408,7 @@ class CudaOps:
         if quantised is not None:
             quantised.values = out.address
         q8 = [0, 0, 0] if quantised is None else quantised.addresses
-        heads = [queries.n_head, at.n_kv_head, at.head_dim]
+        heads = queries.n_head, at.n_kv_head, at.head_dim
         is_latent = at.v_first > 0
         tiles = batch.tiles(TileHeads(*heads, window, place.part, is_latent))
         results = [tiles.m, tiles.denominators, tiles.o]
