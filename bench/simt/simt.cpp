@@ -5,7 +5,6 @@
 #include "simt.h"
 
 #include <algorithm>
-#include <deque>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -129,10 +128,11 @@ struct Thread {
     uint64_t generation = 0;  // of its warp's exchange when it began to wait
     uint32_t barriers = 0;
     bool has_waited = false;  // for the launches before
-    std::deque<std::vector<std::function<void()>>> copies;  // committed groups
-    std::vector<std::function<void()>> open;                // the group that is not committed
+    std::vector<std::vector<std::function<void()>>> copies;  // committed groups, few
+    std::vector<std::function<void()>> open;                 // the group that is not committed
 };
 struct Warp {
+    Warp() {}  // words have no value before they are exchanged
     Words words[2][WARP];
     int arrived = 0;
     int kind = 0;
@@ -472,7 +472,7 @@ void copies_wait(int n) {
     Thread& self = block->threads[block->current];
     while (self.copies.size() > static_cast<size_t>(n)) {
         for (const auto& copy : self.copies.front()) copy();
-        self.copies.pop_front();
+        self.copies.erase(self.copies.begin());
     }
 }
 

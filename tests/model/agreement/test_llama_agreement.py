@@ -114,8 +114,10 @@ def dequantise(_: Any, tensors: dict[str, Any]) -> None:
     """Every matrix as F32, its values unchanged."""
     for name, (data, kind) in tensors.items():
         if data.ndim >= 2:
-            values = gguf.quants.dequantize(data, kind).astype(np.float32)
-            tensors[name] = (values, gguf.GGMLQuantizationType.F32)
+            row = data.reshape(1, -1)  # gguf takes 16 rows at a time
+            values = gguf.quants.dequantize(row, kind).astype(np.float32)
+            shaped = values.reshape(*data.shape[:-1], -1)
+            tensors[name] = (shaped, gguf.GGMLQuantizationType.F32)
 
 
 def model_of(name: str, folder: Path) -> Path:
