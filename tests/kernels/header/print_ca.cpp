@@ -152,7 +152,9 @@ void rows() {
         kv8.add(q, 128);
         kv8.add(&d, 1);
         squares.add(ca::sum_of_squares(x, 1 + source.below(128)));
-        ca::hadamard(x, ca::hadamard_width(32 * (1 + source.below(4))));
+        const int head_dim = 32 * (1 + source.below(4)), v_first = 32 * source.below(3);
+        const bool is_latent = source.below(2) != 0;
+        ca::hadamard(x, is_latent ? ca::transform_width(head_dim, v_first) : ca::hadamard_width(head_dim));
         transformed.add(x, 128);
     }
 }
