@@ -29,6 +29,7 @@ from tests.kernels.timelines import (
     append,
     bits,
     hadamard,
+    kv8,
     random_qkv,
     step,
     tail_of,
@@ -443,15 +444,6 @@ def test_a_nonfinite_value_reaches_exactly_the_rows_that_attend_to_it(
 
 
 # --- kv8, rope, norm ------------------------------------------------------------------------------
-
-
-def kv8(x: F32) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
-    """Rule 6 over the last axis; every operation here is the IEEE one, so bits can be compared."""
-    d = (np.abs(x).max(-1) / np.float32(127)).astype(np.float16)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        scaled = x * (np.float32(1) / d.astype(np.float32))[..., None]
-    q = np.clip(np.rint(np.where(d[..., None] > 0, scaled, 0)), -127, 127)
-    return q.astype(np.int8), d
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -33,6 +33,16 @@ def hadamard(x: NDArray[Any]) -> NDArray[Any]:
     return y
 
 
+def kv8(x: F32) -> tuple[NDArray[np.int8], NDArray[np.float16]]:
+    """Rule 6 over the last axis; every operation here is the IEEE one, so bits can be compared."""
+    with np.errstate(all="ignore"):
+        d = (np.abs(x).max(-1) / np.float32(127)).astype(np.float16)
+        d[~np.isfinite(d)] = np.nan
+        scaled = x * (np.float32(1) / d.astype(np.float32))[..., None]
+    q = np.clip(np.rint(np.where(d[..., None] > 0, scaled, 0)), -127, 127)
+    return q.astype(np.int8), d
+
+
 @dataclass
 class Timeline:
     """One sequence with its own pages: takes qkv rows in chunks, keeps the outputs."""

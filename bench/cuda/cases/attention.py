@@ -22,6 +22,7 @@ from bench.cuda.cases.values import (
 from bench.models.tensors import aligned, hadamard
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.memory import LINE_BYTES
+from kv_store.layout import KvHeads
 
 # Of each kernel: rows of a tile, and accumulators of a super-page. Wide: of more than 256 dims.
 ATTEND = {"attend": (16, 1), "attend_many": (32, 1), "attend_pages": (16, 4)}
@@ -116,32 +117,28 @@ class Attended:
 
 def heads_of(
     page: NDArray[np.uint8], shape: kernels.PageShape
-) -> list[tuple[kernels.LayerShape, NDArray[np.uint8]]]:
+) -> list[tuple[KvHeads, NDArray[np.uint8]]]:
     """The layers of a page, and the heads of each, which are views."""
     found = []
     for index in range(shape.n_layer):
         at = shape.layer(index)
         memory = page[at.page_offset : at.page_offset + at.page_bytes]
-        found.append((at, memory.reshape(at.n_kv_head, at.head_bytes)))
+        of = KvHeads(at.n_kv_head, at.head_dim, at.v_first)
+        found.append((of, memory.reshape(at.n_kv_head, at.head_bytes)))
     return found
-
-
-def k_scales_of(at: kernels.LayerShape) -> int:
-    """How many scales of K a token has."""
-    return (at.v_first or at.head_dim) // 32
 
 
 def random_page(shape: kernels.PageShape, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Any int8 values with small scales; at times V of one sign, and K that weighs all alike."""
     page = rng.integers(0, 256, shape.payload_bytes, np.uint8)
     has_large_sums, k_largest = bool(rng.integers(2)), rng.choice([0.02, 0.002, 0.0])
-    for at, heads in heads_of(page, shape):
-        k_scales, v_scales = 256 * at.head_dim, at.head_bytes - 512
+    for of, heads in heads_of(page, shape):
+        v_scales = of.head_bytes - 512
         if has_large_sums:
-            v = heads[:, :k_scales] if at.v_first else heads[:, v_scales - k_scales : v_scales]
+            v = heads[:, v_scales - of.v_bytes : v_scales] if of.v_bytes else heads[:, : of.k_bytes]
             v &= 127
             v |= 64
-        k, v = (k_scales, 256 * k_scales_of(at), k_largest), (v_scales, 256, 0.02)
+        k, v = (of.k_bytes, of.k_scale_bytes // 2, k_largest), (v_scales, 256, 0.02)
         for start, count, largest in (k, v):
             scales = (rng.random((len(heads), count)) * largest).astype(np.float16)
             heads[:, start : start + 2 * count] = scales.view(np.uint8)
@@ -153,10 +150,9 @@ def invalidate(
 ) -> None:
     """Give some tokens of a page scales that are not finite."""
     bad = rng.choice(BAD_HALVES)
-    for at, heads in heads_of(page, shape):
-        groups = k_scales_of(at)
-        k_at, v_at = 256 * at.head_dim, at.head_bytes - 512
-        k_end, v_end = k_at + 512 * groups, v_at + 512
+    for of, heads in heads_of(page, shape):
+        groups, k_at, v_at = of.k_scales, of.k_bytes, of.head_bytes - 512
+        k_end, v_end = k_at + of.k_scale_bytes, v_at + 512
         v = heads[:, v_at:v_end].copy().view(np.uint16)
         v[:, tokens] = bad
         heads[:, v_at:v_end] = v.view(np.uint8)
@@ -270,10 +266,9 @@ class Attention:
                 values if is_v else self._transform(values) / self.layer.transform_width
             )
 
-    def _transform(self, values: F32) -> F32:
+    def _transform(self, values: F32) -> NDArray[np.float64]:
         """The transform of K and Q."""
-        parts = values.reshape(-1, self.layer.transform_width)
-        return np.concatenate([hadamard(part) for part in parts])
+        return hadamard(values.reshape(-1, self.layer.transform_width)).reshape(-1)
 
     def _compute(self, pool: kernels.Pool) -> None:
         tokens, n_pages = self.tokens, len(self.pages)

@@ -1,4 +1,4 @@
-"""Cases of products of heads: their activations, their products with a bank, and copies."""
+"""Cases of products of heads: their activations, their products with a bank, copies, transforms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-// Rows of q, k and v become queries of the step and rows of KV pages (rules 3, 4, 6 and 7).
+// Rows of q, k and v become queries of the step and rows of KV pages (rules 3, 4, 6 and 7); what latent layers give
+// is transformed back (rule 16).
 #include "formats/kv8.h"
 
 namespace {

@@ -1,4 +1,5 @@
-"""Pages whose layers differ in their heads: each layer is that of a page of its own."""
+"""Pages whose layers differ in their heads: each layer is that of a page of its own; latent layers,
+whose V is read of K, and the transform of what they give."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import kernels as K
 from bench.models.tensors import aligned
 from tests.kernels.recurrent.images import LEVELS, bits
 from tests.kernels.recurrent.test_gates import rows_of
-from tests.kernels.timelines import hadamard
+from tests.kernels.timelines import hadamard, kv8
 
 HEADS = [(2, 32), (1, 96), (2, 32), (3, 64), (1, 512)]
 TOKENS, N_HEAD, EPS = 270, 6, 1e-6
@@ -163,12 +164,12 @@ def test_a_latent_layer_has_one_scale_for_the_dims_of_v(
             want = hadamard(want.reshape(TOKENS, -1, width)).reshape(TOKENS, dim)
         for group in range(first // 32):
             of_group = slice(32 * group, 32 * group + 32)
-            k, scale = quantised(want[:, of_group])
+            k, scale = kv8(want[:, of_group])
             assert np.array_equal(found.k[:, head, of_group], k)
-            assert np.array_equal(found.own[:, head, group], scale)
-        k, scale = quantised(want[:, first:])
+            assert np.array_equal(found.own[:, head, group], scale.view(np.uint16))
+        k, scale = kv8(want[:, first:])
         assert np.array_equal(found.k[:, head, first:], k)
-        assert np.array_equal(found.v[:, head], scale)
+        assert np.array_equal(found.v[:, head], scale.view(np.uint16))
 
 
 def rotated(x: NDArray[np.float32], rope: K.RopeTable, n_rot: int) -> NDArray[np.float32]:
@@ -183,18 +184,6 @@ def rotated(x: NDArray[np.float32], rope: K.RopeTable, n_rot: int) -> NDArray[np
             y[token, 0:n_rot:2] = x0 * cos - (x1 * sin).astype(np.float32)
             y[token, 1:n_rot:2] = x0 * sin + (x1 * cos).astype(np.float32)
     return y.astype(np.float32)
-
-
-def quantised(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
-    """Rule 6 of one group of values a token."""
-    largest = np.abs(x).max(1)
-    with np.errstate(all="ignore"):
-        scale = (largest / np.float32(127)).astype(np.float16)
-        scale[~(np.isfinite(largest) & np.isfinite(scale))] = np.nan
-        inverse = np.float32(1) / scale.astype(np.float32)
-        k = np.clip(np.rint(x * inverse[:, None]), -127, 127)
-    k[~(np.isfinite(scale) & (scale > 0))] = 0
-    return k.astype(np.int8), scale.view(np.uint16)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -21,7 +21,7 @@ struct HeadLayout {
     GPU_FN int v() const { return k_scales() + PAGE_TOKENS * own_scales() * 2; }
     GPU_FN int v_scales() const { return v() + PAGE_TOKENS * v_dims(); }
     GPU_FN int bytes() const { return v_scales() + PAGE_TOKENS * 2; }
-    // Of token t of the page: dword of K, scale of K, byte of V; as an index of their part.
+    // Of token t of the page: dword of K, scale of K, dword of V; as an index of their part.
     GPU_FN int k_dword(int t, int d4) const { return ((t / 16) * (head_dim / 4) + d4) * 16 + t % 16; }
     GPU_FN int k_scale(int t, int group) const {
         const int own = own_scales();  // V scales of a latent layer are behind them
