@@ -38,9 +38,8 @@ from batchengine.engine.lane.supervisor import (
 from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
-from batchengine.engine.linked.pipelines import Pipelines
+from batchengine.engine.linked.pipelines import Pipelines, ServedStages
 from batchengine.engine.linked.rows import LinkedRows
-from batchengine.engine.linked.stages import ServedStages
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PeerPlans
@@ -243,7 +242,6 @@ class Running:
         )
         self.plans = PeerPlans(
             state.lanes[0],
-            store,
             self.peers,
             self.pipelines,
             self.linked.keeper,

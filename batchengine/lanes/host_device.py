@@ -174,6 +174,7 @@ def facts_of(model: Model, pool: kernels.Pool, isa: str) -> wire.ModelFacts:
         identity=identity,
         state_bytes=0 if states is None else states.image_bytes,
         is_whole=spec.is_whole,
+        has_rows=spec.has_rows,
     )
 
 

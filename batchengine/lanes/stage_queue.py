@@ -28,7 +28,8 @@ class StageWork:
     """One stage: its share of the model's layers, and how far its rows have come.
 
     `tokens` are those of the timeline for the first stage, else none. `chunk_tokens` are computed
-    at a time, at most. `allowed`: position before which the owner has room for the pages.
+    at a time, at most, and none beyond a multiple of `state_interval` (0: any). `allowed`: position
+    before which the owner has room for pages and states.
     """
 
     run: int
@@ -36,6 +37,7 @@ class StageWork:
     n_tokens: int
     chunk_tokens: int
     tokens: array[int]
+    state_interval: int = 0
     frontier: int = 0
     arrived: int = 0
     allowed: int = 0
@@ -43,7 +45,10 @@ class StageWork:
     @property
     def due(self) -> int:
         """Tokens that can be computed now."""
-        return min(self.arrived, self.allowed) - self.frontier
+        until = min(self.arrived, self.allowed)
+        if self.state_interval:
+            until = min(until, (self.frontier // self.state_interval + 1) * self.state_interval)
+        return until - self.frontier
 
 
 class StageQueue:

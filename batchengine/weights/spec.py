@@ -129,9 +129,15 @@ class ModelSpec:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no part of the layers is computed alone: some have recurrent state, read the KV
-        of others, or have embeddings of their own."""
-        return self.n_layer_kv < self.n_layer or self.n_embd_layer > 0
+        """Whether no part of the layers is computed alone: some read the KV of others, or have
+        embeddings of their own."""
+        return self.n_layer_kv < len(self.attentions) or self.n_embd_layer > 0
+
+    @property
+    def has_rows(self) -> tuple[bool, ...]:
+        """Whether each layer has rows in a KV page."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple([isinstance(mixer, AttentionSpec) and mixer.has_kv for mixer in mixers])
 
     @property
     def whole_kv_share(self) -> float:

@@ -1,6 +1,6 @@
 """Messages of a data link, between the workers of two daemons: queries one way round a ring of
 holders, accumulators the same way; rows of the residual stream from one stage of a pipeline to the
-next, and tiles of KV to its owner.
+next, and tiles of KV and parts of recurrent states to its owner.
 
 A query visits the holders of a route's pages in the order of the pages. Each holder sends the
 query on at once, attends to its own pages, takes the accumulators of the pages before them, folds
@@ -18,6 +18,7 @@ from batchengine.wire.frames import Frame, LinkSchema, Message
 VERSION = 3  # stands in the features of Hello, too: a data link has no greeting
 # Pages of a pipeline that are computed by some of its stages and not yet with its owner, at most.
 WINDOW_PAGES = 16
+STATE_PART_BYTES = 1 << 20
 
 
 class QueryEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
@@ -108,6 +109,20 @@ class Tile(Message, tag=5, frozen=True):
     digest: bytes
 
 
-DataMessage = Query | Accumulators | Refuse | Hidden | Tile
+class StatePart(Message, tag=6, frozen=True):
+    """To the owner of a pipeline: a part of the recurrent state behind `position` tokens, from byte
+    `offset` of the whole model's state on.
+
+    The parts of a stage follow one another, state after state. Payload: at most STATE_PART_BYTES;
+    `digest` is their XXH3-128.
+    """
+
+    run: int
+    position: int
+    offset: int
+    digest: bytes
+
+
+DataMessage = Query | Accumulators | Refuse | Hidden | Tile | StatePart
 DataFrame = Frame[DataMessage]
-DATA_LINK = LinkSchema[DataMessage](VERSION, Query, Accumulators, Refuse, Hidden, Tile)
+DATA_LINK = LinkSchema[DataMessage](VERSION, Query, Accumulators, Refuse, Hidden, Tile, StatePart)

@@ -6,8 +6,8 @@ Attached, StepDone or Failed, and reports Loading in between. No pointer and no 
 here: pages are named by slot codes that the receiver checks.
 
 Messages about data links, holds and pipelines (OpenLink, CloseLink, Hold, Release, OpenStage,
-CloseStage, Gather, GatherPages) and Masks are no requests: they may be sent at any time after
-Attach, take effect while a step runs too, and have no answer but the events LinkChanged,
+CloseStage, Gather, GatherPages, GatherState) and Masks are no requests: they may be sent at any
+time after Attach, take effect while a step runs too, and have no answer but the events LinkChanged,
 HoldChanged, StageChanged and GatherChanged. Their frames have step 0.
 """
 
@@ -19,7 +19,7 @@ from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 from kv_store.layout import KvHeads
 
-VERSION = 17
+VERSION = 18
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -109,6 +109,7 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     `identity` holds the fields of the KV representation; lanes whose identities differ must not
     share pages. `gpu` is what computes, None = the processor. `state_bytes`: size of the recurrent
     state of one sequence; 0 = the model has none. `layers`: the heads of those with rows in a page.
+    `has_rows`: whether each layer of the model has; one that has not has recurrent state.
     `is_whole`: no part of its layers is computed alone.
     """
 
@@ -122,11 +123,20 @@ class ModelFacts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
     gpu: GpuFacts | None = None
     state_bytes: int = 0
     is_whole: bool = False
+    has_rows: tuple[bool, ...] = ()
 
     @property
     def n_layer(self) -> int:
         """How many layers have rows in a page."""
         return len(self.layers)
+
+    def bytes_of(self, first: int, end: int) -> tuple[int, int]:
+        """Bytes of a page and of a state that layers [first, end) of the model have."""
+        before, within = sum(self.has_rows[:first]), sum(self.has_rows[first:end])
+        of_pages = sum(heads.layer_bytes for heads in self.layers[before : before + within])
+        n_recurrent = len(self.has_rows) - self.n_layer
+        of_state = self.state_bytes // n_recurrent if n_recurrent else 0
+        return of_pages, of_state * (end - first - within)
 
 
 class Ready(Message, tag=3, frozen=True):
@@ -466,7 +476,9 @@ class OpenStage(Message, tag=18, frozen=True):
     `run` is not to be guessed. The timeline has `n_tokens` tokens, of whole pages. Rows of the
     residual stream come from the peer `previous` ("" = this is the first stage) and go on to
     `following` ("" = the last one), tiles of full pages to `owner`; links to them are open. These
-    layers' KV is kept in memory of the worker until CloseStage. StageChanged follows.
+    layers' KV is kept in memory of the worker until CloseStage. StageChanged follows. A model with
+    recurrent state has a `state_interval`, of whole pages: the state of these layers behind every
+    so many tokens and behind the last one goes to `owner`, too. Else it is 0.
     """
 
     run: int
@@ -476,10 +488,12 @@ class OpenStage(Message, tag=18, frozen=True):
     previous: str
     following: str
     owner: str
+    state_interval: int = 0
 
 
 class CloseStage(Message, tag=19, frozen=True):
-    """Engine -> worker: forget this pipeline, as a stage of it and as its owner."""
+    """Engine -> worker: forget this pipeline, as a stage of it and as its owner. Of an owner that
+    gathers, GatherChanged says how far it has come."""
 
     run: int
 
@@ -487,8 +501,8 @@ class CloseStage(Message, tag=19, frozen=True):
 class StageStep(Message, tag=20, frozen=True):
     """Engine -> worker, a request: compute tokens [start, start + n_tokens) of a stage.
 
-    They follow those computed before, and their rows have arrived; payload: for the first stage
-    the tokens i32, else nothing.
+    They follow those computed before, and their rows have arrived; no position whose state is sent
+    lies between them. Payload: for the first stage the tokens i32, else nothing.
     """
 
     run: int
@@ -544,12 +558,27 @@ class GatherPages(Message, tag=24, frozen=True):
 
 class GatherChanged(Message, tag=25, frozen=True):
     """Worker -> engine: of the timeline's leading pages, `accepted` have a slot and `complete` have
-    all their tiles; or the gathering has ended without a CloseStage: `why`."""
+    all their tiles, and the first `states` of those that GatherState has named are done; or the
+    gathering has ended: `why`."""
 
     run: int
     accepted: int
     complete: int
     why: str = ""
+    states: int = 0
+
+
+class GatherState(Message, tag=27, frozen=True):
+    """Engine -> worker: gather the recurrent state behind `position` tokens, and save it to the
+    file `name` of the folder of states, with a checksum of this seed; "": leave it out.
+
+    It comes behind the one named before. GatherChanged follows once it is there.
+    """
+
+    run: int
+    position: int
+    name: str
+    seed: int
 
 
 class Mask(Message, tag=26, frozen=True):
@@ -565,7 +594,7 @@ class Mask(Message, tag=26, frozen=True):
     bits: bytes
 
 
-StageNote = OpenStage | CloseStage | Gather | GatherPages
+StageNote = OpenStage | CloseStage | Gather | GatherPages | GatherState
 LinkNote = OpenLink | CloseLink | Hold | Release | StageNote
 StageEvent = StageChanged | GatherChanged
 LaneEvent = LinkChanged | HoldChanged | StageEvent
@@ -579,5 +608,5 @@ LANE_LINK = LinkSchema[LaneMessage](
     Load, Loading, Ready, Attach, Attached, Step, StepDone, Failed, Ping, Pong, Shutdown,
     OpenLink, CloseLink, Hold, Release, LinkChanged, HoldChanged,
     OpenStage, CloseStage, StageStep, StageDone, StageChanged, Gather, GatherPages, GatherChanged,
-    Mask,
+    Mask, GatherState,
 )  # fmt: skip

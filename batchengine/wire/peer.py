@@ -253,7 +253,9 @@ class OpenPipeline(Message, tag=30, frozen=True):
 
     `run` is not to be guessed. Rows come from the worker of `previous` ("" = this is the first
     stage) and go to that of `following` ("" = the last one), tiles to that of the sender, at most
-    `chunk_tokens` tokens at a time. Payload: for the first stage the tokens i32, else nothing.
+    `chunk_tokens` tokens at a time. A model with recurrent state has a `state_interval`: states go
+    to the sender behind every so many tokens and behind the last one. Payload: for the first stage
+    the tokens i32, else nothing.
     """
 
     run: Count
@@ -263,6 +265,7 @@ class OpenPipeline(Message, tag=30, frozen=True):
     chunk_tokens: Annotated[int, msgspec.Meta(ge=32, le=1024)]
     previous: Text
     following: Text
+    state_interval: Annotated[int, msgspec.Meta(ge=0, le=1 << 24, multiple_of=256)]
 
 
 class PipelineOpened(Message, tag=31, frozen=True):

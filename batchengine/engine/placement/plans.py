@@ -34,7 +34,6 @@ from batchengine.policy.linked.ring import shape_of
 from batchengine.policy.router import ON_PEER, RINGED, Decision, Reason, RouteState
 from batchengine.session import Session
 from batchengine.session_kv import SELF
-from kv_store.store import Store
 
 log = logging.getLogger("batchengine.engine")
 
@@ -56,22 +55,22 @@ class PeerPlans:
     def __init__(
         self,
         loop: LaneLoop,
-        store: Store,
         peers: Peers,
         pipelines: Pipelines,
         keeper: RouteKeeper,
         info: ModelInfo,
         send_away: SendAway,
     ) -> None:
-        self._store, self._keeper, self.send_away = store, keeper, send_away
+        self._keeper, self.send_away = keeper, send_away
         self._loop, self._peers, self._pipelines = loop, peers, pipelines
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
         self._is_whole = bool(details["is_whole"])  # no pipelines
         self._kv_token_bytes = payload // 256
-        self._model = PipelineModel(
-            n_layer, self._kv_token_bytes // n_layer, 4 * int(details["n_embd"])
-        )
+        stored = self._kv_token_bytes  # of a token, with its share of the states that are sent
+        if interval := loop.kv.states.interval:
+            stored += loop.kv.states.state_bytes // interval
+        self._model = PipelineModel(n_layer, stored // n_layer, 4 * int(details["n_embd"]))
         n_layer_whole = max(1, int(details["n_layer_whole"]))  # no query leaves where windows hide
         self._shape = shape_of(
             n_layer_whole,
@@ -157,9 +156,9 @@ class PeerPlans:
         if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:
             return
         tokens, predicted = session.tokens[:-1], decision.predicted
-        known = len(self._store.pages.match_prefix(tokens, session.salt))
-        if known * PAGE_TOKENS > CACHED_MAX * len(tokens):
-            record.note(f"no pipeline: {known} pages of the prompt are in the store")
+        known = self._loop.kv.prefix.stored_tokens(session.tokens, session.salt)
+        if known > CACHED_MAX * len(tokens):
+            record.note(f"no pipeline: {known} tokens of the prompt are in the store")
             return
         if len(tokens) // PAGE_TOKENS > self._loop.seats.pages_here:
             record.note("no pipeline: the prompt has more pages than this daemon keeps")

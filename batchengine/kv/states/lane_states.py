@@ -92,6 +92,8 @@ class LaneStates:
         self._loads: list[StateLoad] = []
         self._loading: dict[Session, StateLoad] = {}  # those that sessions wait for
         self._saving: dict[bytes, bytes] = {}  # parents; also in a frame that is not answered
+        self._gathering: dict[bytes, bytes] = {}  # of pipelines, by key: parents
+        self._wrong: set[bytes] = set()  # of those, what may not be kept
 
     def __repr__(self) -> str:
         return f"<LaneStates {self._pool!r} saves={len(self._saves)} loads={len(self._loads)}>"
@@ -115,10 +117,10 @@ class LaneStates:
         for session in self._slots.members.values():
             self.leave(session)
         self._pool = None
-        if (saved := self._store.states) is not None:
-            for key, parent in self._saving.items():
-                saved.abandoned(key, parent)
-        self._saves, self._loads, self._saving, self._loading = {}, [], {}, {}
+        self._saving |= self._gathering
+        self._gathering = {}
+        self.abandoned(list(self._saving))
+        self._saves, self._loads, self._loading = {}, [], {}
 
     def drop_unproven(self) -> None:
         """Release the states of all sessions, which no computation has proven, and save none that
@@ -128,12 +130,17 @@ class LaneStates:
         for key in self._saves:
             del self._saving[key]
         self._saves = {}
+        self._wrong.update(self._gathering)
 
     def invalid(self, wrong: set[bytes]) -> None:
         """Save no state behind these pages, of those that wait for a frame."""
         for save in list(self._saves.values()):
             if not wrong.isdisjoint((save.key, save.parent)):
                 del self._saves[save.key], self._saving[save.key]
+        behind = [
+            key for key, parent in self._gathering.items() if not wrong.isdisjoint((key, parent))
+        ]
+        self._wrong.update(behind)
 
     def leave(self, session: Session) -> None:
         """Give up the state that the session has with the worker, or waits for."""
@@ -345,6 +352,46 @@ class LaneStates:
             if slot is not None and save.slot == slot.index:
                 del self._saves[save.key], self._saving[save.key]
         return slot
+
+    # ---------------------------------------------------------------------------- of pipelines
+
+    def gather(self, session: Session, position: int) -> tuple[bytes, bytes] | None:
+        """Key and parent of the state at a position, which the worker is to write to a file as a
+        pipeline computes it, until `gathered` or `give_up`. None: it is saved, or another frame or
+        pipeline saves it, or there is no room."""
+        saved, (key, parent) = self._store.states, self.key_at(session, position)
+        if saved is None or key in saved or key in self._saving or key in self._gathering:
+            return None
+        if not saved.has_room(self.state_bytes):
+            return None
+        self._gathering[key] = parent
+        return key, parent
+
+    def gathered(self, key: bytes) -> None:
+        """Note that the worker has written the file of a state of a pipeline."""
+        parent, saved = self._gathering.pop(key, None), self._store.states
+        if parent is not None and saved is not None:
+            saved.saved(key, parent, self.state_bytes)
+            self._drop_wrong(key)
+
+    def give_up(self, keys: Iterable[bytes]) -> None:
+        """Gather these states no more: until `abandoned` the worker may still be writing them."""
+        for key in keys:
+            if (parent := self._gathering.pop(key, None)) is not None:
+                self._saving[key] = parent
+
+    def abandoned(self, keys: Iterable[bytes]) -> None:
+        """Note that the worker writes these states no more, which it may have written."""
+        for key in keys:
+            parent, saved = self._saving.pop(key, None), self._store.states
+            if parent is not None and saved is not None:
+                saved.abandoned(key, parent)
+                self._drop_wrong(key)
+
+    def _drop_wrong(self, key: bytes) -> None:
+        if key in self._wrong and self._store.states is not None:
+            self._store.states.drop(key)
+        self._wrong.discard(key)
 
     # ------------------------------------------------------------------------------ the frame
 

@@ -19,11 +19,14 @@ class BadTile(Exception):
 
 
 class GatherPart(NamedTuple):
-    """Layers [first, end), whose tiles come by `link`."""
+    """What comes by `link`: tiles of layers [first, end) of a page, and bytes [state_first,
+    state_end) of the model's recurrent state."""
 
     link: int
     first: int
     end: int
+    state_first: int = 0
+    state_end: int = 0
 
 
 class TileGather:

@@ -1,7 +1,7 @@
 """One stage of a pipeline: some layers of one timeline, in memory of its own.
 
-The pages hold these layers only. Rows of the residual stream come in the order of the tokens, in
-any pieces, and are computed in any other pieces: the bits are the same.
+Pages and recurrent states hold these layers only. Rows of the residual stream come in the order of
+the tokens, in any pieces, and are computed in any other pieces: the bits are the same.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 import kernels
 from batchengine.core import PAGE_TOKENS
+from batchengine.lanes.pipeline.states import StageStates
 from batchengine.lanes.step_input import I32Array
-from batchengine.model import Stepper
+from batchengine.model import Model, Stepper
 from batchengine.wire import lane as wire
 from batchengine.wire.data import WINDOW_PAGES, Hidden
 from batchengine.wire.frames import Payload
@@ -30,7 +31,7 @@ class StageEnded(Exception):
 
 
 class StageLayers:
-    """The pages of one stage and the rows that wait for it.
+    """The pages and states of one stage, and the rows that wait for it.
 
     `previous`, `following`, `owner` are numbers of open links; None: there is no such stage.
     """
@@ -57,16 +58,27 @@ class StageLayers:
         self.frontier = 0
         self.arrived = 0 if note.first else note.n_tokens
         self._stepper = stepper
-        self._layers = list(stepper.model.layers)[note.first : note.end]
-        shape = stepper.model.shape
-        layers = [shape.layer(index) for index in range(note.first, note.end)]
-        self._origin = layers[0].page_offset
+        model = stepper.model
+        self._layers = list(model.layers)[note.first : note.end]
+        rows = rows_of(model, note.first, note.end)
+        layers = [model.shape.layer(index) for index in rows]
+        self._first_tile = rows.start
+        self._origin = layers[0].page_offset if layers else 0
         self._tiles = [(of.page_offset - self._origin, of.page_bytes) for of in layers]
         self._page_bytes = sum(n_bytes for _, n_bytes in self._tiles)
-        self._n_embd = stepper.model.spec.n_embd
+        self._n_embd = model.spec.n_embd
         self._rows: deque[F32] = deque()
+        self.states: StageStates | None = None
+        if (model.states is None) != (note.state_interval == 0):
+            raise StageEnded("it has recurrent state, or none, and its owner says otherwise")
+        if note.state_interval % PAGE_TOKENS or note.state_interval < 0:
+            raise StageEnded(f"{note.state_interval} tokens between two states")
         try:
-            self._memory = mmap.mmap(-1, self._page_bytes * (note.n_tokens // PAGE_TOKENS))
+            n_pages = note.n_tokens // PAGE_TOKENS
+            self._memory = mmap.mmap(-1, max(1, self._page_bytes * n_pages))
+            if note.state_interval:
+                first, end = state_span(model, note.first, note.end)
+                self.states = StageStates(first, end, note.state_interval, note.n_tokens)
         except OSError as error:
             raise StageEnded(f"no memory for its pages: {error.strerror}") from None
         with contextlib.suppress(OSError):  # a kernel without huge pages
@@ -102,7 +114,8 @@ class StageLayers:
             self._page_bytes
         )
         ids = tokens if not self.note.first else np.zeros(n, np.int32)
-        stepper.set(ids, np.array([[n, start, n_pages]], np.int32), pages)
+        states = None if self.states is None else self.states.chunk(start + n)
+        stepper.set(ids, np.array([[n, start, n_pages]], np.int32), pages, states=states)
         hidden = stepper.hidden.view(n)
         if self.note.first:
             self._take_rows(hidden)
@@ -124,7 +137,27 @@ class StageLayers:
             at += n
 
     def tiles(self, page: int) -> Iterator[tuple[int, memoryview]]:
-        """Layer and bytes of each tile of a full page."""
+        """Layer of the page and bytes of each tile of a full page."""
         for index, (offset, n_bytes) in enumerate(self._tiles):
             at = page * self._page_bytes + offset
-            yield self.note.first + index, self._view[at : at + n_bytes]
+            yield self._first_tile + index, self._view[at : at + n_bytes]
+
+    def state_parts(self) -> Iterator[tuple[int, memoryview]]:
+        """Offset and bytes of each part of the state at the frontier, if the owner wants it."""
+        if self.states is not None and self.states.is_wanted(self.frontier):
+            yield from self.states.parts(self.frontier)
+
+
+def rows_of(model: Model, first: int, end: int) -> range:
+    """The layers of a page that layers [first, end) of the model have."""
+    has_rows = model.spec.has_rows
+    return range(sum(has_rows[:first]), sum(has_rows[:end]))
+
+
+def state_span(model: Model, first: int, end: int) -> tuple[int, int]:
+    """The bytes [first, end) of the model's recurrent state that its layers [first, end) have."""
+    if model.states is None:
+        return 0, 0
+    rows = rows_of(model, first, end)
+    n_bytes = model.states.layer_bytes
+    return (first - rows.start) * n_bytes, (end - rows.stop) * n_bytes

@@ -26,6 +26,7 @@ from batchengine.wire.data import (
     Hidden,
     Query,
     Refuse,
+    StatePart,
     Tile,
 )
 from batchengine.wire.frames import Frame, Payload, WireError
@@ -59,7 +60,13 @@ class Ring:
             attention, self._send, links.peer_of, self.poll, self.counts, secrets.randbits(64)
         )
         self.stages = Stages(
-            stepper, memory.tile, links, self._send, lambda event: self.report(event), self.counts
+            stepper,
+            memory.tile,
+            memory.save_state,
+            links,
+            self._send,
+            lambda event: self.report(event),
+            self.counts,
         )
         self._own: deque[DataFrame] = deque()  # from this worker to itself
         self._lost: deque[int] = deque()
@@ -141,7 +148,7 @@ class Ring:
             is_kept = self._server.on_query(link, message, frame.payload, time.monotonic())
         elif isinstance(message, Hidden):
             self.stages.on_hidden(link, message, frame.payload)
-        elif isinstance(message, Tile):
+        elif isinstance(message, Tile | StatePart):
             self.stages.on_tile(link, message, frame.payload)
         elif isinstance(message, Refuse):
             self._routed.on_refusal(message.unit, message.why)

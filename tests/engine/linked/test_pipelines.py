@@ -129,7 +129,7 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
         pipelines(b).served.bytes_max = 1 << 30
         link = a.running.peers.links["b"]
         b.leave()
-        asked = OpenPipeline(4, 0, 4, PAGE_TOKENS, 512, "", "")
+        asked = OpenPipeline(4, 0, 4, PAGE_TOKENS, 512, "", "", 0)
         answer = (await link.request(asked, bytes(4 * PAGE_TOKENS), timeout_s=5)).message
         assert isinstance(answer, PipelineOpened)
         assert answer.why == "it is leaving"
@@ -139,7 +139,7 @@ async def test_a_pipeline_that_cannot_be_says_why(site: Site, reference: Referen
         assert "outside" in (await fill(a, [("b", 0, 4)], [1 << 30] * PAGE_TOKENS))[1]
         for message in (PipelineGo(5, 256), PipelineEnded(5, "no such run")):
             link.send(message)
-        twice = OpenPipeline(5, 0, 4, PAGE_TOKENS, 512, "", "")
+        twice = OpenPipeline(5, 0, 4, PAGE_TOKENS, 512, "", "", 0)
         tokens = bytes(4 * PAGE_TOKENS)
         answers = [(await link.request(twice, tokens, timeout_s=5)).message for _ in range(2)]
         assert [bool(answer.why) for answer in answers] == [False, True]  # type: ignore[union-attr]

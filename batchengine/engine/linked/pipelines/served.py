@@ -159,11 +159,11 @@ class ServedStages:
             return "a token is outside the vocabulary"
         if facts.is_whole:
             return "its model is computed as a whole"
-        if message.end > facts.n_layer or message.first >= message.end:
-            return f"it has {facts.n_layer} layers"
-        n_pages = message.n_tokens // PAGE_TOKENS
-        layers = facts.layers[message.first : message.end]
-        n_bytes = n_pages * sum(heads.layer_bytes for heads in layers)
+        if message.end > len(facts.has_rows) or message.first >= message.end:
+            return f"it has {len(facts.has_rows)} layers"
+        if bool(message.state_interval) != bool(facts.state_bytes):
+            return "its model has recurrent state, or none, unlike yours"
+        n_bytes = _stage_bytes(facts, message)
         taken = sum(served.n_bytes for served in self._served.values())
         if len(self._served) >= SERVED_MAX or taken + n_bytes > self.bytes_max:
             return "it has no room for another stage"
@@ -174,7 +174,7 @@ class ServedStages:
         loop.lane.note(
             wire.OpenStage(
                 number, message.first, message.end, message.n_tokens,
-                message.previous, message.following, link.name,
+                message.previous, message.following, link.name, message.state_interval,
             )
         )  # fmt: skip
         return ""
@@ -198,10 +198,9 @@ class ServedStages:
             served.timer = asyncio.get_running_loop().call_later(
                 RUN_S_MAX, self._end_served, number, "it took too long"
             )
-            layers = message.first, message.end
-            compute_stage(
-                self._loop, number, layers, tokens, message.n_tokens, message.chunk_tokens
-            )
+            layers, n_tokens = (message.first, message.end), message.n_tokens
+            pieces = message.chunk_tokens, message.state_interval
+            compute_stage(self._loop, number, layers, tokens, n_tokens, *pieces)
         link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
 
     def _end_served(self, number: int, why: str) -> None:
@@ -227,15 +226,27 @@ def compute_stage(
     tokens: array[int],
     n_tokens: int,
     chunk_tokens: int,
+    state_interval: int,
 ) -> None:
     """Compute layers [first, end) for a pipeline from now on, which the lane's worker has opened.
 
-    `tokens` are for the first stage, which waits for its owner's word; the others get none.
+    `tokens` are for the first stage, which waits for its owner's word; the others get none. For
+    `chunk_tokens` and `state_interval` see `StageWork`.
     """
     first, end = layers
     facts = loop.lane.facts
-    share = (end - first) / facts.n_layer if facts is not None else 1.0
-    work = StageWork(number, share, n_tokens, chunk_tokens, tokens)
+    share = (end - first) / len(facts.has_rows) if facts is not None else 1.0
+    work = StageWork(number, share, n_tokens, chunk_tokens, tokens, state_interval)
     work.arrived, work.allowed = (0, n_tokens) if first else (n_tokens, 0)
     loop.stages.add(work)
     loop.wake()
+
+
+def _stage_bytes(facts: wire.ModelFacts, message: OpenPipeline) -> int:
+    """The memory of a stage: its pages, and its states at the positions that are sent and two more
+    (`StageStates`)."""
+    page_bytes, state_bytes = facts.bytes_of(message.first, message.end)
+    n_bytes = message.n_tokens // PAGE_TOKENS * page_bytes
+    if message.state_interval:
+        n_bytes += (-(-message.n_tokens // message.state_interval) + 2) * state_bytes
+    return n_bytes

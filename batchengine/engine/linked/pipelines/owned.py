@@ -3,7 +3,8 @@
 A pipeline fills the store with full pages of a prompt and ends; the session then finds them by
 their content, and computes the rest itself. So whatever happens to a peer costs time and nothing
 else. The owner's pages come as tiles into arena slots of a session of its own, from where they are
-digested and sealed like computed ones.
+digested and sealed like computed ones; recurrent states come as parts, which its worker writes to
+files.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from typing import Any
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.lane_links import LaneLinks
-from batchengine.engine.linked.stages import OPEN_S, RUN_S_MAX, ServedStages, compute_stage
+from batchengine.engine.linked.pipelines.served import (
+    OPEN_S,
+    RUN_S_MAX,
+    ServedStages,
+    compute_stage,
+)
+from batchengine.engine.linked.pipelines.states import GatheredStates
 from batchengine.peers.features import STAGES
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
@@ -54,19 +61,21 @@ class PipelineFailed(Exception):
 class OwnedRun:
     """One pipeline for a prompt of this daemon. `session` has its pages; `given`, `accepted`,
     `complete` and `taken` count leading pages: named to the worker, accepted by it, gathered, and
-    part of the session."""
+    part of the session. `states`: of a model with recurrent state; `n_states` are done."""
 
     number: int
     parts: tuple[wire.Part, ...]
     chunk_tokens: int
     session: Session
     n_pages: int
+    states: GatheredStates | None
+    n_states: int = 0
     state: str = "opening"
     opened: set[str] = field(default_factory=set[str])
     is_gathering: bool = False
     given: int = 0
     accepted: int = 0
-    allowed: int = 0
+    allowed: int = 0  # tokens
     complete: int = 0
     taken: int = 0
     why: str = ""
@@ -103,6 +112,7 @@ class Pipelines:
         self._owned: dict[int, OwnedRun] = {}
         self._keys = itertools.count(FIRST_KEY)
         self._seats = asyncio.Semaphore(RUNS_MAX)
+        self._closing: dict[int, list[bytes]] = {}  # states that the worker may still be writing
         links.on_stage = self._on_event
         loop.stages.on_ended = self._on_stage_ended
         loop.stages.on_step = self._on_step
@@ -183,8 +193,10 @@ class Pipelines:
         filling.tokens, filling.salt = list(tokens), session.salt
         filling.priority = session.priority
         parts = tuple(wire.Part(name or own, first, end) for name, first, end in stages)
+        kv = self._loop.kv
+        states = GatheredStates(kv.states, filling) if kv.states.is_used else None
         run = OwnedRun(
-            secrets.randbits(63), parts, chunk_tokens, filling, len(tokens) // PAGE_TOKENS
+            secrets.randbits(63), parts, chunk_tokens, filling, len(tokens) // PAGE_TOKENS, states
         )
         self._owned[run.number] = run
         self._loop.kv.slots.enter(filling)
@@ -214,15 +226,15 @@ class Pipelines:
     ) -> None:
         n_tokens = len(run.session.tokens)
         tokens = array("i", () if part.first else run.session.tokens)  # only the first stage's
+        interval = 0 if run.states is None else run.states.interval
         if part.peer == self._own_name:
+            names = previous, following, part.peer
             self._loop.lane.note(
-                wire.OpenStage(
-                    run.number, part.first, part.end, n_tokens, previous, following, part.peer
-                )
+                wire.OpenStage(run.number, part.first, part.end, n_tokens, *names, interval)
             )
             await run.until(lambda: part.peer in run.opened)
-            layers, chunk_tokens = (part.first, part.end), run.chunk_tokens
-            compute_stage(self._loop, run.number, layers, tokens, n_tokens, chunk_tokens)
+            layers, pieces = (part.first, part.end), (run.chunk_tokens, interval)
+            compute_stage(self._loop, run.number, layers, tokens, n_tokens, *pieces)
             return
         link = self._peers.links.get(part.peer)
         if link is None or not self.can_use(part.peer):
@@ -235,6 +247,7 @@ class Pipelines:
             run.chunk_tokens,
             previous,
             following,
+            interval,
         )
         answer = (await link.request(message, tokens.tobytes(), timeout_s=OPEN_S)).message
         if not isinstance(answer, PipelineOpened):
@@ -250,7 +263,8 @@ class Pipelines:
             if is_over():
                 raise PipelineFailed("its request has ended")
             self._advance(run)
-            return run.session.kv.first_open == run.n_pages
+            has_states = run.states is None or run.states.is_complete
+            return has_states and run.session.kv.first_open == run.n_pages
 
         await run.until(is_done)
 
@@ -285,9 +299,15 @@ class Pipelines:
         if ready:
             loop.lane.note(wire.GatherPages(run.number, tuple([slot.slot for slot in ready])))
             run.given += len(ready)
-        if run.accepted > run.allowed:
-            run.allowed = run.accepted
-            self._allow(run, page_start(run.allowed))
+        until = page_start(run.accepted)
+        if run.states is not None:
+            run.states.completed(run.n_states)
+            for note in run.states.name(run.number):
+                loop.lane.note(note)
+            until = min(until, run.states.limit)
+        if until > run.allowed:
+            run.allowed = until
+            self._allow(run, until)
 
     def _allow(self, run: OwnedRun, until: int) -> None:
         """Let the first stage compute tokens before `until`. Raises PEER_DOWN."""
@@ -304,6 +324,8 @@ class Pipelines:
         """Forget a pipeline here and at every stage. Sealed pages stay in the store."""
         run.state = "ended"
         del self._owned[run.number]
+        if run.states is not None:
+            self._give_up(run, run.states)
         self._loop.stages.remove(run.number)
         self._loop.lane.note(wire.CloseStage(run.number))  # before a frame that reuses its slots
         for part in run.parts:
@@ -312,6 +334,16 @@ class Pipelines:
                 link.send(PipelineEnded(run.number, run.why[:TEXT_CHARS_MAX]))
         run.taken = len(run.session.kv.sealed)
         self._loop.close_session(run.session)
+
+    def _give_up(self, run: OwnedRun, states: GatheredStates) -> None:
+        """Gather no more states: what the worker may be writing is known once it has closed the
+        pipeline."""
+        states.completed(run.n_states)
+        left = states.give_up()
+        if not run.is_gathering:
+            self._loop.kv.states.abandoned(left)
+        elif left:
+            self._closing[run.number] = left
 
     # --------------------------------------------------------------------------------- events
 
@@ -330,11 +362,14 @@ class Pipelines:
             else:
                 self.served.opened(event.run)
         elif run is not None:
-            run.is_gathering = True
+            run.is_gathering = not event.why
             run.accepted, run.complete = event.accepted, event.complete
+            run.n_states = event.states
             if event.why:
                 run.fail(event.why)
             run.news.set()
+        elif event.why:
+            self._loop.kv.states.abandoned(self._closing.pop(event.run, ()))
 
     def _on_stage_ended(self, number: int, why: str) -> None:
         """A stage of this lane has ended by itself."""
@@ -346,6 +381,8 @@ class Pipelines:
     def _on_step(self) -> None:
         for run in self._owned.values():
             run.news.set()
+        if not self._loop.lane.alive:
+            self._closing = {}  # as the worker's death has ended what it was writing
 
     def _on_state(self, link: PeerLink) -> None:
         """End what needs a control link that was lost."""

@@ -1,0 +1,8 @@
+"""Pipelines that this daemon has a part in: those of its own prompts, and stages for peers."""
+
+from __future__ import annotations
+
+from batchengine.engine.linked.pipelines.owned import Pipelines
+from batchengine.engine.linked.pipelines.served import ServedStages
+
+__all__ = ["Pipelines", "ServedStages"]

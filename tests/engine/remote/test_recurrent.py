@@ -1,0 +1,138 @@
+"""Pipelines for models with recurrent state: sessions go on behind their pages, with the tokens of
+one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from batchengine.core import PAGE_TOKENS
+from batchengine.engine import Engine
+from bench.models.shapes import PRESETS
+from bench.models.synthetic import write_synthetic
+from tests.engine.linked import test_pipelines
+from tests.engine.linked.pipeline_scene import are_linked, linked_engines
+from tests.engine.linked.test_pipelines import (
+    SLOW,
+    check_answer,
+    check_clean,
+    fill,
+    pipelines,
+    random_stages,
+)
+from tests.support.engines import Reference, Site, read, request, until, words
+
+MODELS = ("qwen35-tiny", "nemotron_h_moe-tiny", "lfm2-tiny")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path_factory.mktemp("model") / "model.gguf"
+    write_synthetic(path, replace(PRESETS[request.param], n_vocab=2000))
+    return path
+
+
+@pytest.fixture
+def site(model: Path, tmp_path: Path, cache_dir: Path) -> Site:
+    return Site(model, tmp_path, cache_dir)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path, cache_dir: Path) -> Iterator[Reference]:
+    made = Reference(model, cache_dir)
+    yield made
+    made.close()
+
+
+@pytest.fixture(autouse=True)
+def _layers(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_layers = len(reference.runner.model.layers)
+    monkeypatch.setattr(test_pipelines, "N_LAYERS", n_layers)
+
+
+def states(engine: Engine) -> list[str]:
+    """The files of states of an engine's store."""
+    store = engine.running.store
+    assert store.states is not None
+    return sorted(os.listdir(store.states.folder))
+
+
+async def test_answers_after_a_pipeline_are_those_of_one_engine(
+    site: Site, reference: Reference
+) -> None:
+    """Any splits and orders, several at once, with and without the owner as a stage; a prompt that
+    shares all but the end of another goes on from a state between the two ends."""
+    rng = random.Random(3)
+    n = len(reference.runner.model.layers)
+    async with linked_engines(site, "abc") as engines:
+        a = engines["a"]
+        prompts = {key: words(key, n * PAGE_TOKENS + 9) for key, n in ((1, 6), (2, 1), (3, 2))}
+        stages = [random_stages(rng, "abc"), [("b", 0, 2), ("c", 2, n)], [("", 0, 1), ("b", 1, n)]]
+        found = await asyncio.gather(
+            *(fill(a, each, prompts[key]) for each, key in zip(stages, prompts, strict=True))
+        )
+        assert found == [(6, ""), (1, ""), (2, "")]
+        await check_clean(*engines.values())
+        assert len(states(a)) == 4
+        assert not states(engines["b"])
+        assert not a.state.lanes[0].kv.states.saving
+        for key, pages in ((1, 6), (2, 1), (3, 2)):
+            await check_answer(a, reference, prompts[key], pages)
+        await check_answer(a, reference, [*prompts[1][: 5 * PAGE_TOKENS], 7, 8, 9], 4)
+        assert await fill(a, stages[0], prompts[1]) == (6, ""), "its states are there"
+
+
+async def test_a_lost_stage_costs_time_only(site: Site, reference: Reference) -> None:
+    """Kills of a stage's worker and of the owner's, while states are on their way."""
+    n = len(reference.runner.model.layers)
+    async with linked_engines(site, "abc", SLOW) as engines:
+        a, b, c = (engines[name] for name in "abc")
+        prompt = words(7, 12 * PAGE_TOKENS + 9)
+        stages = [("", 0, 1), ("b", 1, n - 1), ("c", n - 1, n)]
+        for victim in (b, a):
+            filling = asyncio.ensure_future(fill(a, stages, prompt))
+            await until(lambda: any(run.n_states for run in pipelines(a)._owned.values()))
+            os.kill(victim.state.lanes[0].lane.pid, signal.SIGKILL)
+            pages, why = await filling
+            assert why
+            assert pages < 12
+            await until(lambda: all(are_linked(engine, 2) for engine in engines.values()))
+            await until(lambda: not a.state.lanes[0].kv.states.saving)
+        answer = await read(a.submit(request(prompt, 8)))
+        assert answer.tokens == reference.tokens(prompt, 8)
+        assert answer.done is not None
+        assert answer.done.usage.cached_tokens >= 4 * PAGE_TOKENS, "a state of a lost pipeline"
+        await check_clean(b, c)
+
+
+async def test_a_full_folder_of_states_ends_a_pipeline(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that is not written, or has no room, costs time only."""
+    n = len(reference.runner.model.layers)
+    async with linked_engines(site, "ab", SLOW) as engines:
+        a = engines["a"]
+        store = a.running.store
+        assert store.states is not None
+        monkeypatch.setattr(store.states, "budget_bytes", 0)
+        prompt, other = words(8, 2 * PAGE_TOKENS + 9), words(9, 2 * PAGE_TOKENS + 9)
+        assert await fill(a, [("b", 0, n)], prompt) == (2, "")
+        assert not states(a)
+        await check_answer(a, reference, prompt, 0)
+        monkeypatch.undo()
+        folder = Path(store.states.folder)
+        folder.rename(folder.with_suffix(".away"))
+        try:
+            pages, why = await fill(a, [("b", 0, n)], other)
+        finally:
+            folder.with_suffix(".away").rename(folder)
+        assert "the disk takes no state" in why
+        await check_answer(a, reference, other, 0)
+        await check_clean(*engines.values())
