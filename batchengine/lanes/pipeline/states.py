@@ -23,6 +23,7 @@ from batchengine.wire.data import STATE_PART_BYTES, StatePart
 from batchengine.wire.frames import Payload
 from kv_store.states import is_state_name
 
+CACHE_LINE = 64  # bytes
 SCRATCH = 2  # states of a stage that no owner wants: one is read while the other is written
 
 SaveState = Callable[[str, int, memoryview], bool]  # name, seed and bytes of a file
@@ -37,11 +38,11 @@ class StageStates:
         self.interval = interval
         self._n_tokens = n_tokens
         self._first, self._bytes = first, end - first
+        self._stride = max(self._bytes, CACHE_LINE)  # of layers without state, too
         self._n_wanted = -(-n_tokens // interval)
         self._computed = 0  # chunks
         self._read = 0  # address of the state at the frontier, 0 at position 0
-        size = max(1, (self._n_wanted + SCRATCH) * self._bytes)
-        self._memory = memoryview(mmap.mmap(-1, size))
+        self._memory = memoryview(mmap.mmap(-1, (self._n_wanted + SCRATCH) * self._stride))
         self._origin = kernels.address_of(self._memory) - first
 
     def next_wanted(self, position: int) -> int:
@@ -56,14 +57,14 @@ class StageStates:
         """Where the next chunk, up to position `end`, reads its state and writes the one behind it
         (1, 2)."""
         slot = self._slot(end) if self.is_wanted(end) else self._n_wanted + self._computed % SCRATCH
-        read, self._read = self._read, self._origin + slot * self._bytes
+        read, self._read = self._read, self._origin + slot * self._stride
         self._computed += 1
         return np.array([[read, self._read]], np.uint64)
 
     def parts(self, position: int) -> Iterator[tuple[int, memoryview]]:
         """Offset in the model's whole state, and bytes, of each part of the state at a wanted
         position."""
-        at = self._slot(position) * self._bytes
+        at = self._slot(position) * self._stride
         for offset in range(0, self._bytes, STATE_PART_BYTES):
             n = min(STATE_PART_BYTES, self._bytes - offset)
             yield self._first + offset, self._memory[at + offset : at + offset + n]

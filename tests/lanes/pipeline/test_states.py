@@ -81,8 +81,9 @@ def test_states_are_put_together_in_any_order(seed: int) -> None:
     assert counts["duplicate"] == doubled
 
 
-def test_a_stage_keeps_what_is_sent_and_reads_what_it_has_written() -> None:
-    stage = StageStates(64, 192, interval=512, n_tokens=1280)
+@pytest.mark.parametrize("end", [64, 192])
+def test_a_stage_keeps_what_is_sent_and_reads_what_it_has_written(end: int) -> None:
+    stage = StageStates(64, end, interval=512, n_tokens=1280)
     assert [stage.next_wanted(at) for at in (0, 511, 512, 1100)] == [512, 512, 1024, 1280]
     ends = (100, 200, 512, 600, 1024, 1280)
     pairs = [stage.chunk(end)[0].tolist() for end in ends]
