@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import kernels
 from batchengine.core import PAGE_TOKENS
 from batchengine.lanes.extents import MappedExtents
-from batchengine.lanes.state_memory import StateSlots, make_states, save_to_file
+from batchengine.lanes.state_memory import StateSlots, make_states
 from batchengine.lanes.step_input import (
     SLOT_MASK,
     BadStep,
@@ -112,7 +112,7 @@ class HostMemory:
         self._base = kernels.address_of(self._arena.page(0))
         self.extents = MappedExtents(attach.extents_dir)
         self.states: StateSlots = make_states(attach) if states is None else states
-        self._states_dir = attach.states_dir
+        self.states_dir = attach.states_dir
         records = self._record_table()
         self._digests: NDArray[np.uint64] = records["digest"]
         self._tokens: NDArray[np.uint32] = records["token"]
@@ -275,10 +275,6 @@ class HostMemory:
         if not 0 <= offset <= self.page_bytes - size:
             raise BadStep(f"bytes {offset} to {offset + size} of a page")
         return self._arena.page(slot)[offset : offset + size]
-
-    def save_state(self, name: str, seed: int, state: memoryview) -> bool:
-        """Save a recurrent state that no slot has to a file; False if the disk does not take it."""
-        return save_to_file(self._states_dir, wire.StateFile(-1, name, seed), state)
 
     def rows_of(self, batch: StepInput) -> BatchRows:
         """Slot, row and digest seed of each token of the batch."""

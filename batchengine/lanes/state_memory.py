@@ -112,6 +112,11 @@ def save_to_file(folder: str, file: wire.StateFile, state: memoryview) -> bool:
     return True
 
 
+def save_named(folder: str, name: str, seed: int, state: memoryview) -> bool:
+    """As `save_to_file`, for a state that no slot has."""
+    return save_to_file(folder, wire.StateFile(-1, name, seed), state)
+
+
 def load_from_file(folder: str, file: wire.StateFile, state: memoryview) -> bool:
     """Load a state; False if its file is missing or damaged."""
     try:

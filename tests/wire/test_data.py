@@ -15,6 +15,7 @@ from batchengine.wire.data import (
     Query,
     QueryEntry,
     Refuse,
+    StatePart,
     Tile,
 )
 from batchengine.wire.frames import Frame
@@ -32,6 +33,7 @@ messages = (
     | st.builds(Refuse, u64, st.text(max_size=40))
     | st.builds(Hidden, u64, u31, u31)
     | st.builds(Tile, u64, u31, u31, st.binary(min_size=16, max_size=16))
+    | st.builds(StatePart, u64, u31, u64, st.binary(min_size=16, max_size=16))
 )
 frames = st.builds(Frame, messages, st.binary(max_size=300))
 

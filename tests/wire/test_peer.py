@@ -107,6 +107,7 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
         st.integers(32, 1024),
         text,
         text,
+        st.integers(0, 1 << 16).map(lambda pages: 256 * pages),
     ),
     st.builds(PipelineOpened, text),
     st.builds(PipelineGo, count, count),

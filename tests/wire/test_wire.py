@@ -42,6 +42,7 @@ from batchengine.wire.lane import (
     Gather,
     GatherChanged,
     GatherPages,
+    GatherState,
     Hold,
     HoldChanged,
     ImportRows,
@@ -112,8 +113,9 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
         Ready,
         st.builds(
             ModelFacts, st.text(max_size=9), st.text(max_size=9), u31,
-            few(st.builds(KvHeads, u31, u31)), u31, u31,
+            few(st.builds(KvHeads, u31, u31, u31)), u31, u31,
             st.dictionaries(st.text(max_size=9), st.text(max_size=9) | u31 | number, max_size=3),
+            st.none(), u31, st.booleans(), few(st.booleans()),
         ),
     ),
     st.builds(Attach, st.text(max_size=30), u31, u31, st.text(max_size=30), st.text(max_size=30)),
@@ -148,7 +150,8 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
     st.builds(StageChanged, u64, u31, st.text(max_size=9)),
     st.builds(Gather, u64, few(st.builds(Part, st.text(max_size=9), u31, u31))),
     st.builds(GatherPages, u64, slots),
-    st.builds(GatherChanged, u64, u31, u31, st.text(max_size=9)),
+    st.builds(GatherChanged, u64, u31, u31, st.text(max_size=9), u31),
+    st.builds(GatherState, u64, u31, st.text(max_size=9), u64),
 )  # fmt: skip
 whole_frames = st.builds(
     Frame, messages, st.binary(max_size=200), u64, u64, st.integers(0, 2**32 - 1)

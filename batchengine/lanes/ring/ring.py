@@ -16,6 +16,7 @@ from batchengine.lanes.ring.data_links import DataLinks
 from batchengine.lanes.ring.routed import RoutedAttention
 from batchengine.lanes.ring.server import AttentionServer
 from batchengine.lanes.ring.spans import SpanAttention
+from batchengine.lanes.state_memory import save_named
 from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.model import Stepper
 from batchengine.wire import lane as wire
@@ -62,7 +63,7 @@ class Ring:
         self.stages = Stages(
             stepper,
             memory.tile,
-            memory.save_state,
+            lambda name, seed, state: save_named(memory.states_dir, name, seed, state),
             links,
             self._send,
             lambda event: self.report(event),

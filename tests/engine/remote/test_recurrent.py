@@ -15,7 +15,7 @@ import pytest
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
-from batchengine.engine.linked.pipelines.owned import OwnedRun
+from batchengine.engine.linked.pipelines.pipelines import OwnedRun
 from bench.models.shapes import PRESETS
 from bench.models.synthetic import write_synthetic
 from tests.engine.linked import test_pipelines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchengine.engine.linked.pipelines.owned import Pipelines
-from batchengine.engine.linked.pipelines.served import ServedStages
+from batchengine.engine.linked.pipelines.pipelines import Pipelines
+from batchengine.engine.linked.pipelines.stages import ServedStages
 
 __all__ = ["Pipelines", "ServedStages"]

@@ -22,7 +22,7 @@ from typing import Any
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.linked.lane_links import LaneLinks
-from batchengine.engine.linked.pipelines.served import (
+from batchengine.engine.linked.pipelines.stages import (
     OPEN_S,
     RUN_S_MAX,
     ServedStages,
