@@ -30,6 +30,16 @@ _WIPE_BYTES = 1 << 20
 Submit = Callable[[Callable[[], None]], Future[None]]
 
 
+STATE_HEAD_BYTES = _HEAD.size  # of a file, in front of the state
+
+
+def checksum_of(head: bytes) -> bytes:
+    """The checksum of a state, by the first STATE_HEAD_BYTES of its file. Raises OSError."""
+    if len(head) != _HEAD.size:
+        raise OSError("the file of a state was cut")
+    return bytes(_HEAD.unpack(head)[2])
+
+
 def state_name(key: bytes, parent: bytes) -> str:
     """File of the state behind the page `key`, which follows the page `parent`."""
     return f"{key.hex()}-{parent.hex()}.state"
@@ -149,6 +159,18 @@ class SavedStates:
         self._sizes[key] = parent, n_bytes + _HEAD.size
         self.bytes += n_bytes + _HEAD.size
         self._evict()
+
+    def write(self, key: bytes, parent: bytes, digest: bytes, state: bytearray) -> Future[None]:
+        """Write a state of this checksum to its file; `saved` is the caller's, once the future is
+        done. ValueError in it: the state has another checksum; OSError."""
+
+        def check_and_write() -> None:
+            seed = state_seed(key)
+            if xxhash.xxh3_128_digest(state, seed) != digest:
+                raise ValueError("the state differs from its checksum")
+            save_state(self.path(key, parent), memoryview(state), seed)
+
+        return self._submit(check_and_write)
 
     def has_room(self, n_bytes: int) -> bool:
         """Whether a state of this size may be written: it fits the budget, and the disk keeps what

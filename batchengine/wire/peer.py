@@ -229,13 +229,31 @@ class PageSent(Message, tag=21, frozen=True):
 
 
 class ErasePages(Message, tag=22, frozen=True):
-    """Request: erase the pages of a timeline after its first `kept` tokens. Payload: its token ids.
+    """Request: erase the pages of a timeline after its first `kept` tokens, and the states behind
+    them. Payload: its token ids.
 
     A session of it was dropped; pages that sessions of the receiver share stay.
     """
 
     salt: Annotated[bytes, msgspec.Meta(max_length=1024)]
     kept: Count
+
+
+class OfferState(Message, tag=24, frozen=True):
+    """Request: keep the recurrent state behind a page. Payload: the page's token ids, as in a key.
+
+    Its key follows from `parent`, the tokens and `salt`; `digest` is the checksum of its bytes,
+    seeded by the key. The reply is PageAnswer; it ends an offer before whose bytes have not come.
+    """
+
+    parent: Key
+    digest: PageDigest
+    salt: Annotated[bytes, msgspec.Meta(max_length=1024)]
+
+
+class StateBytes(Message, tag=25, frozen=True):
+    """The next bytes of the state that was offered last and is wanted. Those at its end are a
+    request, with the reply PageStored."""
 
 
 class PagesErased(Message, tag=23, frozen=True):
@@ -352,7 +370,7 @@ PeerMessage = (
     Hello | Heartbeat | Declined | Bulk | BulkReceived
     | OpenData | DataExpected | DataRefused | DataReady
     | ReserveHold | OfferPage | PagePart | ServeHold | ReleaseHold | HoldGone | ReadPage
-    | ErasePages | HoldReplies
+    | ErasePages | OfferState | StateBytes | HoldReplies
     | OpenPipeline | PipelineOpened | PipelineGo | PipelineEnded
     | RunTurn | TurnAccepted | TurnTokens | TurnGo | TurnEnded
 )  # fmt: skip
@@ -362,7 +380,7 @@ PEER_LINK = LinkSchema[PeerMessage](
     Hello, Heartbeat, Declined, Bulk, BulkReceived,
     OpenData, DataExpected, DataRefused, DataReady,
     ReserveHold, HoldReserved, OfferPage, PageAnswer, PagePart, PageStored, ServeHold, HoldServed,
-    ReleaseHold, HoldGone, ReadPage, PageSent, ErasePages, PagesErased,
+    ReleaseHold, HoldGone, ReadPage, PageSent, ErasePages, PagesErased, OfferState, StateBytes,
     OpenPipeline, PipelineOpened, PipelineGo, PipelineEnded,
     RunTurn, TurnAccepted, TurnTokens, TurnGo, TurnEnded,
 )  # fmt: skip

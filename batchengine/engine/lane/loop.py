@@ -40,7 +40,16 @@ from kv_store.store import Store
 log = logging.getLogger("batchengine.engine")
 
 REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
+SAVED_POLL_S = 0.01
 NO_PLAN = scheduler.StepPlan(())
+
+
+async def states_saved(loop: LaneLoop) -> None:
+    """Return once the recurrent states that the lane is saving are in files, or its worker died."""
+    states, saving = loop.kv.states, loop.kv.states.saving
+    while loop.lane.alive and not saving.isdisjoint(states.saving):
+        loop.wake()
+        await asyncio.sleep(SAVED_POLL_S)
 
 
 class LaneLoop:

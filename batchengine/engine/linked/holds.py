@@ -44,6 +44,10 @@ GIVEN_BACK_S = 10.0  # for extents of other models, after their last hold has en
 RETURN_S = 0.5  # between two looks for extents without a page in use
 
 
+class Misfit(Exception):
+    """A message of a peer does not fit what was said before: its link must end, for this reason."""
+
+
 class HoldRefused(Exception):
     """A request about a hold cannot be met; the text says why, for the peer."""
 

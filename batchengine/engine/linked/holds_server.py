@@ -23,11 +23,14 @@ from batchengine.engine.linked.holds import (
     HoldRefused,
     HoldsGiven,
     KeptPage,
+    Misfit,
     PageFormat,
     PageFormats,
 )
+from batchengine.engine.linked.peer_states import PeerStates
 from batchengine.peers.link import PeerLink
-from batchengine.session import common_prefix
+from batchengine.peers.peers import PEER_TENANT
+from batchengine.session import Session, common_prefix
 from batchengine.wire import lane as wire
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerMessage
@@ -44,6 +47,7 @@ INCOMING_MAX = 4  # pages of one peer on their way in, each in a buffer
 READS_MAX = 4  # pages of one peer on their way out
 LATE_BYTES_MAX = 64 << 20  # of parts that fit no page any more, between two that do
 SERVE_S = 5.0  # for the worker to answer
+ENDING_S = 2.0  # for a turn that a peer has ended
 ROOM_S = 5.0  # while the store grows
 POLL_S = 0.01
 RECALL_S = 2.0  # for owners to take back pages whose room sessions of this daemon lack
@@ -53,10 +57,6 @@ TOKEN_BYTES_EACH = 4
 TOKEN_BYTES = TOKEN_BYTES_EACH * PAGE_TOKENS
 TIMELINE_BYTES_MAX = 4 << 20
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
-
-
-class Misfit(Exception):
-    """A message of a peer does not fit what was said before: its link must end, for this reason."""
 
 
 class Incoming:
@@ -83,9 +83,11 @@ class HoldServer:
         lanes: list[LaneLoop],
         spawn: Spawn,
         refuses: Callable[[], str],
+        states: PeerStates,
     ) -> None:
         """`loop` is the lane that serves; `lanes` all lanes, whose sessions at rest give pages up.
         `refuses`: why no more pages are taken, or ""."""
+        self._states = states
         self.holds = holds
         self.formats = formats
         self._bytes_max = holds.bytes_max
@@ -362,15 +364,13 @@ class HoldServer:
         page_format = self.formats.known(link)
         if page_format is not self.formats.own:  # sessions here share no pages with that model's
             return await _erased(page_format, ids, asked, asked.kept)
+        await _turns_ended(self._lanes, link, asked, ids)
         tenant = asked.salt.decode(errors="replace")
         kept = await asyncio.wrap_future(self._store.ledger.shared_tokens("", tenant, ids))
-        for loop in self._lanes:
-            for session in loop.sessions.values():
-                if session.salt != asked.salt:
-                    continue
-                if keys.token_bytes(session.tokens[:PAGE_TOKENS]) == ids[:TOKEN_BYTES]:
-                    kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
-        return await _erased(page_format, ids, asked, max(kept, asked.kept))
+        for session in _alike(self._lanes, asked, ids):
+            kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
+        await self._states.erase(ids, asked.salt, kept := max(kept, asked.kept))
+        return await _erased(page_format, ids, asked, kept)
 
     # ------------------------------------------------------------------------ what else happens
 
@@ -472,6 +472,29 @@ def _name(link: PeerLink, hold: int) -> HoldName:
 
 def _kept(page_format: PageFormat, ref: PageRef, offer: peer.OfferPage, tokens: bytes) -> KeptPage:
     return KeptPage(ref, page_format.pool.key_of(offer.parent, tokens, offer.salt), page_format)
+
+
+async def _turns_ended(
+    lanes: Iterable[LaneLoop], link: PeerLink, asked: peer.ErasePages, ids: bytes
+) -> None:
+    """Return once turns of a peer with this timeline have ended, or after ENDING_S: the peer has
+    ended that of the session that it has dropped, and may have others."""
+    until, tenant = time.monotonic() + ENDING_S, f"{PEER_TENANT}{link.name}"
+    while any(session.tenant == tenant for session in _alike(lanes, asked, ids)):
+        if time.monotonic() > until:
+            return
+        await asyncio.sleep(POLL_S)
+
+
+def _alike(lanes: Iterable[LaneLoop], asked: peer.ErasePages, ids: bytes) -> list[Session]:
+    """Sessions of this daemon that begin with the first page of a timeline."""
+    return [
+        session
+        for loop in lanes
+        for session in loop.sessions.values()
+        if session.salt == asked.salt
+        and keys.token_bytes(session.tokens[:PAGE_TOKENS]) == ids[:TOKEN_BYTES]
+    ]
 
 
 async def _erased(

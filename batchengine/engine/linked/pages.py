@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import msgspec
 
 from batchengine.core import BatchEngineError
-from batchengine.engine.linked.holds import HoldName, HoldsGiven, PageFormats
-from batchengine.engine.linked.holds_server import HoldServer, Misfit, Spawn
+from batchengine.engine.linked.holds import HoldName, HoldsGiven, Misfit, PageFormats
+from batchengine.engine.linked.holds_server import HoldServer, Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.page_move import PageMover
 from batchengine.engine.linked.peer_pages import PeerPages
+from batchengine.engine.linked.peer_states import PeerStates
 from batchengine.engine.linked.routes import RouteKeeper, keeps_pages
 from batchengine.engine.state import EngineState
 from batchengine.peers.link import PeerLink
@@ -48,6 +49,7 @@ class LinkedPages:
         self.given = HoldsGiven(bytes_max)
         self.taken = HoldsTaken(store, loop, peers.links, links)
         self.pages = PeerPages(store, peers.links)
+        self.states = PeerStates(store, state.lanes, spawn)
         self.keeper = RouteKeeper(
             loop,
             peers.links,
@@ -62,7 +64,7 @@ class LinkedPages:
         self._peers = peers
         self.formats = PageFormats(store)
         self._server = HoldServer(
-            store, loop, self.given, self.formats, state.lanes, spawn, self._why_not
+            store, loop, self.given, self.formats, state.lanes, spawn, self._why_not, self.states
         )
         self.keeper.expire += [self._server.expire, self._recall]
         for other in state.lanes:
@@ -119,8 +121,10 @@ class LinkedPages:
                 self.taken.gone(link.name, message.hold)
                 return
             is_taken = (
-                isinstance(message, peer.PagePart) and self.pages.on_part(link, frame, message)
-            ) or self._server.on_message(link, frame)
+                (isinstance(message, peer.PagePart) and self.pages.on_part(link, frame, message))
+                or self._server.on_message(link, frame)
+                or self.states.on_message(link, frame)
+            )
             if not is_taken and isinstance(message, peer.HoldReplies):
                 raise Misfit(f"{type(message).__name__} was not asked for")
         except Misfit as error:
@@ -131,6 +135,7 @@ class LinkedPages:
             self._server.peer_up(link)
         elif before.is_open and not link.state.is_open:
             self._server.peer_down(link.name)
+            self.states.peer_down(link.name)
             self.taken.peer_down(link.name)
 
     def _worker_began(self) -> None:

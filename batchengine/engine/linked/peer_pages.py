@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.linked.holds_taken import EPOCH, TakenHold
 from batchengine.peers.connection import FRAME_BYTES
 from batchengine.peers.link import PeerLink

@@ -21,7 +21,7 @@ import msgspec
 from batchengine import errors
 from batchengine.core import BatchEngineError, ModelInfo
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.linked.holds_taken import TakenHold
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed
@@ -94,6 +94,11 @@ class AwayTurn:
     def __repr__(self) -> str:
         return f"<AwayTurn {self.number} {self.link.name} {self.state} {self.turn!r}>"
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the turn has ended, or must come back."""
+        return bool(self.why) or self.turn.end is not None
+
     def fail(self, why: str) -> None:
         """Have the turn come back, for the first of all reasons."""
         self.why = self.why or why
@@ -103,7 +108,7 @@ class AwayTurn:
         """Wait until a condition holds. Raises CameBack when the turn has ended or must come
         back."""
         while True:
-            if self.why or self.turn.end is not None:
+            if self.is_leaving:
                 raise CameBack(self.why)
             if condition():
                 return
@@ -400,32 +405,31 @@ class AwayTurns:
             self._end(run)
 
     async def _copy_pages(self, run: AwayTurn) -> None:
-        """Give the peer's store the session's sealed pages, as a hold until the peer's first token.
+        """Give the peer's store the session's sealed pages, as a hold until the peer's first token,
+        and the recurrent state behind them.
 
         What does not get there, or has no room there, is computed again by the peer.
         """
-        session, link = run.turn.session, run.link
+        session, link, states = run.turn.session, run.link, run.lane.kv.states
         room = link.load.hold_bytes_free // self._store.pages.layout.page_bytes
-        refs = list(session.kv.sealed[: max(0, room)])
+        refs = _useful_pages(run.lane, session, max(0, room))
         if not refs or not link.offers(HOLDS):
             return
-        run.lane.kv.slots.know_keys(session, len(refs))
         hold = run.hold = self._linked.taken.begin(link.name)
         try:
             await self._linked.pages.reserve(hold, len(refs))
             for page, ref in enumerate(refs):
-                if run.why or run.turn.end is not None:
+                if run.is_leaving:
                     return
-                known = self._page(session, page, ref)
+                known = _known_page(self._store, session, page, ref)
                 async with self._linked.pages.room:
                     await self._linked.pages.put(hold, page, known, ref)
+            if states.is_used:
+                last = _known_page(self._store, session, len(refs) - 1, refs[-1])
+                key = session.kv.keys[len(refs) - 1]
+                await self._linked.states.put(link, last, key, lambda: run.is_leaving)
         except (MoveFailed, BatchEngineError, StoreError, OSError, ValueError) as error:
             log.info("%r: pages are computed again by %s: %s", session, link.name, error)
-
-    def _page(self, session: Session, page: int, ref: PageRef) -> KnownPage:
-        parent = session.kv.keys[page - 1] if page else keys.ROOT_KEY
-        tokens = keys.token_bytes(session.tokens[page_start(page) : page_start(page + 1)])
-        return KnownPage(parent, tokens, session.salt, self._store.pages.digest(ref))
 
     async def _ask(self, run: AwayTurn) -> Exchange:
         """Ask the peer to compute the turn, and send it all tokens so far. Raises CameBack."""
@@ -548,3 +552,19 @@ class AwayTurns:
         hold, run.hold = run.hold, None
         if hold is not None:
             self._linked.taken.trim(hold)
+
+
+def _useful_pages(lane: LaneLoop, session: Session, n_max: int) -> list[PageRef]:
+    """The leading sealed pages that let a peer compute less; of a model with recurrent state up to
+    the last one behind which a file has the state."""
+    refs = list(session.kv.sealed[:n_max])
+    lane.kv.slots.know_keys(session, len(refs))
+    if lane.kv.states.is_used:
+        refs = refs[: lane.kv.states.resumable(session.kv.keys[: len(refs)])]
+    return refs
+
+
+def _known_page(store: Store, session: Session, page: int, ref: PageRef) -> KnownPage:
+    parent = session.kv.keys[page - 1] if page else keys.ROOT_KEY
+    tokens = keys.token_bytes(session.tokens[page_start(page) : page_start(page + 1)])
+    return KnownPage(parent, tokens, session.salt, store.pages.digest(ref))

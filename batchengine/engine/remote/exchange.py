@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Sequence
 
-from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.holds import Misfit
 from batchengine.peers.link import PeerLink
 from batchengine.wire.lane import SampledRow
 from batchengine.wire.peer import TURN_TOKENS_MAX, PeerFrame, TokenChoice, TurnTokens

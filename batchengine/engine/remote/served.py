@@ -23,7 +23,7 @@ from batchengine.core import (
     Sla,
     TokenEvent,
 )
-from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.remote.exchange import Exchange, tokens_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation

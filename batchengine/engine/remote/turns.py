@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from batchengine.core import ModelInfo
-from batchengine.engine.linked.holds_server import Misfit
+from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.remote.away import AwayTurns

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from batchengine.engine.lane.loop import states_saved
 from batchengine.engine.sessions.directory import durable_name
 from batchengine.engine.state import EngineState
 from batchengine.session import common_prefix
@@ -90,10 +91,7 @@ async def _lanes_done(state: EngineState, tokens: list[int], salt: bytes) -> Non
         ]
         while not loop.kv.disputes.seals.isdisjoint(seals):  # noqa: ASYNC110  there is no event
             await asyncio.sleep(POLL_S)
-        states, saving = loop.kv.states, loop.kv.states.saving
-        while loop.lane.alive and not saving.isdisjoint(states.saving):
-            loop.wake()
-            await asyncio.sleep(POLL_S)
+        await states_saved(loop)
         slots, frames = loop.kv.slots, loop.kv.slots.frames
         while loop.up and slots.is_poisoning and slots.frames < frames + 3:
             loop.wake()

@@ -12,13 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
 from batchengine.engine.linked.pipelines.pipelines import OwnedRun
+from batchengine.wire.peer import OfferState, PageAnswer, PageStored, StateBytes
 from bench.models.shapes import PRESETS
 from bench.models.synthetic import write_synthetic
+from kv_store import keys
+from kv_store.states import is_intact, state_seed
 from tests.engine.linked import test_pipelines
+from tests.engine.linked.daemons import slow_down
 from tests.engine.linked.pipeline_scene import are_linked, linked_engines
 from tests.engine.linked.test_pipelines import (
     SLOW,
@@ -28,7 +33,7 @@ from tests.engine.linked.test_pipelines import (
     pipelines,
     random_stages,
 )
-from tests.support.engines import Reference, Site, read, request, until, words
+from tests.support.engines import Reference, Site, read, request, started, until, words
 
 MODELS = ("qwen35-tiny", "nemotron_h_moe-tiny", "lfm2-tiny")
 
@@ -149,3 +154,76 @@ async def test_a_full_folder_of_states_ends_a_pipeline(
         assert "the disk takes no state" in why
         await check_answer(a, reference, other, 0)
         await check_clean(*engines.values())
+
+
+async def test_a_turn_at_a_peer_begins_at_a_state_of_its_owner(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages go there with the state behind them, and both are erased with the session."""
+    slow_down(monkeypatch)
+    async with linked_engines(site, "ab") as engines:
+        a, b = engines["a"], engines["b"]
+        prompt = words(3, 6 * PAGE_TOKENS + 20)
+        generation, reading = await started(a, request(prompt, 6000, session="s"), 3)
+        session, saved = a.state.sessions["", "s"], a.running.store.states
+        await until(lambda: len(session.kv.sealed) == 6 and bool(saved))
+        assert (await a.promote("", "s", "b"))["result"] == "moved"
+        (served,) = b.requests()
+        assert served["cached_tokens"] >= 4 * PAGE_TOKENS
+        generation.cancel()
+        answer = await reading
+        assert answer.tokens == reference.tokens(prompt, len(answer.tokens))
+        await until(lambda: not b.requests())
+        assert states(b)
+        await a.drop("", "s")
+        assert not states(a)
+        assert not states(b)
+
+
+async def test_states_of_a_peer_that_do_not_fit(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other bytes than the checksum says are not kept; bytes that nobody asked for end the link."""
+    async with linked_engines(site, "ab") as engines:
+        a, b = engines["a"], engines["b"]
+        link, saved = a.running.peers.links["b"], b.running.store.states
+        assert saved is not None
+        size = b.state.lanes[0].kv.states.state_bytes
+        tokens, state = bytes(4 * PAGE_TOKENS), os.urandom(size)
+        key = b.running.store.pages.key_of(keys.ROOT_KEY, [0] * PAGE_TOKENS, b"")
+        good = xxhash.xxh3_128_digest(state, state_seed(key))
+
+        async def offer(digest: bytes) -> PageAnswer:
+            asked = OfferState(keys.ROOT_KEY, digest, b"")
+            answer = (await link.request(asked, tokens, timeout_s=5)).message
+            assert isinstance(answer, PageAnswer)
+            return answer
+
+        async def sent() -> str:
+            link.send(StateBytes(), state[:100])
+            answer = (await link.request(StateBytes(), state[100:], timeout_s=5)).message
+            assert isinstance(answer, PageStored)
+            return answer.why
+
+        assert (await offer(bytes(16))).is_wanted
+        assert await sent() == "the state differs from its checksum"
+        assert not states(b)
+        assert (await offer(good)).is_wanted
+        assert not await sent()
+        assert len(saved) == len(states(b)) == 1
+        assert await offer(good) == PageAnswer(False)
+        assert is_intact(saved.path(key, keys.ROOT_KEY))
+        saved.clear()
+        monkeypatch.setattr(saved, "budget_bytes", 0)
+        assert (await offer(good)).why == "there is no room for a state"
+        monkeypatch.undo()
+        for first, rest in ((b"", b"x"), (state[1:], state), (state, b"")):
+            before = link.incarnation, a.running.lane_links.number("b")
+            if first:
+                assert (await offer(good)).is_wanted
+                link.send(StateBytes(), first)
+            link.send(StateBytes(), rest)
+            await until(lambda: a.running.lane_links.number("b") is None)
+            await until(lambda: are_linked(a, 1) and are_linked(b, 1))
+            assert before != (link.incarnation, a.running.lane_links.number("b"))
+        assert not states(b)
