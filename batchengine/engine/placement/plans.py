@@ -160,6 +160,9 @@ class PeerPlans:
         if known > CACHED_MAX * len(tokens):
             record.note(f"no pipeline: {known} tokens of the prompt are in the store")
             return
+        if not self._loop.kv.states.has_room:
+            record.note("no pipeline: the store has no room for a recurrent state")
+            return
         if len(tokens) // PAGE_TOKENS > self._loop.seats.pages_here:
             record.note("no pipeline: the prompt has more pages than this daemon keeps")
             return

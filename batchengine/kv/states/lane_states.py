@@ -212,6 +212,12 @@ class LaneStates:
         found = (n for n in range(len(page_keys), 0, -1) if self.has_saved(page_keys[n - 1]))
         return next(found, 0)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a session could go on from a state that is saved now, or needs none."""
+        saved = self._store.states
+        return not self.is_used or (saved is not None and saved.has_room(self.state_bytes))
+
     def has_saved(self, key: bytes) -> bool:
         """Whether a file has the state behind a page, by its content key."""
         return self._store.states is not None and key in self._store.states
@@ -362,7 +368,7 @@ class LaneStates:
         saved, (key, parent) = self._store.states, self.key_at(session, position)
         if saved is None or key in saved or key in self._saving or key in self._gathering:
             return None
-        if not saved.has_room(self.state_bytes):
+        if not self.has_room:
             return None
         self._gathering[key] = parent
         return key, parent

@@ -102,6 +102,14 @@ async def test_answers_after_a_pipeline_are_those_of_one_engine(
         assert await fill(a, stages[0], prompts[1]) == (6, ""), "its states are there"
 
 
+async def test_the_router_sends_prompts_through_pipelines(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await test_pipelines.test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
+        site, reference, monkeypatch
+    )
+
+
 async def test_a_lost_stage_costs_time_only(site: Site, reference: Reference) -> None:
     """Kills of a stage's worker and of the owner's, while states are on their way."""
     n = len(reference.runner.model.layers)
