@@ -13,7 +13,8 @@ import pytest
 import kernels as K
 from batchengine.lanes.ring import routed
 from batchengine.lanes.ring.spans import SpanAttention
-from batchengine.wire.data import Query
+from batchengine.wire.data import Accumulators, DataMessage, Query
+from batchengine.wire.frames import Payload
 from tests.kernels.timelines import F32, Step, Timeline, bits
 from tests.lanes.ring.test_windows import Links, Route, routed_step
 
@@ -94,30 +95,28 @@ def test_no_more_is_under_way_than_there_is_room_for(
     """Units are sent while less than WAY_BYTES are, in order, and one that is larger alone."""
     links, one = scene
     monkeypatch.setattr(routed, "UNIT_BYTES", 12 * ROW_BYTES)
-    most, under_way, seen = 12 * 10 * (ROW_BYTES + DIM + DIM // 8), dict[int, int](), list[int]()
-    send, serve = links._send, links._serve
+    token_bytes = ROW_BYTES + DIM + DIM // 8  # of one head
+    under_way, seen, send = dict[int, int](), list[int](), links._send
 
-    def count(sender: str, to: str, message: object, data: bytes) -> bool:
+    def count(sender: str, to: str, message: DataMessage, data: Payload) -> bool:
         if isinstance(message, Query) and sender == "owner":
             n_tokens = sum(entry.n_tokens for entry in message.entries)
-            n_bytes = n_tokens * message.n_heads * ROW_BYTES + len(data)
-            under_way[message.unit] = n_bytes
+            under_way[message.unit] = n_tokens * message.n_heads * token_bytes
             seen.append(sum(under_way.values()))
-        if to == "owner":
-            under_way.pop(message.unit)  # type: ignore[attr-defined]
-        return send(sender, to, message, data)  # type: ignore[arg-type]
+        elif isinstance(message, Accumulators) and to == "owner":
+            del under_way[message.unit]
+        return send(sender, to, message, data)
 
     monkeypatch.setattr(links, "_send", count)
-    for room, largest in ((most, most), (1, max(12, 1 * 12) * (ROW_BYTES + DIM + DIM // 8))):
+    ten, one_unit = 10 * 12 * token_bytes, 12 * token_bytes
+    for room, largest in ((ten, ten), (1, one_unit)):
         monkeypatch.setattr(routed, "WAY_BYTES", room)
         routed_step(links, one, ([("a", 1), ("b", 1)], [("a", 1)], []))
         seen.clear()
-        out = one.rows()
-        links.routed.attend(one.queries, 1, out, 0, None)
+        links.routed.attend(one.queries, 1, one.rows(), 0, None)
         assert links.routed.end() == []
         assert len(seen) > N_HEAD
         assert max(seen) <= largest
-    assert serve == links._serve
 
 
 @pytest.mark.parametrize(
