@@ -466,6 +466,13 @@ class ContextBound(enum.StrEnum):
     MODEL = "serve a model that was trained for a longer context"
     SETTING = "start the daemon with a larger --ctx, at most what the model was trained for"
     STORE = "raise store.budget_bytes: the KV store holds no longer session"
+    STORE_ALONE = (
+        "raise store.budget_bytes: the KV store holds no longer session, and linked daemons keep no"
+        " pages of this model"
+    )
+    PEERS = (
+        "raise store.budget_bytes here or on linked daemons: together they hold no longer session"
+    )
 
 
 @dataclass(slots=True)
@@ -489,6 +496,7 @@ class ModelInfo:
     created: int = 0  # when the file was written, in seconds since the epoch
     model_hash: str = ""  # of its tensors
     arith_id: str = ""  # of the arithmetic that computes it
+    kv_format: str = ""  # of its pages, whose rounding answers depend on; "" = the common one
     context_bound: ContextBound = ContextBound.MODEL
 
     def template_reads(self, name: str) -> bool:
@@ -498,5 +506,6 @@ class ModelInfo:
 
     @property
     def fingerprint(self) -> str:
-        """What answers are a function of beside the request: model and arithmetic."""
-        return f"be-{self.model_hash[:12]}-{self.arith_id[:12]}"
+        """What answers are a function of beside the request: model, arithmetic, format of KV."""
+        parts = ("be", self.model_hash[:12], self.arith_id[:12], self.kv_format)
+        return "-".join(filter(None, parts))

@@ -58,7 +58,7 @@ _NEW_FILE = "use an intact GGUF file (download or convert it again)"
 # fmt: off
 # ------------------------------------------------- 11: configuration, command line, its client
 CONFIG_UNREADABLE = Problem("BE1100", Kind.INVALID, _USAGE,
-    "cannot read {path}", "{why}", "name a TOML file that this user can read")
+    "cannot read {path}", "{why}", "{fix}")
 CONFIG_NOT_TOML = Problem("BE1101", Kind.INVALID, _USAGE,
     "{path} is not TOML", "{why}", "{fix}")
 CONFIG_UNKNOWN_KEY = Problem("BE1102", Kind.INVALID, _USAGE, "unknown key {key}{where}. {hint}")
@@ -212,8 +212,8 @@ GRAMMAR_REFUSED = Problem("BE1216", Kind.INVALID, "invalid_grammar",
     "correct or simplify the schema or grammar", param="response_format")
 KEY_QUEUE_FULL = Problem("BE1217", Kind.BUSY, "rate_limit_exceeded",
     "too many requests of this key are waiting",
-    "{waiting} requests of it are queued, and the rest of the queue is for other keys",
-    "wait for the answers, or raise auth.keys.NAME.queue_max")
+    "{waiting} requests of it are queued, and {limit}",
+    "wait for the answers, or raise {setting}")
 LEAVING = Problem("BE1218", Kind.UNAVAILABLE, "draining",
     "the daemon takes no new sessions",
     "it was drained by its operator; sessions that it computes for go on",
@@ -412,7 +412,8 @@ WRONG_ORIGIN = Problem("BE1709", Kind.FORBIDDEN, "origin_not_allowed",
     "add {origin} to server.allowed_origins, or call the daemon from a program")
 INVALID_API_KEY = Problem("BE1710", Kind.UNAUTHENTICATED, "invalid_api_key",
     "the API key is {problem}",
-    "this daemon was started with API keys, and only health probes need none",
+    "this daemon was started with API keys; only the dashboard's page and the routes of"
+    " server.keyless_routes need none",
     "send Authorization: Bearer KEY")
 UNKNOWN_ROUTE = Problem("BE1711", Kind.NOT_FOUND, "route_not_found",
     "there is no route {method} {path:.80}", fix="{fix}")

@@ -335,8 +335,9 @@ def test_a_path_that_is_not_text_is_refused(key: str) -> None:
 
 
 def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BatchEngineError, match="BE1100 cannot read"):
+    with pytest.raises(BatchEngineError, match="BE1100 cannot read") as caught:
         load(str(tmp_path / "none.toml"))
+    assert caught.value.fix == "name a TOML file that this user can read"
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(BatchEngineError, match="BE1101"):
         load(str(tmp_path / "bad.toml"))
@@ -588,5 +589,14 @@ def test_the_rest_of_the_context_is_the_answer_where_all_lanes_hold_it(tmp_path:
 
 def test_a_file_of_a_peer_that_is_too_large_is_refused_with_the_limit(tmp_path: Path) -> None:
     path = write(tmp_path, "#" * 70_000)
-    with pytest.raises(BatchEngineError, match="has 70,000 bytes, more than 65,536"):
+    with pytest.raises(BatchEngineError, match="has 70,000 bytes, more than 65,536") as caught:
         read_peer_file(Path(path), tls=True)
+    assert caught.value.fix == 'write one line into it, address = "HOST:PORT", or remove it'
+
+
+def test_a_file_of_a_peer_that_cannot_be_read_is_not_named_anew(tmp_path: Path) -> None:
+    """Its operator has named none: it lies in a folder."""
+    for path in (tmp_path / "none.toml", tmp_path):
+        with pytest.raises(BatchEngineError, match="BE1100 cannot read") as caught:
+            read_peer_file(path, tls=True)
+        assert caught.value.fix.startswith("let the daemon's user read it, or remove it")

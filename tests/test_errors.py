@@ -171,7 +171,9 @@ def test_headers_give_whether_and_when_to_retry() -> None:
     assert error_headers(errors.NOT_DURABLE(why="full"))["retry-after-ms"] == "1000"
     method = errors.WRONG_METHOD(method="PUT", usable="GET", allowed="GET, HEAD")
     assert error_headers(method)["Allow"] == "GET, HEAD"
-    assert "WWW-Authenticate" in error_headers(errors.INVALID_API_KEY(problem="missing"))
+    keyless = errors.INVALID_API_KEY(problem="missing")
+    assert "WWW-Authenticate" in error_headers(keyless)
+    assert "routes of server.keyless_routes need none" in keyless.why
 
 
 def test_an_error_of_another_process_keeps_its_kind() -> None:

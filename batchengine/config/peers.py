@@ -18,6 +18,10 @@ from batchengine.config.toml import Source, Table, build, table
 FILE_BYTES_MAX = 64 << 10
 NAME_RULE = "1 to 63 of a-z, 0-9 and -, not - at an end"
 ADDRESS_RULE = "HOST:PORT, such as 10.0.0.2:7718 or [fd00::2]:7718"
+UNREADABLE_FIX = (
+    "let the daemon's user read it, or remove it: each .toml file of that folder is a peer"
+)
+CONTENT_FIX = 'write one line into it, address = "HOST:PORT", or remove it'
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -76,12 +80,12 @@ def read_peer_file(path: Path, *, tls: bool) -> PeerConfig:
     try:
         size = path.stat().st_size
     except OSError as error:
-        raise errors.CONFIG_UNREADABLE(path=path, why=error.strerror or "") from None
+        why = (error.strerror or "").lower()
+        raise errors.CONFIG_UNREADABLE(path=path, why=why, fix=UNREADABLE_FIX) from None
     if size > FILE_BYTES_MAX:
-        raise errors.CONFIG_UNREADABLE(
-            path=path, why=f"it has {size:,} bytes, more than {FILE_BYTES_MAX:,}"
-        )
-    source = Source.read(str(path))
+        why = f"it has {size:,} bytes, more than {FILE_BYTES_MAX:,}"
+        raise errors.CONFIG_UNREADABLE(path=path, why=why, fix=CONTENT_FIX)
+    source = Source.read(str(path), UNREADABLE_FIX)
     return _build_peer(source, path.stem, source.tree, "", tls)
 
 

@@ -32,6 +32,7 @@ KINDS: dict[type, str] = {
 }
 
 
+UNREADABLE_FIX = "name a TOML file that this user can read"
 TOML_FIX = (
     "correct that line: tables are written [name] or [[lane]], each table once, keys name = value"
 )
@@ -46,14 +47,16 @@ class Source:
     tree: Table
 
     @staticmethod
-    def read(path: str | None) -> Source:
+    def read(path: str | None, fix: str = UNREADABLE_FIX) -> Source:
+        """The file at `path`; `fix`: what to do about one that cannot be read."""
         if path is None:
             return Source("", "", {})
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")  # some editors begin with a mark
             return Source(path, text, tomllib.loads(text))
         except OSError as error:
-            raise errors.CONFIG_UNREADABLE(path=path, why=(error.strerror or "").lower()) from None
+            why = (error.strerror or "").lower()
+            raise errors.CONFIG_UNREADABLE(path=path, why=why, fix=fix) from None
         except UnicodeDecodeError as error:
             why, fix = f"byte {error.start} is not UTF-8", "save it as UTF-8 text"
             raise errors.CONFIG_NOT_TOML(path=path, why=why, fix=fix) from None

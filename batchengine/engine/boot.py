@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from batchengine import errors
-from batchengine.config import CONTEXT_TOKENS_MIN, Config, LaneConfig
+from batchengine.config import Config, LaneConfig
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ContextBound, ModelInfo, Stage
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.audit.scrub import Maintenance
+from batchengine.engine.context import ContextLimit
 from batchengine.engine.housekeeping import Housekeeping
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.supervisor import (
@@ -39,6 +40,7 @@ from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.pipelines import Pipelines, ServedStages
+from batchengine.engine.linked.routes import why_unheld
 from batchengine.engine.linked.rows import LinkedRows
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
@@ -71,7 +73,7 @@ from batchengine.weights import read_spec
 from batchengine.wire import lane as wire
 from batchengine.wire.peer import KvFormat
 from kv_store.errors import StoreError, StoreLocked
-from kv_store.layout import Descriptor, PageLayout
+from kv_store.layout import KV_DTYPE, Descriptor, PageLayout
 from kv_store.pages.extents import EXTENT_BYTES
 from kv_store.store import Store, StoreSettings
 
@@ -198,7 +200,7 @@ class Running:
             self.recovery,
             self.past_turns,
             made.text.tokenizer.eog,
-            made.info.context_tokens,
+            made.info,
         )
         outlines = Outlines(made.text.tokenizer)
         self.families = Families(
@@ -215,10 +217,8 @@ class Running:
         self.lane_links = LaneLinks(
             linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
         )
-        details = made.info.details
-        n_head = int(details["n_head"]) if details["has_equal_heads"] else 0
         self.linked = LinkedPages(
-            state, store, self.peers, self.lane_links, self.tasks.spawn, n_head
+            state, store, self.peers, self.lane_links, self.tasks.spawn, _equal_heads(made.info)
         )
         served = ServedStages(
             state.lanes[0],
@@ -303,6 +303,8 @@ async def start(launch: Launch) -> Running:
         info.chat_template = text.tokenizer.chat_template or ""
         info.tool_template = text.tokenizer.tool_template or ""
         info.arith_id, info.model_hash = facts.arith_id, str(facts.identity["model_hash"])
+        kv_format = PageLayout(facts.layers).kv_dtype
+        info.kv_format = "" if kv_format == KV_DTYPE else kv_format  # all were KV_DTYPE once
         if text.tokenizer.chat_template is None:
             info.notes.append(NO_TEMPLATE)
         elif launch.reader and (why := await text.template_fault()):  # its processes are warm
@@ -315,8 +317,15 @@ async def start(launch: Launch) -> Running:
             undo.push_async_callback(lane.close)  # runs before the store closes, which workers map
         for warning in store.warnings:
             log.warning("store: %s", warning)
-        if not config.peers.listen:  # else peers may hold what the store cannot
-            _fit_context(info, config, store)
+        layout, budget = store.pages.layout, config.store.budget_bytes
+        unheld = why_unheld(layout, _equal_heads(info), config.lanes[0].tokens_per_step)
+        is_linked = bool(config.peers.listen)
+        limit = ContextLimit(
+            info, budget, store.pages.allocator.slots_max, (unheld or "") if is_linked else ""
+        )
+        if not is_linked or unheld is not None:  # else peers may hold what the store cannot
+            limit.check(layout.page_bytes)
+            info.notes += filter(None, [limit.fit(0)])
         journal = Journal(
             store,
             level=config.store.durability,
@@ -338,6 +347,7 @@ async def start(launch: Launch) -> Running:
         await running.recovery.start(running.crash_marker)
         if running.peers.is_on:
             await running.peers.look()
+            running.linked.keeper.on_room(limit.fit)
         running.peers.bind()
         undo.pop_all()
         return running
@@ -455,23 +465,9 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
         raise errors.STORE_UNOPENED(folder=settings_of.dir, why=why) from error
 
 
-def _fit_context(info: ModelInfo, config: Config, store: Store) -> None:
-    """Limit the context to what the store can hold. Raises STORE_TOO_SMALL."""
-    pages, page_bytes = store.pages.allocator.slots_max, store.pages.layout.page_bytes
-    fits = pages * PAGE_TOKENS
-    if fits < CONTEXT_TOKENS_MIN:
-        raise errors.STORE_TOO_SMALL(
-            budget_bytes=config.store.budget_bytes,
-            tokens=fits,
-            least=CONTEXT_TOKENS_MIN,
-            wanted_bytes=max(-(-info.context_tokens // PAGE_TOKENS), 1) * page_bytes,
-        )
-    if fits < info.context_tokens:
-        info.notes.append(
-            f"ctx is {fits:,} instead of {info.context_tokens:,}: store.budget_bytes ="
-            f" {config.store.budget_bytes:,} holds no longer session"
-        )
-        info.context_tokens, info.context_bound = fits, ContextBound.STORE
+def _equal_heads(info: ModelInfo) -> int:
+    """Query heads of each layer; 0 = layers differ."""
+    return int(info.details["n_head"]) if info.details["has_equal_heads"] else 0
 
 
 def _local_facts(info: ModelInfo, store: Store) -> LocalFacts:
@@ -521,6 +517,7 @@ def inspect_model(config: Config) -> ModelInfo:
             "has_equal_heads": spec.has_equal_heads,
             "n_kv_head": spec.attention.n_kv_head,
             "head_dim": spec.attention.head_dim,
+            "v_first": spec.page_layout.layers[0].v_first,
             "n_layer_whole": spec.n_layer_whole,
             "whole_query_dims": spec.whole_query_dims,
             "whole_kv_share": spec.whole_kv_share,

@@ -76,6 +76,11 @@ class ModelSize(NamedTuple):
         hidden = max(0, pages - self.window_pages) * self.window_share
         return round((pages - hidden) * self.page_bytes)
 
+    def window_bytes(self, tokens: int) -> float:
+        """Those of them in layers with a window."""
+        pages = min(-(-tokens // self.page_tokens), self.window_pages)
+        return pages * self.window_share * self.page_bytes
+
     def tokens_in(self, kv_bytes: int) -> int:
         """Tokens of whole pages of the longest session that reads at most `kv_bytes`."""
         pages = kv_bytes // self.page_bytes
@@ -90,7 +95,9 @@ class ModelSize(NamedTuple):
 
 class Processor(NamedTuple):
     """What computes: read GB/s, int8 operations (two per product) in GOPS, time of a step apart
-    from both, and bytes for weights and KV. The rates are what kernels reach, not peaks."""
+    from both, and bytes for weights and KV. The rates are what kernels reach, not peaks.
+    `divides_kv`: layers with a window have memory of their own, half at most of what one context
+    leaves, as on a GPU (`lanes/gpu/kv_room.py`)."""
 
     name: str
     read_gbps: float
@@ -98,6 +105,7 @@ class Processor(NamedTuple):
     attention_gops: float
     step_ms: float
     memory_bytes: int
+    divides_kv: bool = False
 
 
 class GpuSheet(NamedTuple):
@@ -208,6 +216,7 @@ def _by_sheet(name: str, sheet: GpuSheet) -> Processor:
         GPU_ATTENTION_SHARE * sheet.tops * 1000,
         GPU_STEP_MS,
         sheet.memory_bytes - GPU_RESERVE_BYTES,
+        divides_kv=True,
     )
 
 
@@ -299,6 +308,8 @@ def _context(
     session_bytes = -(-tokens // model.page_tokens) * model.page_bytes + model.state_bytes
     # The next state is written beside the last one.
     sessions = kv_bytes // (model.read_bytes(tokens) + 2 * model.state_bytes)
+    if processor.divides_kv and model.window_share:
+        sessions = min(sessions, max(1, _sessions_apart(model, kv_bytes, tokens)))
     batch = max(1, min(BATCH, sessions))
     tpot_ms = decode_ms(model, processor, batch, tokens)
     return ContextPlan(
@@ -311,6 +322,20 @@ def _context(
         tpot_ms,
         1000 * batch / tpot_ms,
     )
+
+
+def _sessions_apart(model: ModelSize, kv_bytes: int, tokens: int) -> int:
+    """Sessions that fit where layers with a window have memory of their own: for each seat the
+    pages that a window shows, and half at most of what one context leaves."""
+    longest = min(model.context_tokens, model.tokens_in(kv_bytes))
+    left = max(0, kv_bytes - model.read_bytes(longest))
+    windows = model.window_bytes(longest) + left / 2
+    in_windows, of_seat = map(model.window_bytes, (tokens, longest))
+    whole = model.read_bytes(tokens) - in_windows + 2 * model.state_bytes
+    most = windows / in_windows
+    if whole >= 1.0:
+        most = min(most, max(kv_bytes / (whole + of_seat), (kv_bytes - windows) / whole))
+    return int(most)
 
 
 def open_pages(entries_max: int, budget_bytes: int, page_bytes: int) -> int:

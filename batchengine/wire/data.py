@@ -15,7 +15,7 @@ import msgspec
 
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 3  # stands in the features of Hello, too: a data link has no greeting
+VERSION = 4  # stands in the features of Hello, too: a data link has no greeting
 # Pages of a pipeline that are computed by some of its stages and not yet with its owner, at most.
 WINDOW_PAGES = 16
 STATE_PART_BYTES = 1 << 20
@@ -51,10 +51,10 @@ class Hop(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=Tr
 class Query(Message, tag=1, frozen=True):
     """Attend, then send what comes of it to the next hop; the first of `hops` is the receiver.
 
-    Payload: the queries of all entries' tokens that read KV heads [first_head, first_head +
-    n_heads) of attention layer `layer` (kernels.Queries.to_bytes). `window`: how many tokens one
-    sees, its own the last of them; 0 = all. `unit` is unique among those of `owner`, the daemon
-    that receives the accumulators in the end.
+    Payload: the queries of all entries' tokens of heads [first_head, first_head + n_heads) of
+    attention layer `layer` (kernels.Queries.to_bytes): all that read some KV heads, or some of
+    those that read one. `window`: how many tokens one sees, its own the last of them; 0 = all.
+    `unit` is unique among those of `owner`, the daemon that receives the accumulators in the end.
     """
 
     unit: int
@@ -71,7 +71,7 @@ class Accumulators(Message, tag=2, frozen=True):
     """Partials of a query's entries from super-page 0 to where the receiver's own begin.
 
     `hops_left`: as many as the receiver's query has hops, 0 at the owner. Payload:
-    kernels.Partials.to_bytes.
+    kernels.Partials.to_bytes; of latent layers without the dims that V has not.
     """
 
     unit: int

@@ -314,8 +314,8 @@ class Step(Message, tag=6, frozen=True):
     and of open pages whose rows another lane is about to read;
     `freed` the codes of pages of the store that have been freed, for a device with copies of pages;
     `deleted` the numbers of extents that have been deleted, which are unmapped first.
-    An entry whose attention to the pages of a peer takes longer than `lap_ms` for a layer, or for
-    all of them than a small multiple, is unreachable.
+    An entry whose attention to the pages of a peer takes longer for a message than `lap_ms`, or a
+    limit of the worker's, or for all layers than a small multiple of `lap_ms`, is unreachable.
     """
 
     entries: tuple[Entry, ...]

@@ -1,7 +1,7 @@
 """Access checks: API keys, the Host and Origin headers, the type of the body.
 
 Owns the checks that run before any route. Keys are compared by their SHA-256, in constant time;
-once a key exists, only health probes and the page of the dashboard need none.
+once a key exists, only `server.keyless_routes` and the page of the dashboard need none.
 """
 
 from __future__ import annotations

@@ -132,6 +132,8 @@ async def test_a_key_may_have_a_queue_of_its_own(site: Site) -> None:
             engine.submit(request(words(9, 20), 400, tenant="a"))
         assert caught.value.code == errors.KEY_QUEUE_FULL.code
         assert caught.value.retry_ms is not None
+        assert caught.value.why.endswith("and auth.keys.a.queue_max = 3 allows no more")
+        assert caught.value.fix == "wait for the answers, or raise auth.keys.a.queue_max"
         mine = await read(engine.submit(request(words(10, 20), 4, tenant="b")))
         assert mine.reason == "length"
         for generation in made:
@@ -162,3 +164,52 @@ async def test_a_position_counts_requests_of_the_own_tenant_only(
         for generation in queue:
             generation.cancel()
         loop.unpause()
+
+
+async def refusal(engine: Engine, tenant: str, made: list[Generation]) -> BatchEngineError:
+    """Why the engine takes no more requests of a tenant; those that it takes join `made`."""
+    while True:
+        try:
+            made.append(engine.submit(request(words(len(made), 20), 2000, tenant=tenant)))
+        except BatchEngineError as error:
+            return error
+        await asyncio.sleep(0.05)  # it has joined the queue of a lane
+
+
+@pytest.mark.parametrize(
+    ("limits", "setting"),
+    [
+        ({"limits__queue_max": 8}, "limits.queue_max = 8"),
+        ({"limits__queue_max": 64, "lane__queue_max": 8}, "queue_max of [[lane]] {lane} = 8"),
+    ],
+)
+async def test_a_refusal_names_the_limit_that_is_met(
+    site: Site, limits: dict[str, object], setting: str
+) -> None:
+    """First the share of one key, which leaves room for the other; then all of the queue."""
+    async with running_engine(site, lane__entries_max=1, **limits, **KEYS) as engine:
+        (loop,) = engine.state.lanes
+        setting = setting.format(lane=loop.lane.name)
+        made: list[Generation] = []
+        error = await refusal(engine, "a", made)
+        assert (error.code, len(made) < 8) == (errors.KEY_QUEUE_FULL.code, True)
+        assert error.why.endswith(f"and the rest of {setting} is for other keys")
+        raised = setting.removesuffix(" = 8")
+        assert error.fix.endswith(f"or raise {raised}, or set auth.keys.a.queue_max")
+        assert (await refusal(engine, "b", made)).code == errors.KEY_QUEUE_FULL.code
+        for generation in made:
+            generation.cancel()
+
+
+async def test_a_full_queue_names_its_setting(site: Site) -> None:
+    """One tenant alone."""
+    async with running_engine(site, lane__entries_max=1, lane__queue_max=2) as engine:
+        (loop,) = engine.state.lanes
+        made: list[Generation] = []
+        error = await refusal(engine, "", made)
+        assert error.code == errors.OVERLOADED.code
+        assert error.why == "2 requests are queued, the limit"
+        name = loop.lane.name
+        assert error.fix == f"send it again later, or raise queue_max of [[lane]] {name}"
+        for generation in made:
+            generation.cancel()

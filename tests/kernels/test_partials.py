@@ -305,7 +305,7 @@ def test_folds_out_of_order_are_refused(mixed: tuple[Step, F32]) -> None:
 
     refuse(partials_of(step, [(0, 2, 1)]), r"super-pages 2\.\.3 do not follow super-pages 0\.\.1")
     refuse(partials_of(step, [(0, 0, 1)]), "do not follow")
-    refuse(partials_of(other, [(0, 1, 1)]), "differ in heads, head_dim or entries")
+    refuse(partials_of(other, [(0, 1, 1)]), "differ in heads, head_dim, v_first or entries")
     refuse(head, "must differ")
     with pytest.raises(ValueError, match=r"entry 0 has super-pages 0\.\.1 of 0\.\.3"):
         finished(step, head)
@@ -378,11 +378,11 @@ def test_some_heads_of_some_entries_have_the_bits_of_attend(pool: K.Pool, level:
         for first, count in ((0, 1), (1, 2)):
             runs = [(starts[e], int(step.entries[e, 0])) for e in entries]
             queries = K.Queries(20, 2 * count, 64)
-            data = step.queries.to_bytes(3, (first, count), runs)
+            data = step.queries.to_bytes(3, (2 * first, 2 * count), runs)
             total = sum(n for _, n in runs)
             assert len(data) == total * 2 * count * (64 + 8)
             assert queries.load_bytes(data, count) == total
-            assert queries.to_bytes(count, (0, count), [(0, total)]) == data
+            assert queries.to_bytes(count, (0, 2 * count), [(0, total)]) == data
             pages = np.split(step.addresses, np.cumsum(step.entries[:, 2])[:-1])
             mine = np.concatenate([pages[e] for e in entries])
             batch = K.Batch(total, len(entries), len(mine))
@@ -396,12 +396,74 @@ def test_some_heads_of_some_entries_have_the_bits_of_attend(pool: K.Pool, level:
     np.testing.assert_array_equal(bits(out.view(step.total)), expected)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_parts_of_a_latent_layer_have_the_values_of_attend(pool: K.Pool, level: str) -> None:
+    """Accumulators have the dims of V alone, also where a part has some of the heads that read the
+    one KV head."""
+    d, v_first, n_head = 96, 32, 6
+    timelines: list[Timeline] = []
+    rows: list[F32] = []
+    for seed, (history, new) in enumerate([(2500, 1), (0, 5), (1020, 8)]):
+        rng = np.random.default_rng(seed)
+        qkv = rng.standard_normal((history + new, (n_head + 1) * d)).astype(np.float32)
+        timeline = Timeline(K.PageShape(1, 1, d, v_first), n_head, -(-(history + new) // PAGE))
+        append(pool, timeline, qkv[:history])
+        timelines.append(timeline)
+        rows.append(qkv[history:])
+    step = Step(pool, timelines, rows)
+    K.set_isa(level)
+    expected = step.attend().reshape(step.total, n_head, d)[:, :, v_first:]
+    out = step.rows()
+    starts, runs = [0, 1, 6], [(0, step.total)]
+    for first, count in ((0, 4), (4, 1), (5, 1)):
+        queries = K.Queries(step.total, count, d)
+        assert queries.load_bytes(step.queries.to_bytes(1, (first, count), runs), 1) == step.total
+        total = None
+        for spans in ([(0, 0, 1), (1, 0, 1), (2, 0, 1)], [(0, 1, 2), (2, 1, 1)]):
+            part, again = (K.Partials(step.total, count, d, v_first) for _ in range(2))
+            at = pool, queries, step.batch, step.shape, 0
+            K.attend_partials(*at, spans_array(spans), part)
+            data = part.to_bytes()
+            assert len(data) == 16 + 24 * 3 + 4 * (d - v_first + 2) * part.n_accumulators
+            again.load_bytes(data)
+            assert again.to_bytes() == data
+            if total is None:
+                total = again
+            else:
+                K.fold(pool, total, again)
+        assert total is not None
+        K.finish(pool, total, out, rows=starts, first_head=first)
+    found = out.view(step.total).reshape(step.total, n_head, d)
+    np.testing.assert_array_equal(bits(found[:, :, v_first:]), bits(expected))
+    assert not found[:, :, :v_first].any()
+
+
+def test_partials_of_another_v_first_are_refused(pool: K.Pool) -> None:
+    step = prepare(pool, 64, 2, 1, [(1500, 4)])
+    other = K.Partials(step.total, 2, 64, 32)
+    at = (pool, step.queries, step.batch, step.shape, 0, spans_array([(0, 0, 1)]))
+    with pytest.raises(ValueError, match="partials have v_first 32, pages 0"):
+        K.attend_partials(*at, other)
+    part = partials_of(step, [(0, 0, 1)])
+    with pytest.raises(ValueError, match="not partials of 2 heads of 64, v_first 32"):
+        other.load_bytes(part.to_bytes())
+    with pytest.raises(ValueError, match="differ in heads, head_dim, v_first or entries"):
+        K.fold(pool, part, other)
+    for wrong in (64, 16, 96):
+        with pytest.raises(ValueError, match="v_first must be a multiple of 32 below head_dim"):
+            K.Partials(1, 2, 64, wrong)
+
+
 def test_heads_tokens_and_bytes_that_do_not_exist_are_refused(mixed: tuple[Step, F32]) -> None:
     step, _ = mixed  # 4 heads for 2 KV heads
     queries, total = step.queries, step.total
-    for heads in ((2, 1), (0, 3), (1, 2), (0, 0), (1, 2**63)):
+    for heads in ((4, 1), (0, 5), (2, 3), (0, 0), (2, 2**63)):
         with pytest.raises(ValueError, match="no such heads"):
             queries.to_bytes(2, heads, [(0, 1)])
+    for heads in ((1, 2), (0, 3), (1, 3)):
+        with pytest.raises(ValueError, match="neither those of whole KV heads nor of one"):
+            queries.to_bytes(2, heads, [(0, 1)])
+    for heads in ((2, 1), (0, 3), (1, 2), (0, 0), (1, 2**63)):
         part = K.Partials(total, 2, 64)
         at = (step.pool, queries, step.batch, step.shape, 0, spans_array([]), part)
         with pytest.raises(ValueError, match="no such heads"):
@@ -410,7 +472,7 @@ def test_heads_tokens_and_bytes_that_do_not_exist_are_refused(mixed: tuple[Step,
         with pytest.raises(ValueError, match="no such tokens"):
             queries.to_bytes(2, (0, 1), [run])
     one = K.Queries(2, 4, 64)
-    data = queries.to_bytes(2, (0, 2), [(0, 2)])
+    data = queries.to_bytes(2, (0, 4), [(0, 2)])
     for wrong in (data[:-1], data + b"\0", data + data, data[: len(data) // 4]):
         with pytest.raises(ValueError, match="are not those of 0 to 2 tokens"):
             one.load_bytes(wrong, 2)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchengine.lanes.gpu.kv_room import KvRoom, divide
 from batchengine.policy.capacity import (
     BATCH,
     ENTRY_MS,
@@ -28,6 +29,7 @@ from batchengine.policy.capacity import (
     unmeasured_cpu,
 )
 from batchengine.policy.cost import CostModel, StepCost, StepWork, work_of
+from kernels.cuda.page_parts import LayerPart, Run
 from service.cli.plan import GpuName
 
 GIB = 1 << 30
@@ -65,6 +67,7 @@ processors = st.builds(
     st.floats(10, 1e6),
     st.floats(0, 5),
     st.integers(1, 1 << 40),
+    st.booleans(),
 )
 
 
@@ -169,6 +172,37 @@ def test_memory_holds_what_windows_show_of_long_sessions() -> None:
     assert [plan.context_tokens // 256 for plan in longest] == [8, 23]
     every = MODEL._replace(window_share=1.0, window_pages=5)
     assert capacity(every, few, 0, (1 << 20,)).contexts[0].context_tokens == MODEL.context_tokens
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        WINDOWED,
+        *(WINDOWED._replace(window_share=s, window_pages=n) for s, n in ((0.5, 2), (0.2, 9))),
+    ],
+)
+@pytest.mark.parametrize("gib", [3, 12, 40])
+def test_layers_with_a_window_have_memory_of_their_own_on_a_gpu(model: ModelSize, gib: int) -> None:
+    """Half of it at most, so short sessions are fewer than by their bytes: as many as a GPU lane
+    with so many seats has pages for, of each of the two parts."""
+    gpu = CPU._replace(memory_bytes=model.weight_bytes + gib * GIB, divides_kv=True)
+    planned = capacity(model, gpu, 64 * GIB, (512, 1024, 4096, 32768)).contexts
+    in_window = round(model.window_share * model.page_bytes)
+    parts = [
+        LayerPart(256 * (model.window_pages - 1) + 1, (Run(0, in_window),)),
+        LayerPart(0, (Run(in_window, model.page_bytes),)),
+    ]
+    for plan in planned:
+        pages = -(-plan.context_tokens // 256)
+
+        def lane(seats: int, pages: int = pages) -> int:
+            room = KvRoom(gib * GIB, planned[-1].context_tokens // 256, 16, seats)
+            windows, whole = divide(parts, room, lambda n_bytes: n_bytes)
+            return min(windows // min(pages, model.window_pages), whole // pages)
+
+        least, most = int(plan.sessions * 0.95) - 1, int(plan.sessions * 1.05) + 2
+        assert lane(least) >= least
+        assert lane(most) < most
 
 
 def test_the_prediction_of_a_measured_model() -> None:

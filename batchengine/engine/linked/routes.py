@@ -46,6 +46,7 @@ REPORT_S = 0.5  # after which the load of a peer shows what was put there
 GROWING, RESTING = GrowthPolicy(), GrowthPolicy(pull=-1.0)  # at rest nothing is taken back
 GATHERING = GrowthPolicy(pull=GROWING.low)  # as soon as there is room
 ALL_PAGES = 1 << 62
+MESSAGE_REST_BYTES = 1 << 20  # of a message of accumulators: what says of which entries they are
 BEYOND_S = 5.0  # a request is refused as too large only if no peer had room for so long
 UNKNOWN_PAGES = 1 << 40  # of peers that are away
 RETRY_S = 1.0  # after a move that failed
@@ -54,12 +55,12 @@ UNSERVED_S = 5.0  # of a session that peers do not serve though they could: its 
 
 def why_unheld(layout: PageLayout, n_head: int, step_tokens: int) -> Rejected | None:
     """Return why peers cannot attend to pages of a model; None = they can: its layers are alike,
-    and what the query heads of one KV head accumulate for all tokens of a step is one message.
-    n_head: of each layer; 0 = layers differ."""
+    and what one query head accumulates for all tokens of a step fits a message. n_head: of each
+    layer; 0 = layers differ."""
     if n_head == 0 or not layout.is_uniform:
         return Rejected.OWN_HEADS
     heads = layout.layers[0]
-    n_bytes = step_tokens * (n_head // heads.n_kv_head) * 4 * (heads.head_dim + 2)
+    n_bytes = step_tokens * 4 * (heads.head_dim - heads.v_first + 2) + MESSAGE_REST_BYTES
     return None if n_bytes <= PAYLOAD_BYTES_MAX else Rejected.LONG_STEPS
 
 
@@ -91,6 +92,7 @@ class RouteKeeper:
         self._free = Counter[str]()  # pages that a peer would take, with those that would give way
         self._slow = SlowPeers()
         self._gave_up = 0.0  # when pages of a session at rest were given up last
+        self._on_room: Callable[[int], object] = lambda pages: None
         self._beyond: list[tuple[float, int]] = []  # pages that peers have or would take, and when
         self._begun: list[tuple[float, str, int]] = []  # see `_note`
         self._rests: dict[Session, float] = {}  # sessions with a failed move, until when
@@ -118,6 +120,11 @@ class RouteKeeper:
         else:
             self._wanted[session] = pages
             self._loop.seats.pages_short.set()
+
+    def on_room(self, hook: Callable[[int], object]) -> None:
+        """Have it called at each look, and now, with how many pages all peers have in all."""
+        self._on_room = hook
+        hook(self._pages_of_peers())
 
     def bytes_free(self, peer: str) -> int:
         """What a peer would keep for sessions of this daemon in addition, at most LOOK_S old."""
@@ -149,6 +156,7 @@ class RouteKeeper:
         self._beyond.append((now, free + self._taken.n_pages))
         seats.pages_beyond = max([pages for _, pages in self._beyond])
         seats.pages_beyond_max = self._pages_of_peers()
+        self._on_room(seats.pages_beyond_max)
         seats.why_none_beyond = (self.unheld or "") if self._peers else ""
         self._rests = {one: until for one, until in self._rests.items() if until > now}
         for session in [one for one in self._wanted if one.state is State.CLOSED]:

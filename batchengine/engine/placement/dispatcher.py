@@ -16,7 +16,7 @@ import msgspec
 
 from batchengine import errors
 from batchengine.config import Config, keys
-from batchengine.core import GenerationRequest, SlaClass
+from batchengine.core import BatchEngineError, GenerationRequest, SlaClass
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.decision_log import (
     DecisionLog,
@@ -25,7 +25,7 @@ from batchengine.engine.placement.decision_log import (
 )
 from batchengine.engine.placement.evacuation import Evacuation, Spawn
 from batchengine.engine.placement.explain import explain
-from batchengine.engine.placement.lane_view import LaneViews, scored_ms_of
+from batchengine.engine.placement.lane_view import LaneViews, QueueLimit, scored_ms_of
 from batchengine.engine.placement.migration import Migrator
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
 from batchengine.engine.placement.moves import OwnMoves
@@ -112,14 +112,7 @@ class Dispatcher:
         rank = scheduler.RANK[sla_class]
         waits = [self._lanes.wait_ms(loop, rank, tenant) for loop, lane in up if not lane.full]
         if not waits:
-            wait_ms = min(self._lanes.wait_ms(loop, rank, tenant) for loop, _ in up)
-            self._state.metrics.shed_total.labels(sla_class.value, "queue_full").inc()
-            waiting = sum(lane.load.waiting for _, lane in up)
-            raise errors.OVERLOADED(
-                waiting=waiting,
-                setting="queue_max of the lanes ([[lane]])",
-                retry_ms=cost.retry_after_ms(wait_ms),
-            )
+            raise self._no_room([loop for loop, _ in up], request)
         patience_ms = self._state.config.sla.of(sla_class).patience_s * 1000
         if patience_ms and min(waits) > patience_ms:
             self._state.metrics.shed_total.labels(sla_class.value, "patience").inc()
@@ -137,6 +130,24 @@ class Dispatcher:
                 retry_ms=cost.retry_after_ms(min(waits) - request.patience_ms),
             )
 
+    def _no_room(self, loops: list[LaneLoop], request: GenerationRequest) -> BatchEngineError:
+        """Why the queue of no lane takes a request: they are full, or the tenant's part of one."""
+        rank, tenant = scheduler.RANK[request.sla.sla_class], request.tenant
+        wait_ms = min(self._lanes.wait_ms(loop, rank, tenant) for loop in loops)
+        retry_ms = cost.retry_after_ms(wait_ms)
+        for loop in loops:
+            if not self._lanes.of(loop).full:
+                held = sum(turn.session.tenant == tenant for turn in loop.waiting.values())
+                limit = self._lanes.queue_limit(loop)
+                return _key_full(self._state, request, held, limit, retry_ms)
+        self._state.metrics.shed_total.labels(request.sla.sla_class.value, "queue_full").inc()
+        settings = dict.fromkeys([self._lanes.queue_limit(loop).setting for loop in loops])
+        return errors.OVERLOADED(
+            waiting=sum(self._lanes.of(loop).load.waiting for loop in loops),
+            setting=" or ".join(settings),
+            retry_ms=retry_ms,
+        )
+
     def _check_share(self, request: GenerationRequest) -> None:
         """Raise KEY_QUEUE_FULL if the tenant has its share of `limits.queue_max` waiting."""
         state, tenant = self._state, request.tenant
@@ -147,9 +158,8 @@ class Dispatcher:
             held -= sum(turn.session.tenant == tenant for turn in loop.running.values())
         limit, own_max = state.config.limits.queue_max, keys.key_of(state.config, tenant).queue_max
         if not keys.may_take(state.config, tenant, held, limit, state.waiting, own_max):
-            self._state.metrics.shed_total.labels(request.sla.sla_class.value, "key_limit").inc()
             retry_ms = cost.retry_after_ms(self.wait_ms(request))
-            raise errors.KEY_QUEUE_FULL(waiting=held, retry_ms=retry_ms)
+            raise _key_full(state, request, held, QueueLimit("limits.queue_max", limit), retry_ms)
 
     def wait_ms(self, request: GenerationRequest, loop: LaneLoop | None = None) -> float:
         """Predict the ms that a request waits until its work begins, on `loop` or the best lane."""
@@ -438,6 +448,21 @@ def _any_lane(state: EngineState, decision: router.Decision) -> LaneLoop:
     if decision.reason is router.Reason.NO_FIT:
         return state.lanes[0]  # its sessions may have pages with peers
     return min(state.lanes, key=lambda lane: lane.assigned)
+
+
+def _key_full(
+    state: EngineState, request: GenerationRequest, held: int, limit: QueueLimit, retry_ms: int
+) -> BatchEngineError:
+    """KEY_QUEUE_FULL for a tenant that has `held` requests under a limit of all tenants."""
+    state.metrics.shed_total.labels(request.sla.sla_class.value, "key_limit").inc()
+    config, setting = state.config, f"auth.keys.{request.tenant}.queue_max"
+    if own_max := keys.key_of(config, request.tenant).queue_max:
+        why = f"{setting} = {own_max} allows no more"
+    else:
+        why = f"the rest of {limit.setting} = {limit.n} is for other keys"
+        is_key = any(key.name == request.tenant for key in config.auth)
+        setting = f"{limit.setting}, or set {setting}" if is_key else limit.setting
+    return errors.KEY_QUEUE_FULL(waiting=held, limit=why, setting=setting, retry_ms=retry_ms)
 
 
 def _policy(config: Config) -> router.RoutePolicy:

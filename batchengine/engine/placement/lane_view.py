@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +28,13 @@ FEW_ROWS = 128  # a lane of at most so many sessions is counted after every chan
 # comes, and the rest of the context without one.
 TOKENS_OUT_MAX = 2048
 ANSWER_GAIN = 0.05  # weight of the newest answer in the average share of tokens_max
+
+
+class QueueLimit(NamedTuple):
+    """How many requests may wait, and the setting that says so."""
+
+    setting: str
+    n: int
 
 
 @dataclass(slots=True)
@@ -91,10 +99,13 @@ class LaneViews:
             waiting.total(),
             keys.key_of(config, tenant).queue_max,
         )
-        return not keys.may_take(config, tenant, held, self._queue_max(loop), taken, own_max)
+        return not keys.may_take(config, tenant, held, self.queue_limit(loop).n, taken, own_max)
 
-    def _queue_max(self, loop: LaneLoop) -> int:
-        return loop.config.queue_max or self._state.config.limits.queue_max
+    def queue_limit(self, loop: LaneLoop) -> QueueLimit:
+        """What bounds the queue of a lane."""
+        if own := loop.config.queue_max:
+            return QueueLimit(f"queue_max of [[lane]] {loop.lane.name}", own)
+        return QueueLimit("limits.queue_max", self._state.config.limits.queue_max)
 
     def wait_ms(self, loop: LaneLoop, rank: int, tenant: str) -> float:
         """Predict the ms until work of a request that joins now begins.
@@ -201,7 +212,7 @@ class LaneViews:
             config.tier or router.ANY,
             config.pool,
             loop.context_max,
-            waiting.total() >= self._queue_max(loop),
+            waiting.total() >= self.queue_limit(loop).n,
             loop is self._state.lanes[0],  # the linked lane
             not (loop.up or loop.draining or loop.outage.failed_starts),
             copy_token_ms(loop),

@@ -77,6 +77,7 @@ class PeerPlans:
             int(details["n_head"]),
             int(details["n_kv_head"]),
             int(details["head_dim"]),
+            int(details["v_first"]),
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
         # with the pipeline in use

@@ -1,16 +1,16 @@
 """Attention of a step that has pages with peers: its queries go round, the worker attends to its
 own pages meanwhile, and folds them in last.
 
-Entries whose pages lie with the same peers in the same order go together, as units of some KV
-heads. A layer waits until every unit is back, refused, or late. Nothing goes round in a layer whose
-window hides all pages of the peers.
+Entries whose pages lie with the same peers in the same order go together, as units of some heads,
+of which so many are under way at a time as WAY_BYTES has room for. A layer waits until every unit
+is back, refused, or late. Nothing goes round in a layer whose window hides all pages of the peers.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +30,12 @@ log = logging.getLogger("batchengine.worker")
 # 512 tokens took 0.63 of the time in eight units, which follow one another round the ring.
 UNIT_BYTES = 1 << 20
 
+# Queries and accumulators of units under way: what waits at a holder, of which a link may have
+# WAITING_BYTES_MAX there, and with it what waits here for the pages before. 128 heads of latent
+# attention have 200 MB for the 640 tokens of a step.
+WAY_BYTES = 16 << 20
+
+LAP_S_MAX = 10.0  # that a unit may be under way, however long its step is
 STEP_LAPS = 2.0  # a step waits for so many times `lap_ms` in all its layers together
 
 Send = Callable[[int, DataMessage, Payload], bool]  # link, message, payload
@@ -55,26 +61,31 @@ class Group:
 
 @dataclass(slots=True)
 class Unit:
-    """Some KV heads of a group, in one layer after the other."""
+    """Some heads of a group, in one layer after the other. `way_bytes`: of its queries and
+    accumulators; `due`: when it must have come round."""
 
     number: int
     group: Group
     heads: Heads
     slices: list[I32Array]
     queries: kernels.Queries
+    way_bytes: int
     early: kernels.Partials | None = None
     before: Payload | None = None
-    is_done: bool = False
+    due: float = 0.0
 
 
 @dataclass(slots=True)
 class Laps:
-    """The layer that is computed, and its units under way, by number."""
+    """The layer that is computed, and its units: those to be sent, those under way by number, and
+    those for which the worker's own pages are to be attended to, which are in the same order."""
 
     layer: int = -1
     window: int = 0
     sinks: kernels.Sinks | None = None
+    to_send: deque[Unit] = field(default_factory=deque[Unit])
     units: dict[int, Unit] = field(default_factory=dict[int, Unit])
+    own: deque[Unit] = field(default_factory=deque[Unit])
 
 
 class RoutedAttention:
@@ -103,7 +114,7 @@ class RoutedAttention:
         self._groups: list[Group] = []
         self._units: list[Unit] = []
         self._laps = Laps()
-        self._lap_s = self._left_s = 0.0  # that a layer, and all of them, may wait
+        self._lap_s = self._left_s = 0.0  # that a unit, and all layers, may wait
         self._waited_s = 0.0
 
     def end(self) -> list[int]:
@@ -118,8 +129,8 @@ class RoutedAttention:
 
     def begin(self, batch: StepInput, addresses: U64Array) -> None:
         """Take up a step; addresses: of its pages, 0 for one that lies with a peer."""
-        self._lap_s = batch.lap_ms / 1000
-        self._left_s = STEP_LAPS * self._lap_s
+        self._lap_s = min(LAP_S_MAX, batch.lap_ms / 1000)
+        self._left_s = STEP_LAPS * batch.lap_ms / 1000
         self._waited_s = 0.0
         pages = np.split(addresses, np.cumsum(batch.shape[:, 2])[:-1])
         rows = (np.cumsum(batch.shape[:, 0]) - batch.shape[:, 0]).tolist()
@@ -141,26 +152,13 @@ class RoutedAttention:
     ) -> None:
         """Attention of one layer for all entries; rows of unreachable ones are zero."""
         laps = self._laps = Laps(layer, window, sinks)
-        n_kv_head = self._attention.n_kv_head
         for unit in self._units:
-            group, heads = unit.group, unit.heads
             unit.early = unit.before = None
-            unit.is_done = False
-            if group.why:
-                continue
-            data = queries.to_bytes(n_kv_head, (heads.first, heads.count), group.runs)
-            unit.queries.load_bytes(data, heads.count)
-            if not group.spans.hides(window):
-                laps.units[unit.number] = unit
-                self._send_query(unit, data)
-        due = time.monotonic() + min(self._lap_s, self._left_s)
-        for unit in self._units:
             if not unit.group.why:
-                self._compute_own(unit, out)
-                self._wait(0.0)
-        began = time.monotonic()
-        self._complete(due, out)
-        self._left_s -= time.monotonic() - began
+                laps.own.append(unit)
+                if not unit.group.spans.hides(window):
+                    laps.to_send.append(unit)
+        self._go_round(queries, out)
         laps.units.clear()
         self._zero(out)
 
@@ -224,23 +222,71 @@ class RoutedAttention:
         )
 
     def _cut(self, group: Group) -> list[Unit]:
-        """The units of a group: as many KV heads each as keep it below UNIT_BYTES.
+        """The units of a group: as many heads each as keep it below UNIT_BYTES.
 
         Those of local entries too: between two units the links are served.
         """
-        attention, n_kv_head = self._attention, self._attention.n_kv_head
-        row_bytes = attention.row_bytes(attention.heads(0, 1)) * group.spans.n_tokens
-        n_heads = min(n_kv_head, max(1, UNIT_BYTES // row_bytes))
+        attention, n_tokens = self._attention, group.spans.n_tokens
         units: list[Unit] = []
-        for first in range(0, n_kv_head, n_heads):
-            heads = attention.heads(first, min(n_heads, n_kv_head - first))
-            queries = kernels.Queries(group.spans.n_tokens, heads.n_query, attention.head_dim)
+        for heads in attention.cut(n_tokens, UNIT_BYTES):
+            way_bytes = n_tokens * (attention.row_bytes(heads) + attention.query_bytes(heads))
+            queries = attention.queries(n_tokens, heads)
             slices = attention.slices(group.spans, heads)
-            units.append(Unit(self._next_unit, group, heads, slices, queries))
+            units.append(Unit(self._next_unit, group, heads, slices, queries, way_bytes))
             self._next_unit = (self._next_unit + 1) % (1 << 64)
         return units
 
     # --------------------------------------------------------------------------- one layer
+
+    def _go_round(self, queries: kernels.Queries, out: kernels.Rows) -> None:
+        """Complete every unit, and fail the groups of those that do not come round in time."""
+        laps, looked = self._laps, 0.0  # when the links were served last, with nothing else to do
+        while True:
+            self._send_queries(queries)
+            has_own = bool(laps.own) and (not laps.to_send or laps.own[0] is not laps.to_send[0])
+            if has_own:
+                self._compute_own(laps.own.popleft(), queries, out)
+                self._wait(0.0)
+            began = time.monotonic()
+            left = [unit for unit in laps.units.values() if not unit.group.why]
+            ready = [unit for unit in left if unit.before is not None and unit.early is not None]
+            for unit in ready:
+                self._fold(unit, out)
+            if not (has_own or ready):
+                if not (left or laps.to_send or laps.own):
+                    return
+                late = [unit for unit in left if unit.due <= looked]
+                for unit in late:
+                    self._fail(unit.group, f"it has not come round in time, {self._lap_s:.3f} s")
+                looked = time.monotonic()
+                if left and not late:
+                    self._wait(max(0.0, min([unit.due for unit in left]) - looked))
+                    self._waited_s += time.monotonic() - looked
+            self._left_s -= time.monotonic() - began
+
+    def _send_queries(self, queries: kernels.Queries) -> None:
+        """Send what WAY_BYTES has room for, or one unit."""
+        laps = self._laps
+        if not laps.to_send:
+            return
+        n_bytes = sum([unit.way_bytes for unit in laps.units.values() if not unit.group.why])
+        while laps.to_send:
+            unit = laps.to_send[0]
+            if not unit.group.why:
+                if n_bytes and n_bytes + unit.way_bytes > WAY_BYTES:
+                    return
+                n_bytes += unit.way_bytes
+                laps.units[unit.number] = unit
+                self._send_query(unit, self._take_queries(unit, queries))
+            laps.to_send.popleft()
+
+    def _take_queries(self, unit: Unit, queries: kernels.Queries) -> bytes:
+        """Load a unit's queries of this layer; returns them as bytes."""
+        heads = unit.heads
+        n_kv_head = self._attention.n_kv_head
+        data = queries.to_bytes(n_kv_head, (heads.first, heads.count), unit.group.runs)
+        unit.queries.load_bytes(data, heads.n_kv)
+        return data
 
     def _send_query(self, unit: Unit, data: bytes) -> None:
         group = unit.group
@@ -257,47 +303,27 @@ class RoutedAttention:
             ),
             group.hops,
         )
+        unit.due = time.monotonic() + min(self._lap_s, self._left_s)
         if not self._send(group.links[0], query, data):
             self._fail(group, "the link to a holder has ended")
 
-    def _compute_own(self, unit: Unit, out: kernels.Rows) -> None:
+    def _compute_own(self, unit: Unit, queries: kernels.Queries, out: kernels.Rows) -> None:
         """Attend to the worker's own pages; finish what sees no others."""
+        if unit.group.why:
+            return
         if unit.number in self._laps.units:
             unit.early = self._attend(unit, unit.slices[0])
         else:
+            self._take_queries(unit, queries)
             self._finish(unit, self._attend(unit, unit.group.spans.with_hidden), out)
 
-    def _complete(self, due: float, out: kernels.Rows) -> None:
-        """Complete every unit that comes round until `due`, and fail the groups of the others."""
-        is_late = False
-        while True:
-            left = [
-                unit
-                for unit in self._laps.units.values()
-                if not unit.is_done and not unit.group.why
-            ]
-            ready = [unit for unit in left if unit.before is not None]
-            for unit in ready:
-                self._fold(unit, out)
-            if len(ready) == len(left):
-                return
-            if ready:
-                continue
-            if is_late:
-                for unit in left:
-                    self._fail(unit.group, f"it has not come round in time, {self._lap_s:.3f} s")
-                return
-            now = time.monotonic()
-            is_late = now >= due  # once more: what has arrived counts
-            self._wait(max(0.0, due - now))
-            self._waited_s += time.monotonic() - now
-
     def _fold(self, unit: Unit, out: kernels.Rows) -> None:
+        """Fold the worker's own pages into what has come round, which completes the unit."""
         attention = self._attention
         try:
             total = attention.take_before(unit.before or b"", unit.group.spans, unit.heads)
-            for index, span in enumerate(unit.slices):
-                part = unit.early if index == 0 else None
+            for span in unit.slices:
+                part, unit.early = unit.early, None
                 part = part or self._attend(unit, span)
                 kernels.fold(attention.pool, total, part)
                 attention.put(part, unit.heads)
@@ -305,6 +331,8 @@ class RoutedAttention:
             self._counts["malformed"] += 1
             self._fail(unit.group, str(error))
             return
+        unit.before = None
+        del self._laps.units[unit.number]
         self._finish(unit, total, out)
 
     def _attend(self, unit: Unit, span: I32Array) -> kernels.Partials:
@@ -314,10 +342,9 @@ class RoutedAttention:
         )
 
     def _finish(self, unit: Unit, total: kernels.Partials, out: kernels.Rows) -> None:
-        rows, first, sinks = unit.group.rows, unit.heads.first_query, self._laps.sinks
+        rows, first, sinks = unit.group.rows, unit.heads.first, self._laps.sinks
         kernels.finish(self._attention.pool, total, out, rows=rows, first_head=first, sinks=sinks)
         self._attention.put(total, unit.heads)
-        unit.is_done = True
 
     def _fail(self, group: Group, why: str) -> None:
         if not group.why:

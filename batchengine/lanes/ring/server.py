@@ -20,7 +20,7 @@ from batchengine.lanes.ring.spans import Heads, SpanAttention, Spans
 from batchengine.lanes.step_input import I32Array, U64Array
 from batchengine.wire import lane as wire
 from batchengine.wire.data import Accumulators, DataMessage, HeldSpan, Query, QueryEntry, Refuse
-from batchengine.wire.frames import Payload
+from batchengine.wire.frames import PAYLOAD_BYTES_MAX, Payload
 
 JOBS_MAX = 1024  # unfinished queries of all peers
 JOB_S = 30.0  # after which a query is dropped whose accumulators have not come
@@ -291,22 +291,19 @@ class AttentionServer:
             self._early_bytes -= job.early_bytes
 
     def _checked(self, query: Query, queries: Payload) -> tuple[SpanAttention, Spans, Heads]:
-        """What attends to a query at this hop, its spans and heads; raises BadQuery for one that
-        cannot be answered."""
+        """What attends to a query at this hop, its spans and heads; raises BadQuery or ValueError
+        for one that cannot be answered."""
         hops = query.hops
         if len(self._jobs) >= JOBS_MAX:
             raise BadQuery(f"{JOBS_MAX} queries are not finished")
         if not 1 <= len(hops) <= HOPS_MAX or hops[0].peer != self._name:
             raise BadQuery(f"not a query for {self._name}")
         attention = self._attention_for(hops[0].spans)
-        first, count = query.first_head, query.n_heads
-        if not (0 <= query.layer < attention.shape.n_layer and 0 <= first < attention.n_kv_head):
-            raise BadQuery(f"layer {query.layer}, head {first}")
-        if not 1 <= count <= attention.n_kv_head - first:
-            raise BadQuery(f"{count} heads from {first}")
+        heads = attention.heads(query.first_head, query.n_heads)
+        if not 0 <= query.layer < attention.shape.n_layer:
+            raise BadQuery(f"layer {query.layer}")
         if not 0 <= query.window <= WINDOW_MAX:
             raise BadQuery(f"a window of {query.window}")
-        heads = attention.heads(first, count)
         last = self._last
         if last is not None and (last[0].entries, last[0].hops[0]) == (query.entries, hops[0]):
             spans = last[1]
@@ -315,6 +312,8 @@ class AttentionServer:
             self._last = query, spans
         if len(queries) != spans.n_tokens * attention.query_bytes(heads):
             raise BadQuery(f"{len(queries)} bytes of queries")
+        if spans.n_tokens * attention.row_bytes(heads) > PAYLOAD_BYTES_MAX:
+            raise BadQuery("accumulators of more than a message")
         return attention, spans, heads
 
     def _attention_for(self, spans: tuple[HeldSpan, ...]) -> SpanAttention:

@@ -24,12 +24,13 @@ COUNTS_MAX = 4  # numbers of heads for which buffers are kept
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """KV heads [first, first + count) of a model, and the query heads that read them."""
+    """Query heads [first, first + count) of a model, and the KV heads that they read: all query
+    heads of these, or some of the only one's."""
 
     first: int
     count: int
-    first_query: int
-    n_query: int
+    first_kv: int
+    n_kv: int
 
 
 class Spans:
@@ -97,26 +98,53 @@ class SpanAttention:
     ) -> None:
         layer = shape.layer(0)
         self.n_kv_head, self.head_dim = layer.n_kv_head, layer.head_dim
+        self.v_first = layer.v_first
         if n_head % self.n_kv_head:
             raise ValueError(f"{n_head} query heads of {self.n_kv_head} KV heads")
         self.pool = pool
         self.shape = shape
         self.tokens_max = tokens_max
-        self.group = n_head // self.n_kv_head
+        self.n_head = n_head
+        self._group = n_head // self.n_kv_head
         self._queries: dict[int, kernels.Queries] = {}
         self._partials: dict[int, list[kernels.Partials]] = {}
 
     def heads(self, first: int, count: int) -> Heads:
-        """The KV heads [first, first + count)."""
-        return Heads(first, count, first * self.group, count * self.group)
+        """The query heads [first, first + count). Raises ValueError unless they are all those of
+        some KV heads, or some of one's."""
+        group = self._group
+        n_kv, left = divmod(count, group)
+        if first % group == 0 and left == 0:
+            is_whole = 0 <= first < self.n_head and 0 < count <= self.n_head - first
+        else:
+            is_whole, n_kv = 0 < count <= group - first % group and 0 <= first < self.n_head, 1
+        if not is_whole:
+            raise ValueError(f"{count} heads from {first}, {group} to a KV head")
+        return Heads(first, count, first // group, n_kv)
+
+    def cut(self, n_tokens: int, most_bytes: int) -> list[Heads]:
+        """All heads, in parts whose accumulators of so many tokens take at most `most_bytes`, or
+        that are one head. A KV head whose query heads are too many alone is cut into equal parts.
+        """
+        group, n_head = self._group, self.n_head
+        most = max(1, most_bytes // (self.row_bytes(self.heads(0, 1)) * n_tokens))
+        if most >= group:
+            size = most // group * group
+            return [self.heads(at, min(size, n_head - at)) for at in range(0, n_head, size)]
+        size = -(-group // -(-group // most))
+        return [
+            self.heads(of_kv + at, min(size, group - at))
+            for of_kv in range(0, n_head, group)
+            for at in range(0, group, size)
+        ]
 
     def row_bytes(self, heads: Heads) -> int:
         """Bytes of the accumulators of one token and super-page."""
-        return 4 * (self.head_dim + 2) * heads.n_query
+        return 4 * (self.head_dim - self.v_first + 2) * heads.count
 
     def query_bytes(self, heads: Heads) -> int:
         """Bytes of the queries of one token."""
-        return heads.n_query * (self.head_dim + self.head_dim // 8)
+        return heads.count * (self.head_dim + self.head_dim // 8)
 
     def slices(self, spans: Spans, heads: Heads) -> list[I32Array]:
         """The spans in slices to attend to one after the other."""
@@ -127,21 +155,27 @@ class SpanAttention:
 
         Raises ValueError.
         """
+        n_tokens = len(queries) // self.query_bytes(heads)
         buffer = self._queries.get(heads.count)
-        if buffer is None:
+        if buffer is None or buffer.tokens_max < n_tokens:
+            self._queries.pop(heads.count, None)
             _make_room(self._queries)
-            buffer = self._queries[heads.count] = kernels.Queries(
-                self.tokens_max, heads.n_query, self.head_dim
-            )
-        buffer.load_bytes(queries, heads.count)
+            n_tokens = 1 << max(0, n_tokens - 1).bit_length()
+            buffer = self.queries(min(self.tokens_max, n_tokens), heads)
+            self._queries[heads.count] = buffer
+        buffer.load_bytes(queries, heads.n_kv)
         return buffer
+
+    def queries(self, tokens_max: int, heads: Heads) -> kernels.Queries:
+        """A buffer for queries of these heads."""
+        return kernels.Queries(tokens_max, heads.count, self.head_dim)
 
     def take(self, heads: Heads) -> kernels.Partials:
         """Empty partials for these heads; `put` them back."""
         free = self._partials.get(heads.count)
         if free:
             return free.pop()
-        return kernels.Partials(self.tokens_max, heads.n_query, self.head_dim)
+        return kernels.Partials(self.tokens_max, heads.count, self.head_dim, self.v_first)
 
     def put(self, partials: kernels.Partials, heads: Heads) -> None:
         """Keep a buffer for the next `take`."""
@@ -171,7 +205,7 @@ class SpanAttention:
             layer,
             span,
             out,
-            heads=(heads.first, heads.count),
+            heads=(heads.first_kv, heads.n_kv),
             window=window,
         )
         return out

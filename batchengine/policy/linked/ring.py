@@ -52,15 +52,17 @@ class RingHolder(NamedTuple):
     wait_ms: float = 0.0
 
 
-def shape_of(n_layers: int, n_head: int, n_kv_head: int, head_dim: int) -> RingShape:
+def shape_of(
+    n_layers: int, n_head: int, n_kv_head: int, head_dim: int, v_first: int = 0
+) -> RingShape:
     """Return the shape for KV and queries of 8 bits with a scale per 32, and fp32 accumulators.
 
     Of a group of G heads and dimension D, a query has G * D * (1 + 4 / 32) bytes, an accumulator
-    G * (4 * D + 8).
+    G * (4 * V + 8), of the V dims from `v_first` on (KvHeads).
     """
     group = n_head // n_kv_head
     query = group * (head_dim + 4 * -(-head_dim // 32))
-    return RingShape(n_layers, n_kv_head, query, group * (4 * head_dim + 8))
+    return RingShape(n_layers, n_kv_head, query, group * (4 * (head_dim - v_first) + 8))
 
 
 def token_ms(

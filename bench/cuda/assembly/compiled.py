@@ -1,5 +1,5 @@
 """What NVRTC makes of sources, kept in build/nvrtc: several tests, in several processes, want the
-same."""
+same. What none has wanted for KEPT_S is deleted when something new is made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
+import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from kernels.cuda.compile import OPTIONS, Compiled, compile_unit, texts
 
 FOLDER = Path(__file__).resolve().parents[3] / "build/nvrtc"
 COMPILER = "nvidia-cuda-nvrtc"
+KEPT_S = 7 * 86400.0
 
 
 def compiled(source: Path, target: str, **changes: str | bool) -> Compiled:
@@ -23,14 +26,25 @@ def compiled(source: Path, target: str, **changes: str | bool) -> Compiled:
     path = FOLDER / f"{source.stem}-{target}-{_key(source, target, changes)}.json"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.exists():
+        with suppress(FileNotFoundError):
             cubin, ptx, report = json.loads(path.read_text())
+            os.utime(path)  # its last use
             return Compiled(bytes.fromhex(cubin), ptx, report)
         made = compile_unit(source, target, **changes)
         part = path.with_suffix(".part")
         part.write_text(json.dumps([made.cubin.hex(), made.ptx, made.report]))
         os.replace(part, path)
-        return made
+    prune(FOLDER, time.time() - KEPT_S)
+    return made
+
+
+def prune(folder: Path, before: float) -> None:
+    """Delete what was made and used last before a time. A process that waits for a lock of one
+    goes on with it, and makes anew what is gone."""
+    for path in folder.glob("*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < before:
+                path.unlink()
 
 
 def _key(source: Path, target: str, changes: dict[str, str | bool]) -> str:

@@ -372,8 +372,9 @@ class Attention:
         group = self.n_head // self.n_kv
         n_head, tokens = group * n_kv, self.tokens
         queries = kernels.Queries(tokens, n_head, self.head_dim)
-        queries.load_bytes(self.queries.to_bytes(self.n_kv, (first_kv, n_kv), [(0, tokens)]), n_kv)
-        want = kernels.Partials(tokens, n_head, self.head_dim)
+        some, runs = (group * first_kv, n_head), [(0, tokens)]
+        queries.load_bytes(self.queries.to_bytes(self.n_kv, some, runs), n_kv)
+        want = kernels.Partials(tokens, n_head, self.head_dim, self.v_first)
         table = np.array([(entry, *span) for entry, span in enumerate(spans)], np.int32)
         kernels.attend_partials(
             self.pool,
@@ -410,7 +411,8 @@ class Attention:
                 min(256, self.head_dim),
                 [*arguments, m.address, denominators.address, o.address, self.window],
             )
-            got = one_nan(np.concatenate([a.read().reshape(-1) for a in (m, denominators, o)]))
+            parts = m.read(), denominators.read(), o.read()[:, self.v_first :]
+            got = one_nan(np.concatenate([part.reshape(-1) for part in parts]))
             values = one_nan(np.frombuffer(want.to_bytes(), np.float32)[-len(got) :])
             what = f"{kernel} of {n_kv} KV heads from {first_kv} of {self.n_kv}"
             what = f"{what}, spans {spans} of {self.entries}, window {self.window}"

@@ -371,7 +371,7 @@ void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const Lay
                                    job.head(tile, part.row));
         out.at.m[i] = part.m;
         out.at.l[i] = part.l;
-        std::copy_n(part.o, shape.head_dim, out.at.o.data() + i * shape.head_dim);
+        std::copy_n(part.o + out.v_first, out.values(), out.at.o.data() + i * out.values());
     });
 }
 

@@ -29,8 +29,8 @@ void place_kv(Pool& pool, const Rows& qkv, const Batch& batch, const LayerShape&
 
 // Attention to the super-pages of `spans` (at most one span per entry); reads no page outside them.
 // Entries without a span are empty in `out`. The order of rule 7: see partials.h. The heads of
-// `queries` and `out` are those that read the KV heads `heads`. No page is read that `window` hides from
-// all rows of its entry.
+// `queries` and `out` are those that read the KV heads `heads`, or some of those that read the only one. No page
+// is read that `window` hides from all rows of its entry.
 void attend_partials(Pool& pool, Queries& queries, const Batch& batch, const LayerShape& shape,
                      const std::vector<Span>& spans, KvHeads heads, Partials& out,
                      size_t window = 0);

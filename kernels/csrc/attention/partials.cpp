@@ -42,18 +42,17 @@ size_t number_accumulators(std::vector<PartialEntry>& entries, size_t n_head) {
 }
 
 void copy_accumulators(const Accumulators& from, size_t source, Accumulators& to, size_t target,
-                       size_t count, size_t head_dim) {
+                       size_t count, size_t values) {
     std::copy_n(from.m.data() + source, count, to.m.data() + target);
     std::copy_n(from.l.data() + source, count, to.l.data() + target);
-    std::copy_n(from.o.data() + source * head_dim, count * head_dim,
-                to.o.data() + target * head_dim);
+    std::copy_n(from.o.data() + source * values, count * values, to.o.data() + target * values);
 }
 
 // The entries of `into` after a fold; their `start` is not set.
 std::vector<PartialEntry> joined(const Partials& into, const Partials& next) {
-    if (into.n_head != next.n_head || into.head_dim != next.head_dim ||
+    if (into.n_head != next.n_head || into.head_dim != next.head_dim || into.v_first != next.v_first ||
         into.entries.size() != next.entries.size())
-        refuse("fold: the partials differ in heads, head_dim or entries");
+        refuse("fold: the partials differ in heads, head_dim, v_first or entries");
     std::vector<PartialEntry> entries = into.entries;
     for (size_t e = 0; e < entries.size(); e++) {
         PartialEntry& mine = entries[e];
@@ -73,15 +72,15 @@ std::vector<PartialEntry> joined(const Partials& into, const Partials& next) {
 // Folds the terms of `other` into the one accumulator that each head of a token has.
 void fold_token(const RowOps& ops, Partials& into, const PartialEntry& mine, const Partials& next,
                 const PartialEntry& other, size_t token) {
-    const size_t head_dim = into.head_dim;
+    const size_t values = into.values();
     const size_t seen = mine.seen(token);
     const size_t terms = std::min(other.end(), seen) - std::min(other.first, seen);
     for (size_t term = 0; term < terms; term++)
         for (size_t head = 0; head < into.n_head; head++) {
             const size_t i = into.index(mine, 0, token, head);
             const size_t j = next.index(other, term, token, head);
-            ops.fold(into.at.m.data() + i, into.at.l.data() + i, into.at.o.data() + i * head_dim,
-                     next.at.m[j], next.at.l[j], next.at.o.data() + j * head_dim, head_dim);
+            ops.fold(into.at.m.data() + i, into.at.l.data() + i, into.at.o.data() + i * values,
+                     next.at.m[j], next.at.l[j], next.at.o.data() + j * values, values);
         }
 }
 
@@ -141,7 +140,8 @@ void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& 
         require_span(entry, where);
     }
     const size_t total = number_accumulators(entries, partials.n_head);
-    partials.at.reserve(total, partials.head_dim);
+    const size_t values = partials.values();
+    partials.at.reserve(total, values);
     partials.entries = std::move(entries);
     partials.n_tokens = batch.n_tokens;
     partials.n_accumulators = total;
@@ -153,22 +153,21 @@ void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& 
                 const size_t i = partials.index(entry, term, token, 0), n = partials.n_head;
                 std::fill_n(partials.at.m.data() + i, n, 0.0f);
                 std::fill_n(partials.at.l.data() + i, n, 0.0f);
-                std::fill_n(partials.at.o.data() + i * partials.head_dim, n * partials.head_dim,
-                            0.0f);
+                std::fill_n(partials.at.o.data() + i * values, n * values, 0.0f);
             }
         }
 }
 
 void fold(Pool& pool, Partials& into, const Partials& next) {
     std::vector<PartialEntry> entries = joined(into, next);
-    const size_t total = number_accumulators(entries, into.n_head), head_dim = into.head_dim;
+    const size_t total = number_accumulators(entries, into.n_head), values = into.values();
     if (total != into.n_accumulators) {  // no entry's count falls: equal totals mean equal indexes
         Accumulators at;
-        at.reserve(total, head_dim);
+        at.reserve(total, values);
         for (size_t e = 0; e < entries.size(); e++) {
             const PartialEntry& old = into.entries[e];
             copy_accumulators(into.at, old.start, at, entries[e].start,
-                              old.terms() * into.rows(old), head_dim);
+                              old.terms() * into.rows(old), values);
         }
         into.at = std::move(at);
         into.n_accumulators = total;
@@ -183,27 +182,27 @@ void fold(Pool& pool, Partials& into, const Partials& next) {
         else  // the terms follow one another
             copy_accumulators(next.at, other.start, into.at,
                               entries[e].start + old.terms() * into.rows(old),
-                              other.terms() * next.rows(other), head_dim);
+                              other.terms() * next.rows(other), values);
     }
     into.entries = std::move(entries);
     const RowOps& ops = rowops();
-    const bool alone = tokens.size() * into.n_head * head_dim <= VALUES_ALONE;
+    const bool alone = tokens.size() * into.n_head * values <= VALUES_ALONE;
     for_each(pool, tokens.size(), alone, [&](size_t i) {
         const auto [e, token] = tokens[i];
         fold_token(ops, into, into.entries[e], next, next.entries[e], token);
     });
 }
 
-void finish_head(float m, float l, const float* o, size_t head_dim, const Sinks* sinks, size_t head,
+void finish_head(float m, float l, const float* o, size_t n_values, const Sinks* sinks, size_t head,
                  float* out) {
     const RowOps& ops = rowops();
     if (sinks) {
         alignas(CACHE_LINE) static constexpr float none[HEAD_DIM_MAX] = {};
-        std::copy_n(o, head_dim, out);
-        ops.fold(&m, &l, out, sinks->m()[head], sinks->l()[head], none, head_dim);
+        std::copy_n(o, n_values, out);
+        ops.fold(&m, &l, out, sinks->m()[head], sinks->l()[head], none, n_values);
         o = out;
     }
-    ops.finish(l, o, head_dim, out);
+    ops.finish(l, o, n_values, out);
 }
 
 void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& rows,
@@ -216,15 +215,17 @@ void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& row
             refuse("finish: entry " + text(e) + " has " + range(entry) + " of 0.." + text(seen));
         for (size_t t = 0; t < entry.n_tokens; t++) tokens.push_back({e, t});
     }
-    const size_t head_dim = partials.head_dim;
-    for_each(pool, tokens.size(), tokens.size() * partials.n_head * head_dim <= VALUES_ALONE, [&](size_t index) {
+    const size_t head_dim = partials.head_dim, v_first = partials.v_first, values = partials.values();
+    for_each(pool, tokens.size(), tokens.size() * partials.n_head * values <= VALUES_ALONE, [&](size_t index) {
         const auto [e, token] = tokens[index];
         const PartialEntry& entry = partials.entries[e];
         float* row = out.row(rows[e] + token) + first_head * head_dim;
         for (size_t head = 0; head < partials.n_head; head++) {
             const size_t i = partials.index(entry, 0, token, head);
-            finish_head(partials.at.m[i], partials.at.l[i], partials.at.o.data() + i * head_dim,
-                        head_dim, sinks, first_head + head, row + head * head_dim);
+            float* const to = row + head * head_dim;
+            std::fill_n(to, v_first, 0.0f);
+            finish_head(partials.at.m[i], partials.at.l[i], partials.at.o.data() + i * values, values,
+                        sinks, first_head + head, to + v_first);
         }
     });
 }
@@ -232,10 +233,11 @@ void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& row
 std::string partials_to_bytes(const Partials& partials) {
     const size_t n = partials.n_accumulators, n_entries = partials.entries.size();
     std::string bytes;
-    bytes.reserve(HEADER_BYTES + ENTRY_BYTES * n_entries + 4 * (partials.head_dim + 2) * n);
+    bytes.reserve(HEADER_BYTES + ENTRY_BYTES * n_entries + 4 * (partials.values() + 2) * n);
     const uint32_t header[4] = {static_cast<uint32_t>(partials.n_head),
                                 static_cast<uint32_t>(partials.head_dim),
-                                static_cast<uint32_t>(n_entries), 0};
+                                static_cast<uint32_t>(n_entries),
+                                static_cast<uint32_t>(partials.v_first)};
     append(bytes, header, 4);
     for (const PartialEntry& entry : partials.entries) {
         const uint32_t counts[4] = {static_cast<uint32_t>(entry.n_tokens),
@@ -247,7 +249,7 @@ std::string partials_to_bytes(const Partials& partials) {
     }
     append(bytes, partials.at.m.data(), n);
     append(bytes, partials.at.l.data(), n);
-    append(bytes, partials.at.o.data(), n * partials.head_dim);
+    append(bytes, partials.at.o.data(), n * partials.values());
     return bytes;
 }
 
@@ -256,14 +258,14 @@ void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials) 
     if (size < HEADER_BYTES) refuse(where + ": " + text(size) + " bytes have no header");
     const size_t n_entries = read<uint32_t>(bytes + 8);
     if (read<uint32_t>(bytes) != partials.n_head || read<uint32_t>(bytes + 4) != partials.head_dim ||
-        read<uint32_t>(bytes + 12) != 0)
+        read<uint32_t>(bytes + 12) != partials.v_first)
         refuse(where + ": not partials of " + text(partials.n_head) + " heads of " +
-               text(partials.head_dim));
+               text(partials.head_dim) + ", v_first " + text(partials.v_first));
     const uint8_t* const table = bytes + HEADER_BYTES;
     if (n_entries > (size - HEADER_BYTES) / ENTRY_BYTES)
         refuse(where + ": " + text(n_entries) + " entries do not fit " + text(size) + " bytes");
     const size_t payload = size - HEADER_BYTES - n_entries * ENTRY_BYTES;
-    const size_t total = payload / (4 * (partials.head_dim + 2));
+    const size_t values = partials.values(), total = payload / (4 * (values + 2));
     std::vector<PartialEntry> entries(n_entries);
     size_t n_tokens = 0, left = total;
     for (size_t e = 0; e < n_entries; e++) {
@@ -284,29 +286,40 @@ void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials) 
             refuse(entry_is + " has more accumulators than the bytes hold");
         left -= entry.terms() * partials.rows(entry);
     }
-    if (left != 0 || payload != total * 4 * (partials.head_dim + 2))
+    if (left != 0 || payload != total * 4 * (values + 2))
         refuse(where + ": " + text(payload) + " bytes are not the accumulators of these entries");
     number_accumulators(entries, partials.n_head);
-    partials.at.reserve(total, partials.head_dim);
+    partials.at.reserve(total, values);
     const uint8_t* from = table + n_entries * ENTRY_BYTES;
     std::memcpy(partials.at.m.data(), from, total * 4);
     std::memcpy(partials.at.l.data(), from + total * 4, total * 4);
-    std::memcpy(partials.at.o.data(), from + total * 8, total * partials.head_dim * 4);
+    std::memcpy(partials.at.o.data(), from + total * 8, total * values * 4);
     partials.entries = std::move(entries);
     partials.n_tokens = n_tokens;
     partials.n_accumulators = total;
 }
 
-std::string queries_to_bytes(const Queries& queries, size_t n_kv_head, KvHeads heads,
+std::string queries_to_bytes(const Queries& queries, size_t n_kv_head, QueryHeads heads,
                              const std::vector<TokenRun>& runs) {
     const size_t group = queries.n_head / n_kv_head, blocks = queries.head_dim / 32;
     std::string bytes, scales;
-    for (size_t head = heads.first; head < heads.first + heads.count; head++)
+    const auto add = [&](size_t kv_head, size_t token, size_t head_of_group, size_t n) {
+        const size_t row = queries.row(n_kv_head, kv_head, token, head_of_group);
+        append(bytes, queries.q.data() + row * queries.head_dim, n * queries.head_dim);
+        append(scales, queries.scale.data() + row * blocks, n * blocks);
+    };
+    const size_t end = heads.first + heads.count;
+    for (size_t head = heads.first; head < end; head = (head / group + 1) * group) {
+        const size_t first = head % group, count = std::min(group - first, end - head);
         for (const TokenRun& run : runs) {
-            const size_t row = queries.row(n_kv_head, head, run.first, 0), n = run.count * group;
-            append(bytes, queries.q.data() + row * queries.head_dim, n * queries.head_dim);
-            append(scales, queries.scale.data() + row * blocks, n * blocks);
+            if (count == group) {
+                add(head / group, run.first, 0, run.count * group);
+                continue;
+            }
+            for (size_t token = run.first; token < run.first + run.count; token++)
+                add(head / group, token, first, count);
         }
+    }
     return bytes + scales;
 }
 

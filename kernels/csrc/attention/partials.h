@@ -50,13 +50,15 @@ struct Sinks {
 };
 
 // Accumulators of all entries, in order [entry][term][token][head]. One is m (base-2 maximum, an
-// integer), l (denominator; NaN after a value that is not finite) and o (numerator). A token that
+// integer), l (denominator; NaN after a value that is not finite) and o (numerators, of the dims that V
+// has: those from v_first on, of a latent layer). A token that
 // sees nothing of a super-page has m = l = o = 0 there, and l > 0 everywhere else; with l = 0 an
 // accumulator is empty, and a fold leaves the other one as it is.
 struct Partials {
-    Partials(size_t tokens_max_, size_t n_head_, size_t head_dim_)
-        : tokens_max(tokens_max_), n_head(n_head_), head_dim(head_dim_) {}
+    Partials(size_t tokens_max_, size_t n_head_, size_t head_dim_, size_t v_first_ = 0)
+        : tokens_max(tokens_max_), n_head(n_head_), head_dim(head_dim_), v_first(v_first_) {}
 
+    size_t values() const { return head_dim - v_first; }  // numerators of an accumulator
     size_t rows(const PartialEntry& entry) const { return entry.n_tokens * n_head; }
     size_t index(const PartialEntry& entry, size_t term, size_t token, size_t head) const {
         return entry.start + (term * entry.n_tokens + token) * n_head + head;
@@ -65,6 +67,7 @@ struct Partials {
     const size_t tokens_max;
     const size_t n_head;
     const size_t head_dim;
+    const size_t v_first;
     size_t n_tokens = 0;
     size_t n_accumulators = 0;
     std::vector<PartialEntry> entries;
@@ -79,19 +82,19 @@ void set_spans(Partials& partials, const Batch& batch, const std::vector<Span>& 
 // std::invalid_argument, `into` unchanged, when the steps differ or a span is not the next one.
 void fold(Pool& pool, Partials& into, const Partials& next);
 
-// out row = heads in order from `first_head`, head_dim values each, for every token; `sinks`, or null,
-// are those of all heads of `out`. The tokens of entry e have consecutive rows from rows[e].
+// out row = heads in order from `first_head`, head_dim values each, for every token, of which those before v_first
+// become 0; `sinks`, or null, are those of all heads of `out`. The tokens of entry e have consecutive rows from rows[e].
 // std::invalid_argument, `out` unchanged, when a super-page up to a token has not been folded.
 void finish(Pool& pool, const Partials& partials, const std::vector<size_t>& rows,
             size_t first_head, Rows& out, const Sinks* sinks = nullptr);
 
-// finish of one row of one head.
-void finish_head(float m, float l, const float* o, size_t head_dim, const Sinks* sinks, size_t head,
+// finish of one row of one head, of so many values.
+void finish_head(float m, float l, const float* o, size_t n_values, const Sinks* sinks, size_t head,
                  float* out);
 
-// Little-endian: u32 n_head, head_dim, n_entries, 0; per entry u32 n_tokens, first, count, 0 and
-// u64 start_position; then fp32 m[n], l[n], o[n][head_dim] of the n accumulators.
-// 16 + 24 * n_entries + 4 * (head_dim + 2) * n bytes.
+// Little-endian: u32 n_head, head_dim, n_entries, v_first; per entry u32 n_tokens, first, count, 0 and
+// u64 start_position; then fp32 m[n], l[n], o[n][head_dim - v_first] of the n accumulators.
+// 16 + 24 * n_entries + 4 * (head_dim - v_first + 2) * n bytes.
 std::string partials_to_bytes(const Partials& partials);
 // std::invalid_argument, `partials` unchanged, unless these are the bytes of such partials.
 void partials_from_bytes(const uint8_t* bytes, size_t size, Partials& partials);
@@ -102,9 +105,15 @@ struct TokenRun {
     size_t count;
 };
 
-// The queries of these tokens that read the KV heads `heads`, as rows [kv head][token][head of the
-// group]: int8 q[rows][head_dim], then fp32 scale[rows][head_dim / 32], little-endian.
-std::string queries_to_bytes(const Queries& queries, size_t n_kv_head, KvHeads heads,
+// Heads [first, first + count) of the queries: all that read some KV heads, or some of those that read one.
+struct QueryHeads {
+    size_t first;
+    size_t count;
+};
+
+// The queries of these tokens and heads, as rows [kv head][token][head that reads it]: int8 q[rows][head_dim],
+// then fp32 scale[rows][head_dim / 32], little-endian.
+std::string queries_to_bytes(const Queries& queries, size_t n_kv_head, QueryHeads heads,
                              const std::vector<TokenRun>& runs);
 // `queries` becomes such bytes, with tokens from 0 and all its heads; returns how many tokens.
 // std::invalid_argument, `queries` unchanged, unless they are of 0 to tokens_max whole tokens.

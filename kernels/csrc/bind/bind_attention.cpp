@@ -181,6 +181,17 @@ KvHeads checked_heads(std::pair<size_t, size_t> heads, size_t n_kv_head, const c
     return {heads.first, heads.second};
 }
 
+// Heads (first, count) of queries: all that read some KV heads, or some of those that read one.
+QueryHeads checked_query_heads(std::pair<size_t, size_t> heads, size_t n_head, size_t group,
+                               const char* name) {
+    const auto [first, count] = heads;
+    const std::string where = name;
+    require(first < n_head && count > 0 && count <= n_head - first, where + ": no such heads");
+    require((first % group == 0 && count % group == 0) || first % group + count <= group,
+            where + ": the heads are neither those of whole KV heads nor of one");
+    return {first, count};
+}
+
 void bind_batch(nb::module_& module) {
     nb::class_<Batch>(module, "Batch", "The tokens of one step and the pages they read and write.")
         .def(nb::init<size_t, size_t, size_t>(), nb::arg("tokens_max"), nb::arg("entries_max"),
@@ -217,7 +228,8 @@ void bind_batch(nb::module_& module) {
                const std::vector<std::pair<size_t, size_t>>& runs) {
                 require(n_kv_head > 0 && self.n_head % n_kv_head == 0,
                         "Queries.to_bytes: the heads do not divide among the KV heads");
-                const KvHeads some = checked_heads(heads, n_kv_head, "Queries.to_bytes");
+                const QueryHeads some = checked_query_heads(heads, self.n_head, self.n_head / n_kv_head,
+                                                            "Queries.to_bytes");
                 std::vector<TokenRun> checked;
                 for (const auto& [first, count] : runs) {
                     require(first <= self.tokens_max && count <= self.tokens_max - first,
@@ -228,8 +240,9 @@ void bind_batch(nb::module_& module) {
                 return nb::bytes(bytes.data(), bytes.size());
             },
             nb::arg("n_kv_head"), nb::arg("heads"), nb::arg("runs"),
-            "The queries of runs (first token, count) that read the KV heads `heads` (first, count) "
-            "of n_kv_head, the same bytes on every machine (partials.h has the layout).")
+            "The queries of runs (first token, count) and of `heads` (first, count), which are all that "
+            "read some of the n_kv_head KV heads, or some of those that read one: the same bytes on every "
+            "machine (partials.h has the layout).")
         .def(
             "load_bytes",
             [](Queries& self, nb::object data, size_t n_kv_head) {
@@ -432,21 +445,23 @@ void bind_partials_type(nb::module_& module) {
     nb::class_<Partials>(
         module, "Partials",
         "Attention of a step over spans of super-pages (1024 tokens each), before the last fold.\n\n"
-        "Per token and head one accumulator m, l, o[head_dim] in fp32 for a span that starts at "
+        "Per token and head one accumulator m, l, o[head_dim - v_first] in fp32 for a span that starts at "
         "super-page 0, else one per super-page: super-pages are folded in their order only, so the "
-        "spans may be divided and folded in any grouping and finish() gives the bits of attend(). "
-        "to_bytes() takes 16 + 24 * entries + 4 * (head_dim + 2) * accumulators bytes.")
+        "spans may be divided and folded in any grouping and finish() gives the bits of attend(). v_first "
+        "is that of the layer. to_bytes() takes 16 + 24 * entries + 4 * (head_dim - v_first + 2) * "
+        "accumulators bytes.")
         .def(
             "__init__",
-            [](Partials* self, size_t tokens_max, size_t n_head, size_t head_dim) {
+            [](Partials* self, size_t tokens_max, size_t n_head, size_t head_dim, size_t v_first) {
                 require(n_head > 0, "Partials: n_head must be positive");
-                PageShape(1, 1, head_dim);
-                new (self) Partials(tokens_max, n_head, head_dim);
+                PageShape(1, 1, head_dim, v_first);
+                new (self) Partials(tokens_max, n_head, head_dim, v_first);
             },
-            nb::arg("tokens_max"), nb::arg("n_head"), nb::arg("head_dim"))
+            nb::arg("tokens_max"), nb::arg("n_head"), nb::arg("head_dim"), nb::arg("v_first") = 0)
         .def_prop_ro("tokens_max", [](const Partials& self) { return self.tokens_max; })
         .def_prop_ro("n_head", [](const Partials& self) { return self.n_head; })
         .def_prop_ro("head_dim", [](const Partials& self) { return self.head_dim; })
+        .def_prop_ro("v_first", [](const Partials& self) { return self.v_first; })
         .def_prop_ro("n_tokens", [](const Partials& self) { return self.n_tokens; })
         .def_prop_ro("n_accumulators", [](const Partials& self) { return self.n_accumulators; })
         .def_prop_ro(
@@ -474,7 +489,7 @@ void bind_partials_type(nb::module_& module) {
             nb::arg("data"),
             nb::sig("def load_bytes(self, data: typing_extensions.Buffer) -> None"),
             "Becomes what to_bytes() was called on. ValueError, and no change, for bytes of another "
-            "n_head or head_dim, of more than tokens_max tokens, or that are malformed; the values of "
+            "n_head, head_dim or v_first, of more than tokens_max tokens, or that are malformed; the values of "
             "accumulators are not checked.");
 }
 
@@ -545,6 +560,9 @@ void bind_partials(nb::module_& module) {
                     "attend_partials: the partials have " + number(out.n_head) + " heads of " +
                         number(out.head_dim) + ", expected " + number(queries.n_head) + " of " +
                         number(shape.head_dim));
+            require(out.v_first == shape.v_first, "attend_partials: the partials have v_first " +
+                                                      number(out.v_first) + ", pages " +
+                                                      number(shape.v_first));
             const std::vector<Span> checked = checked_spans(batch, spans, window);
             const nb::gil_scoped_release release;
             attend_partials(pool, queries, batch, shape, checked, heads, out, window);
@@ -555,7 +573,8 @@ void bind_partials(nb::module_& module) {
         "Attention to parts of the KV: spans int32 (n, 3) = entry, first super-page, count, at most "
         "one per entry. Reads no page outside them, and none that the window, as of attend(), hides "
         "from all tokens of its entry. Overwrites out, where an entry without a span is empty. queries "
-        "and out are of the heads that read the KV heads `heads` (first, count), all by default. "
+        "and out are of the heads that read the KV heads `heads` (first, count), all by default, or of some "
+        "of those that read the only one. "
         "ValueError for a span that its entry does not have.");
     module.def(
         "fold",
@@ -596,8 +615,8 @@ void bind_partials(nb::module_& module) {
         nb::arg("rows") = nb::none(), nb::arg("first_head") = 0,
         nb::arg("sinks").none() = nb::none(),
         "The rows that attend() would give: (n_tokens, n_head * head_dim). With `rows`, the tokens "
-        "of entry e go to consecutive rows from rows[e], and the heads to those from first_head. The "
-        "sinks are those of all heads of a row of out. "
+        "of entry e go to consecutive rows from rows[e], and the heads to those from first_head. Values of "
+        "a latent layer before v_first are 0. The sinks are those of all heads of a row of out. "
         "ValueError when the partials of an entry lack a super-page.");
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, ContextBound
 from batchengine.engine.linked import pages
 from batchengine.peers import certificates
 from batchengine.peers.folder import FolderContent, PeersFolder
@@ -70,6 +70,31 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
         await a.engine.drop("", "s")
         await nothing_is_held(a, b)
         assert not b.engine.running.store.pages.match_prefix(more, b""), "the peer has erased it"
+
+
+async def test_a_context_is_what_the_store_holds_until_there_are_peers(site: Site) -> None:
+    """A request that no daemon has room for is refused before it begins, whether there is no peer,
+    one, or none any more; while one is away, it may be sent again."""
+    async with daemon(site, "a", 16) as a:
+        info, long = a.engine.info, request(words(1, 256 * 20), 10, session="s")
+        alone = 256 * a.pages()
+        assert (info.context_tokens, info.context_bound) == (alone, ContextBound.STORE)
+        with pytest.raises(BatchEngineError, match=f"BE1203 .* is {alone} tokens"):
+            a.engine.submit(long)
+        async with daemon(site, "b", 16) as b:
+            a.knows(b)
+            b.knows(a)
+            await until(lambda: a.beyond() >= 8)
+            both = 256 * (a.pages() + b.pages())
+            assert (info.context_tokens, info.context_bound) == (both, ContextBound.PEERS)
+            assert (await read(a.engine.submit(long))).error is None
+            await a.engine.drop("", "s")
+        await until(lambda: info.context_tokens == info.context_trained)
+        answer = await read(a.engine.submit(long))
+        assert answer.error is not None
+        assert answer.error.name == "kv_full"
+        (a.site.folder / "peers.d" / "b.toml").unlink()
+        await until(lambda: info.context_tokens == alone)
 
 
 async def test_a_peer_that_is_away_is_known_from_the_start(
@@ -157,9 +182,9 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
         answer = await read(b.engine.submit(request(own, 10)))
         assert answer.error is None
         assert answer.tokens == reference.tokens(own, 10)
-        answer = await read(b.engine.submit(request(words(42, 256 * 60), 10)))
-        assert answer.error is not None
-        assert answer.error.name == "kv_too_small", "with all that both have, too"
+        with pytest.raises(BatchEngineError, match="BE1203") as caught:
+            b.engine.submit(request(words(42, 256 * 60), 10))
+        assert caught.value.fix.endswith(ContextBound.PEERS), "with all that both have, too"
         seats = a.state.lanes[0].seats
         await until(lambda: not a.linked.taken.n_pages and seats.pages_beyond_free >= 10)
         more = [*ids, 77]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from batchengine.core import BatchEngineError
 from batchengine.peers.link import PeerLink
 from batchengine.policy.linked.layouts import Rejected
 from bench.models.synthetic import PRESETS, write_synthetic
@@ -112,12 +113,15 @@ async def test_a_context_that_peers_cannot_keep_is_refused_with_the_reason(
         await until(lambda: all(one.bandwidth is not None for one in links_of(a, b)))
         seats = b.state.lanes[0].seats
         await until(lambda: seats.why_none_beyond == Rejected.OWN_HEADS)
-        prompt = words(5, 256 * seats.pages_budget)
-        generation = b.engine.submit(request(prompt, 520, session="s"))
-        error = (await read(generation)).error
-        assert error is not None
-        assert error.name == "kv_too_small"
-        assert error.why.endswith(f" in all, and {Rejected.OWN_HEADS}")
+        fits = 256 * seats.pages_budget
+        assert (b.engine.info.context_tokens, a.engine.info.context_tokens > fits) == (fits, True)
+        assert b.engine.info.notes[-1].endswith(f" no longer session, and {Rejected.OWN_HEADS}")
+        with pytest.raises(BatchEngineError) as caught:
+            b.engine.submit(request(words(5, fits), 1, session="s"))
+        assert caught.value.code == "BE1203"
+        assert caught.value.fix.endswith("and linked daemons keep no pages of this model")
+        generation = b.engine.submit(request(words(5, 300), 5, session="s"))
+        assert (await read(generation)).error is None
         shown = b.engine.explain(generation.request_id)
         rings = [one["rejected"] for one in shown["outlooks"] if one["decode"] == "ring"]
         assert rings == [Rejected.OWN_HEADS]

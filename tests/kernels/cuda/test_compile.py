@@ -100,6 +100,27 @@ def test_there_is_nothing_to_contract(unit: Path) -> None:
     assert not contracted(unit, "sm_80")
 
 
+def test_what_no_test_has_wanted_for_long_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When something new is made; what is wanted again is kept for as long again."""
+    source, folder = tmp_path / "planted.cu", tmp_path / "kept"
+    source.write_text("")
+    monkeypatch.setattr(kept, "FOLDER", folder)
+    monkeypatch.setattr(kept, "compile_unit", lambda *_, **__: Compiled(b"made", "ptx", "report"))
+    for target in ("sm_80", "sm_90"):
+        kept.compiled(source, target)
+    assert len(list(folder.iterdir())) == 4  # with locks
+    (folder / "planted-sm_70.part").write_text("")  # of a process that was killed
+    for path in folder.iterdir():
+        os.utime(path, (0, 0))
+    assert kept.compiled(source, "sm_80").cubin == b"made"
+    kept.compiled(source, "sm_89")
+    names = {"-".join(path.name.split("-")[:2]) for path in folder.iterdir()}
+    assert names == {"planted-sm_80", "planted-sm_89"}
+    assert len(list(folder.iterdir())) == 4
+
+
 def test_what_is_compiled_is_kept_by_its_texts_options_and_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

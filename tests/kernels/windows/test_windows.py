@@ -308,7 +308,7 @@ def test_some_heads_take_their_own_sinks(pool: K.Pool, mixed: Step, level: str) 
     sinks = random_sinks(6)
     expected, out = one.attend(128, sinks), one.rows()
     for first in range(3):
-        data = one.queries.to_bytes(3, (first, 1), [(0, 3)])
+        data = one.queries.to_bytes(3, (2 * first, 2), [(0, 3)])
         queries, part = K.Queries(3, 2, 64), K.Partials(3, 2, 64)
         queries.load_bytes(data, 1)
         K.attend_partials(

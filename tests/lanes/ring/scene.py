@@ -360,7 +360,7 @@ def measure_visits(scene: Scene, name: str, key: int, sock: socket.socket, n: in
     found: list[float] = []
     for unit in range(n):
         began = time.perf_counter()
-        query = data.Query(unit, 0, 0, heads, 0, "bench", entries, hops)
+        query = data.Query(unit, 0, 0, heads * group, 0, "bench", entries, hops)
         sock.sendall(data.DATA_LINK.encode(query, queries))
         frames: list[data.DataFrame] = []
         while not frames:

@@ -23,7 +23,7 @@ from tests.lanes.ring.scene import Entry, Node, Piece, Scene, running_scene, sam
 from tests.support.engines import words
 
 LENGTH = 2 * SUPERPAGE_TOKENS + 40
-HEADS, GROUP, DIM = 2, 2, 64  # of the pocket model
+HEADS, GROUP, DIM = 4, 2, 64  # of the pocket model: query heads, those of a KV head
 
 
 class Peer:
@@ -88,8 +88,8 @@ def good_query(scene: Scene, unit: int = 1) -> Query:
     return Query(unit, 0, 0, HEADS, 0, "m", (QueryEntry(1, 2 * SUPERPAGE_TOKENS),), (hop,))
 
 
-def queries(tokens: int = 1, heads: int = HEADS) -> bytes:
-    return bytes(tokens * heads * GROUP * (DIM + DIM // 8))
+def queries(tokens: int = 1, heads: int = HEADS, dim: int = DIM) -> bytes:
+    return bytes(tokens * heads * (dim + dim // 8))
 
 
 replace = msgspec.structs.replace
@@ -110,10 +110,16 @@ def malformed(good: Query) -> list[tuple[Query, bytes]]:
     changed = [
         replace(good, layer=4),
         replace(good, layer=-1),
-        replace(good, first_head=2),
+        replace(good, first_head=HEADS),
         replace(good, first_head=-1),
-        replace(good, n_heads=3),
+        replace(good, first_head=-GROUP),
+        replace(good, first_head=1 << 62, n_heads=1),
+        replace(good, first_head=1, n_heads=GROUP),
+        replace(good, n_heads=GROUP + 1),
+        replace(good, n_heads=HEADS + GROUP),
         replace(good, n_heads=0),
+        replace(good, n_heads=-GROUP),
+        replace(good, n_heads=1 << 62),
         replace(good, window=-1),
         replace(good, window=(1 << 31) + 1),
         replace(good, hops=()),
@@ -150,6 +156,7 @@ def malformed(good: Query) -> list[tuple[Query, bytes]]:
         (good, b""),
         (good, queries(2)),
         (replace(good, n_heads=1), payload),
+        (replace(good, first_head=GROUP, n_heads=GROUP), payload),
     ]
 
 
@@ -166,9 +173,14 @@ async def test_queries_for_what_is_not_there_are_refused(
         await peer.send(good_query(scene), queries())
         frame = await peer.one()
         assert frame.message == Accumulators(1, 0, 0)
-        part = K.Partials(1, 4, DIM)
+        part = K.Partials(1, HEADS, DIM)
         part.load_bytes(frame.payload)
         assert part.spans == [(0, 2)]
+        for first in range(HEADS):  # some of the heads that read a KV head
+            await peer.send(replace(good_query(scene), first_head=first, n_heads=1), queries(1, 1))
+            part = K.Partials(1, 1, DIM)
+            part.load_bytes((await peer.one()).payload)
+            assert part.spans == [(0, 2)]
 
 
 OTHER = wire.HeadShape(3, 3, 32, 12)  # of a model that the worker does not have
@@ -209,15 +221,15 @@ async def test_pages_of_another_model(pocket_path: Path, cache_dir: Path, tmp_pa
             assert await held(scene, 6, wrong, OTHER), wrong
         assert "bytes" in await held(scene, 6, (1 << 32,), wire.HeadShape(3, 6, 32, 12))
         span = HeldSpan(5, 1, 0, 0, 2)
-        query = replace(good, n_heads=3, hops=(Hop("a", (span,)),))
+        query = replace(good, n_heads=12, hops=(Hop("a", (span,)),))
         payload = bytes(12 * (32 + 32 // 8))
         entry = good.entries[0]
         for refused, data in (
             (query, queries()),
             (query, payload[:-1]),
             (replace(query, layer=3), payload),
-            (replace(query, n_heads=4), payload),
-            (replace(query, first_head=1), payload),
+            (replace(query, n_heads=16), payload),
+            (replace(query, first_head=4), payload),
             (with_span(query, count=3), payload),
             (
                 replace(
@@ -244,6 +256,56 @@ async def test_pages_of_another_model(pocket_path: Path, cache_dir: Path, tmp_pa
         assert isinstance((await peer.one()).message, Refuse)
 
 
+LATENT = wire.HeadShape(1, 1, 576, 128, 64)  # as DeepSeek V3, but for its layers
+
+
+async def test_latent_pages_of_another_model(
+    pocket_path: Path, cache_dir: Path, tmp_path: Path
+) -> None:
+    """Accumulators have the dims that V has, and no others; a query may be of any of the heads that
+    read the one KV head, as long as its answer is one message."""
+    async with scene_of(pocket_path, cache_dir, tmp_path) as scene:
+        page_bytes = PageLayout.uniform(1, 1, LATENT.head_dim, LATENT.v_first).page_bytes
+        (tmp_path / "ext/000001.kv").write_bytes(bytes(8 * page_bytes))
+        codes = tuple(1 << 32 | slot for slot in range(8))
+        peer, good = await peer_of(scene, "a", 1), good_query(scene)
+        for v_first in (-32, 48, LATENT.head_dim):
+            assert await held(scene, 6, codes, wire.HeadShape(1, 1, 576, 128, v_first)), v_first
+        assert not await held(scene, 5, codes, LATENT)
+        query = replace(good, n_heads=5, hops=(Hop("a", (HeldSpan(5, 1, 0, 0, 2),)),))
+        for first in (0, 9, 123):
+            await peer.send(replace(query, first_head=first), queries(1, 5, 576))
+            frame = await peer.one()
+            assert frame.message == Accumulators(1, 0, 0)
+            part = K.Partials(1, 5, 576, 64)
+            part.load_bytes(frame.payload)
+            assert part.spans == [(0, 2)]
+            assert len(frame.payload) == 16 + 24 + 5 * 4 * (512 + 2)
+        answer = bytes(frame.payload)
+        for first, n in ((124, 5), (128, 1), (-1, 5), (0, 129), (0, 0), (0, -1)):
+            await peer.send(replace(query, first_head=first, n_heads=n), queries(1, 5, 576))
+            assert isinstance((await peer.one()).message, Refuse), (first, n)
+        for n in (576 - 64, 4 * 576):
+            await peer.send(query, queries(1, 5, n))
+            assert isinstance((await peer.one()).message, Refuse), n
+        many = with_entry(replace(query, n_heads=128), n_tokens=260)
+        await peer.send(many, queries(260, 128, 576))
+        assert "more than a message" in (await peer.one()).message.why
+        later = with_entry(with_span(query, first=2, page=4, count=1), start=3 * SUPERPAGE_TOKENS)
+        before = moved(answer, 3 * SUPERPAGE_TOKENS)
+        wide = bytes(
+            before[:12] + bytes(4) + before[16:40] + bytes(5 * 4 * (576 + 2))
+        )  # all dims of a head, v_first 0
+        other = before[:12] + bytes([96]) + before[13:]
+        for wrong in (wide, other, before[:-4], before + bytes(4)):
+            await peer.send(later, queries(1, 5, 576))
+            await peer.send(Accumulators(1, 0, 1), wrong)
+            assert isinstance((await peer.one()).message, Refuse)
+        await peer.send(later, queries(1, 5, 576))
+        await peer.send(Accumulators(1, 0, 1), before)
+        assert (await peer.one()).message == Accumulators(1, 0, 0)
+
+
 async def test_a_query_for_pages_that_leave_their_hold_is_refused(
     pocket_path: Path, cache_dir: Path, tmp_path: Path
 ) -> None:
@@ -256,7 +318,7 @@ async def test_a_query_for_pages_that_leave_their_hold_is_refused(
         peer = await peer_of(scene, "a", 1)
         assert not await held(scene, 5, codes, OTHER)
         entry = QueryEntry(64, 3 * SUPERPAGE_TOKENS)
-        query = Query(1, 0, 0, 3, 0, "m", (entry,), (Hop("a", (HeldSpan(5, 1, 0, 1, 2),)),))
+        query = Query(1, 0, 0, 12, 0, "m", (entry,), (Hop("a", (HeldSpan(5, 1, 0, 1, 2),)),))
         await peer.send(query, bytes(64 * 12 * (32 + 32 // 8)))
         await settled(scene, "query", 1)
         assert not await held(scene, 5, codes[:4], OTHER)

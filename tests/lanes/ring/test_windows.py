@@ -34,11 +34,12 @@ class Links:
 
     pool: K.Pool
     timelines: Sequence[Timeline]
+    n_head: int = N_HEAD
     sent: Counter[str] = field(default_factory=Counter[str])  # messages by kind
     frames: deque[tuple[str, str, DataMessage, Payload]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.attention = SpanAttention(self.pool, self.timelines[0].shape, N_HEAD, 256)
+        self.attention = SpanAttention(self.pool, self.timelines[0].shape, self.n_head, 256)
         self.holders = {name: self._holder(name) for name in ("a", "b")}
         names = {number: name for name, number in NUMBERS.items()} | {wire.SELF: "owner"}
         self.routed = RoutedAttention(
@@ -52,7 +53,7 @@ class Links:
 
     def _holder(self, name: str) -> AttentionServer:
         server = AttentionServer(
-            SpanAttention(self.pool, self.timelines[0].shape, N_HEAD, 256),
+            SpanAttention(self.pool, self.timelines[0].shape, self.n_head, 256),
             name,
             lambda peer, message, data: self._send(name, peer, message, data),
             Counter(),

@@ -462,7 +462,11 @@ async def test_the_sdk_lists_models_and_gets_its_errors_on_every_path() -> None:
             "overloaded_error",
         ),
         (errors.WAIT_TOO_LONG(wait_s=9, patience_s=1, sla_class="batch"), 503, "overloaded_error"),
-        (errors.KEY_QUEUE_FULL(waiting=9), 429, "rate_limit_error"),
+        (
+            errors.KEY_QUEUE_FULL(waiting=9, limit="no more", setting="limits.queue_max"),
+            429,
+            "rate_limit_error",
+        ),
     ],
 )
 async def test_capacity_is_503_and_a_keys_limit_429(

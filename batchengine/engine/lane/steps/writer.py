@@ -28,7 +28,7 @@ from batchengine.session_kv import StateSlot, full_pages
 from batchengine.wire import lane as wire
 
 LAP_FACTOR = 4.0  # a visit to all holders in one layer may take this many times the whole step,
-LAP_MS_MIN, LAP_MS_MAX = 1000, 10_000  # within these bounds: a peer that is busy is not lost
+LAP_MS_MIN = 1000  # and this in any case: a peer that is busy is not lost
 
 
 class StepWriter:
@@ -83,7 +83,7 @@ class StepWriter:
         if not builder.entries and not self._kv.has_chores:
             return None
         drafts_ms = sum([self._draft_ms(turn, draft) for turn, draft in drafts.items()])
-        lap_ms = int(max(LAP_MS_MIN, min(LAP_MS_MAX, LAP_FACTOR * plan.predicted_ms)))
+        lap_ms = int(max(LAP_MS_MIN, LAP_FACTOR * plan.predicted_ms))
         return builder.finish(self._kv, plan.predicted_ms + drafts_ms, lap_ms=lap_ms)
 
     def may_draft_after(self, step: InFlightStep) -> bool:

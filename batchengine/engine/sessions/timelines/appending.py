@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from batchengine import errors
-from batchengine.core import Found, GenerationRequest, TimelineUse
+from batchengine.core import Found, GenerationRequest, ModelInfo, TimelineUse
 from batchengine.engine.sessions.past.turns import PastTurns
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
@@ -28,14 +28,14 @@ class Appending:
         recovery: SessionRecovery,
         past_turns: PastTurns,
         end_tokens: frozenset[int],
-        context_tokens: int,
+        info: ModelInfo,
     ) -> None:
         """`end_tokens` end a message of the model."""
         self._state = state
         self._recovery = recovery
         self._past_turns = past_turns
         self._end_tokens = end_tokens
-        self._context_tokens = context_tokens
+        self._info = info
 
     async def prompted(self, request: GenerationRequest) -> GenerationRequest:
         """Return the request with its whole prompt, to be submitted before any other task runs.
@@ -66,7 +66,7 @@ class Appending:
     def _with_prompt(
         self, request: GenerationRequest, prompt: tuple[int, ...], use: Found
     ) -> GenerationRequest:
-        tokens_max = min(request.tokens_max, max(1, self._context_tokens - len(prompt)))
+        tokens_max = min(request.tokens_max, max(1, self._info.context_tokens - len(prompt)))
         return dataclasses.replace(
             request, prompt=prompt, append=(), append_to="", tokens_max=tokens_max, found=use
         )

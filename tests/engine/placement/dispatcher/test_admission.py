@@ -178,7 +178,8 @@ def test_requests_avoid_full_queues_and_are_shed_when_all_are_full(
     with pytest.raises(BatchEngineError) as caught:
         h.dispatch.admit(h.generation(session).request)
     assert (caught.value.code, caught.value.kind) == ("BE1204", Kind.UNAVAILABLE)
-    assert caught.value.fix == "send it again later, or raise queue_max of the lanes ([[lane]])"
+    raised = "queue_max of [[lane]] gpu or queue_max of [[lane]] cpu"
+    assert caught.value.fix == f"send it again later, or raise {raised}"
     assert samples(h.tables, "shed_total") == {("standard", "queue_full"): 1}
 
 
