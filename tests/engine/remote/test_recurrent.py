@@ -36,6 +36,7 @@ from tests.engine.linked.test_pipelines import (
 from tests.support.engines import Reference, Site, read, request, started, until, words
 
 MODELS = ("qwen35-tiny", "nemotron_h_moe-tiny", "lfm2-tiny")
+ONE_MODEL = pytest.mark.parametrize("model", MODELS[:1], indirect=True)
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -102,6 +103,7 @@ async def test_answers_after_a_pipeline_are_those_of_one_engine(
         assert await fill(a, stages[0], prompts[1]) == (6, ""), "its states are there"
 
 
+@ONE_MODEL
 async def test_the_router_sends_prompts_through_pipelines(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ async def test_a_lost_stage_costs_time_only(site: Site, reference: Reference) ->
         await check_clean(b, c)
 
 
+@ONE_MODEL
 async def test_a_full_folder_of_states_ends_a_pipeline(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,10 +191,11 @@ async def test_a_turn_at_a_peer_begins_at_a_state_of_its_owner(
         assert not states(b)
 
 
+@ONE_MODEL
 async def test_states_of_a_peer_that_do_not_fit(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other bytes than the checksum says are not kept; bytes that nobody asked for end the link."""
+    """Other bytes than the checksum says are not kept; bytes that were not asked for end the link."""
     async with linked_engines(site, "ab") as engines:
         a, b = engines["a"], engines["b"]
         link, saved = a.running.peers.links["b"], b.running.store.states
