@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import subprocess
@@ -31,10 +32,21 @@ settings.register_profile("soak", max_examples=1000, **MACHINES_ARE_SHARED)
 settings.register_profile("suite", derandomize=True, **MACHINES_ARE_SHARED)
 settings.load_profile("suite")
 
+# Little of what collection makes is garbage, and a search for it looks at half a million objects.
+gc.disable()
+
 # What tests ask listens on loopback, to which a proxy of this machine has no way.
 for _name in ("http_proxy", "https_proxy", "all_proxy"):
     os.environ.pop(_name, None)
     os.environ.pop(_name.upper(), None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Later searches for garbage leave out modules and tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
