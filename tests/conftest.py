@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from batchengine.child import process
 from bench.processes.clones import Clones
+from tests.support import engines
 from tests.support.engines import Reference, Site
 from tests.support.tracebacks import give_lines
 
@@ -96,6 +97,12 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> Site:
     """The pocket model and an empty folder."""
     return Site(pocket_path, tmp_path, cache_dir)
+
+
+@pytest.fixture
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane of `running_engine` has as many threads as a daemon on this machine would have."""
+    monkeypatch.setattr(engines, "THREADS", 0)
 
 
 @pytest.fixture(scope="session")
