@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import subprocess
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from batchengine.child import process
 from bench.processes.clones import Clones
+from tests.support import engines
 from tests.support.engines import Reference, Site
 from tests.support.tracebacks import give_lines
 
@@ -31,10 +33,21 @@ settings.register_profile("soak", max_examples=1000, **MACHINES_ARE_SHARED)
 settings.register_profile("suite", derandomize=True, **MACHINES_ARE_SHARED)
 settings.load_profile("suite")
 
+# Little of what collection makes is garbage, and a search for it looks at half a million objects.
+gc.disable()
+
 # What tests ask listens on loopback, to which a proxy of this machine has no way.
 for _name in ("http_proxy", "https_proxy", "all_proxy"):
     os.environ.pop(_name, None)
     os.environ.pop(_name.upper(), None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Later searches for garbage leave out modules and tests."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -84,6 +97,12 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def site(pocket_path: Path, tmp_path: Path, cache_dir: Path) -> Site:
     """The pocket model and an empty folder."""
     return Site(pocket_path, tmp_path, cache_dir)
+
+
+@pytest.fixture
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane of `running_engine` has as many threads as a daemon on this machine would have."""
+    monkeypatch.setattr(engines, "THREADS", 0)
 
 
 @pytest.fixture(scope="session")

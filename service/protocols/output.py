@@ -53,15 +53,12 @@ class GrowingParts:
 
     def add(self, part: OutputPart) -> None:
         """Adds a part."""
-        last = self._parts[-1] if self._parts else None
-        match part, last:
-            case (Text(new), Text()) | (Reasoning(new), Reasoning()):
-                self._more.append(new)
-            case CallArguments(_, new), CallArguments():
-                self._more.append(new)
-            case _:
-                self._join()
-                self._parts.append(part)
+        kind = type(part)
+        if self._parts and type(self._parts[-1]) is kind and kind is not CallStart:
+            self._more.append(part[-1])
+        else:
+            self._join()
+            self._parts.append(part)
 
     def take(self) -> list[OutputPart]:
         """The parts since the last call."""
@@ -70,9 +67,9 @@ class GrowingParts:
         return parts
 
     def _join(self) -> None:
-        more, self._more = "".join(self._more), []
-        if not more:
+        if not self._more:
             return
+        more, self._more = "".join(self._more), []
         match self._parts[-1]:
             case Text(text):
                 self._parts[-1] = Text(text + more)

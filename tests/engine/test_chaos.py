@@ -68,6 +68,7 @@ class Chaos:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("own_threads")
 @pytest.mark.parametrize(
     "seed", [0, 1, *[pytest.param(s, marks=pytest.mark.slow) for s in range(2, 12)]]
 )

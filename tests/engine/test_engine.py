@@ -30,6 +30,7 @@ from tests.support.engines import (
     words,
 )
 
+pytestmark = pytest.mark.usefixtures("own_threads")
 PAGE_BYTES = 327_680  # of the pocket model's KV
 
 

@@ -30,6 +30,10 @@ from batchengine.engine.turns.stream import EVENTS_MAX
 from batchengine.lanes.worker_process import WORKER
 from bench.models.local_runner import LocalRunner
 
+# Of the lane of `running_engine`: a second one waits in a loop for most of a step of so small a
+# model. Tests with the fixture `own_threads` have those that a daemon would have.
+THREADS = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -79,6 +83,7 @@ async def running_engine(
             "store.budget_bytes": 192 << 20,
             "store.free_floor_bytes": 1 << 20,  # a test caches on any disk that it fits on
             "server.admin_socket": "/tmp/unused.sock",
+            "lane.threads": THREADS,
             **{name.replace("__", "."): value for name, value in overrides.items()},
         },
     )

@@ -311,7 +311,7 @@ class AnswerReader(ABC):
 
     def _add(self, part: OutputPart) -> None:
         """Adds a part as the model wrote it."""
-        if self._has_breaks:
+        if self._has_breaks and BREAK in part[-1]:
             part = part._replace(**{part._fields[-1]: part[-1].replace(BREAK, "")})
         if part[-1]:
             self._parts.add(part)

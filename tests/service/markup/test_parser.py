@@ -37,12 +37,12 @@ def parts_of(
         found += parser.push(text[start:end])
     found += parser.flush(is_cut=is_cut)
     joined: list[OutputPart] = []
-    for part in found:
-        last = joined[-1] if joined else None
-        if type(part) is type(last) and part[:-1] == last[:-1] and isinstance(part[-1], str):
-            joined[-1] = last._replace(**{last._fields[-1]: last[-1] + part[-1]})
-        else:
-            joined.append(part)
+    for _, equal in itertools.groupby(found, lambda part: (type(part), part[:-1])):
+        same = list(equal)
+        if len(same) > 1:  # joined at once: one by one would copy the text for each part
+            text = "".join([part[-1] for part in same])
+            same = [same[0]._replace(**{same[0]._fields[-1]: text})]
+        joined += same
     return joined
 
 
