@@ -195,7 +195,7 @@ async def test_a_turn_at_a_peer_begins_at_a_state_of_its_owner(
 async def test_states_of_a_peer_that_do_not_fit(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other bytes than the checksum says are not kept; bytes that were not asked for end the link."""
+    """Bytes with another checksum are not kept; those that were not asked for end the link."""
     async with linked_engines(site, "ab") as engines:
         a, b = engines["a"], engines["b"]
         link, saved = a.running.peers.links["b"], b.running.store.states
