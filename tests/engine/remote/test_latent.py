@@ -47,6 +47,7 @@ def reference(model: Path, cache_dir: Path) -> Iterator[Reference]:
     made.close()
 
 
+@pytest.mark.slow
 async def test_pages_may_lie_with_a_peer(site: Site, reference: Reference) -> None:
     await test_daemons.test_a_context_larger_than_one_budget(site, reference)
 
@@ -66,7 +67,13 @@ def wide_reference(wide: Path, cache_dir: Path) -> Iterator[Reference]:
     made.close()
 
 
-@pytest.mark.parametrize("is_same", [True, False], ids=["of the same model", "of another model"])
+@pytest.mark.parametrize(
+    "is_same",
+    [
+        pytest.param(True, id="of the same model"),
+        pytest.param(False, id="of another model", marks=pytest.mark.slow),
+    ],
+)
 async def test_128_heads_attend_to_pages_at_a_peer(
     site: Site,
     wide: Path,
