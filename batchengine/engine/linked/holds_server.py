@@ -369,7 +369,11 @@ class HoldServer:
         kept = await asyncio.wrap_future(self._store.ledger.shared_tokens("", tenant, ids))
         for session in _alike(self._lanes, asked, ids):
             kept = max(kept, common_prefix(session.tokens, array("I", ids).tolist()))
-        await self._states.erase(ids, asked.salt, kept := max(kept, asked.kept))
+        kept = max(kept, asked.kept)
+        try:
+            await self._states.erase(ids, asked.salt, kept)
+        except OSError as error:
+            return peer.PagesErased(0, _short(str(error)))
         return await _erased(page_format, ids, asked, kept)
 
     # ------------------------------------------------------------------------ what else happens

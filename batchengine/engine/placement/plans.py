@@ -22,6 +22,7 @@ from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.turn import Turn
+from batchengine.kv.states import save_interval
 from batchengine.peers.features import TURNS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT, Peers
@@ -68,8 +69,8 @@ class PeerPlans:
         self._is_whole = bool(details["is_whole"])  # no pipelines
         self._kv_token_bytes = payload // 256
         stored = self._kv_token_bytes  # of a token, with its share of the states that are sent
-        if interval := loop.kv.states.interval:
-            stored += loop.kv.states.state_bytes // interval
+        if facts is not None and facts.state_bytes:
+            stored += facts.state_bytes // save_interval(facts.state_bytes, stored)
         self._model = PipelineModel(n_layer, stored // n_layer, 4 * int(details["n_embd"]))
         n_layer_whole = max(1, int(details["n_layer_whole"]))  # no query leaves where windows hide
         self._shape = shape_of(

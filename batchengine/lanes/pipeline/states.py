@@ -131,7 +131,7 @@ class StateGather:
         if index is None or self._parts[index].link != link:
             raise BadTile(f"byte {at} of a state from a peer that does not compute it")
         if part.position not in self._positions:
-            raise BadTile(f"a state at {part.position}, which nobody wants")
+            raise BadTile(f"a state at {part.position}, which was not named")
         if not 1 <= n <= STATE_PART_BYTES or xxhash.xxh3_128_digest(data) != part.digest:
             raise BadTile(f"{n} bytes of a state at {part.position} differ from their digest")
         state = self._coming.get(part.position)

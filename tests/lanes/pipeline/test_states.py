@@ -122,7 +122,7 @@ def take(
         (take(STATE_BYTES, 64), "does not compute it"),
         (take(-64, 64), "does not compute it"),
         (take(64, 64, link=2), "does not compute it"),
-        (take(64, 64, position=1024), "nobody wants"),
+        (take(64, 64, position=1024), "was not named"),
         (take(128, 64), "do not follow"),
         (take(64, 256), "do not follow"),  # into the next stage's
         (take(64, 0), "differ from their digest"),
