@@ -25,7 +25,7 @@ from batchengine.peers.link import PeerLink
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerMessage
 from kv_store.errors import StoreError
-from kv_store.states import STATE_HEAD_BYTES, checksum_of
+from kv_store.states import STATE_HEAD_BYTES, SavedStates, checksum_of
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.linked")
@@ -54,7 +54,7 @@ class PeerStates:
         """`lanes`: all of this daemon, which save states to the store's files."""
         self._store, self._lanes, self._spawn = store, lanes, spawn
         self._incoming: dict[str, IncomingState] = {}  # by peer
-        self._writing = set[asyncio.Future[None]]()
+        self._writing: dict[str, asyncio.Future[None]] = {}  # by peer
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)  # of what is sent to a peer
 
     def __repr__(self) -> str:
@@ -118,6 +118,8 @@ class PeerStates:
         key = self._store.pages.key_of(offer.parent, array("I", tokens), offer.salt)
         if key in saved:
             return peer.PageAnswer(False)
+        if link.name in self._writing:
+            return peer.PageAnswer(False, "a state is being written")
         if not saved.has_room(n_bytes):
             return peer.PageAnswer(False, "there is no room for a state")
         self._incoming[link.name] = IncomingState(
@@ -135,15 +137,16 @@ class PeerStates:
             raise Misfit(f"{len(state.data)} bytes of a state of {state.size}")
         if is_last:
             del self._incoming[link.name]
-            self._spawn(self._keep(link, frame, state), f"state of {link.name}")
+            saved = self._store.states
+            assert saved is not None
+            written = saved.write(state.key, state.parent, state.digest, state.data)
+            self._writing[link.name] = asyncio.wrap_future(written)
+            self._spawn(self._keep(link, frame, state, saved), f"state of {link.name}")
 
-    async def _keep(self, link: PeerLink, frame: PeerFrame, state: IncomingState) -> None:
-        saved, why = self._store.states, ""
-        assert saved is not None
-        writing = asyncio.wrap_future(
-            saved.write(state.key, state.parent, state.digest, state.data)
-        )
-        self._writing.add(writing)
+    async def _keep(
+        self, link: PeerLink, frame: PeerFrame, state: IncomingState, saved: SavedStates
+    ) -> None:
+        writing, why = self._writing[link.name], ""
         try:
             await writing
             saved.saved(state.key, state.parent, state.size)
@@ -151,7 +154,7 @@ class PeerStates:
             why = str(error)
             log.warning("a state of peer %s is not kept: %s", link.name, why)
         finally:
-            self._writing.discard(writing)
+            del self._writing[link.name]
         if link.state.is_open:
             link.reply(frame, peer.PageStored(why[: peer.TEXT_CHARS_MAX]))
 
@@ -166,7 +169,7 @@ class PeerStates:
         are being written. Raises OSError."""
         if (saved := self._store.states) is None:
             return
-        await asyncio.gather(*self._writing, return_exceptions=True)
+        await asyncio.gather(*self._writing.values(), return_exceptions=True)
         for loop in self._lanes:
             await states_saved(loop)
         tokens = array("I", ids)

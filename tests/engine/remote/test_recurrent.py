@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +221,16 @@ async def test_states_of_a_peer_that_do_not_fit(
         assert (await offer(bytes(16))).is_wanted
         assert await sent() == "the state differs from its checksum"
         assert not states(b)
+        written = Future[None]()
+        monkeypatch.setattr(saved, "write", lambda *_: written)
+        assert (await offer(good)).is_wanted
+        sending = asyncio.ensure_future(sent())
+        await until(lambda: bool(b.running.linked.states._writing))
+        assert (await offer(good)).why == "a state is being written"
+        written.set_result(None)
+        assert not await sending
+        monkeypatch.undo()
+        saved.clear()
         assert (await offer(good)).is_wanted
         assert not await sent()
         assert len(saved) == len(states(b)) == 1
