@@ -245,6 +245,7 @@ class Running:
             self.peers,
             self.pipelines,
             self.linked.keeper,
+            self.dispatcher.fills,
             made.info,
             self.remote.away.expect,
         )

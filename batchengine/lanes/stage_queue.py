@@ -1,8 +1,10 @@
 """Stages of pipelines that one lane computes, between its ordinary steps.
 
-Owns which stage has its turn, how many tokens at a time, and the share of time: a lane with other
-work spends on stages at most as long as on its steps. Knows no peer: its caller says which rows
-have come, and hears the end of a stage.
+Owns which stage is computed, how many tokens at a time, and the share of time: a lane with other
+work spends on stages at most as long as on its steps. Stages of one owner are computed in the order
+in which they came, so that prompts leave a pipeline one after another, and a later one only delays
+itself; several owners have turns. A stage whose rows have not come lets others go first. Knows no
+link: its caller says which rows have come, and hears the end of a stage.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from dataclasses import dataclass
 
 from batchengine.config import LaneConfig
 from batchengine.lanes.worker_process import Lane
-from batchengine.policy.cost import StepCost, work_of
+from batchengine.policy.cost import StepCost, prefill_ms, work_of
 from batchengine.wire import lane as wire
 
-BUSY_PIECE_MS = 100.0  # predicted time of one piece while other work waits for it
-IDLE_PIECE_MS = 400.0
+PIECE_MS = 400.0  # predicted time of one piece
+URGENT_PIECE_MS = 100.0  # while requests wait for it that are not throughput-tolerant
 DEADLINE_S = 60.0
 PIECES = (1024, 512, 256, 128, 64, 32)  # tokens
 
@@ -29,7 +31,8 @@ class StageWork:
 
     `tokens` are those of the timeline for the first stage, else none. `chunk_tokens` are computed
     at a time, at most, and none beyond a multiple of `state_interval` (0: any). `allowed`: position
-    before which the owner has room for pages and states.
+    before which the owner has room for pages and states. `owner`: the peer whose pipeline it is;
+    "" = this daemon's.
     """
 
     run: int
@@ -38,6 +41,7 @@ class StageWork:
     chunk_tokens: int
     tokens: array[int]
     state_interval: int = 0
+    owner: str = ""
     frontier: int = 0
     arrived: int = 0
     allowed: int = 0
@@ -52,18 +56,19 @@ class StageWork:
 
 
 class StageQueue:
-    """The stages of one lane, one after the other in turn; the lane's loop calls `run`.
+    """The stages of one lane; the lane's loop calls `run`.
 
     `on_ended(run, why)` is called when a stage has ended by itself, `on_step` before each look of
-    the loop for something to do.
+    the loop for something to do. `pieces` counts what was computed.
     """
 
     def __init__(self, config: LaneConfig) -> None:
         self.on_ended: Callable[[int, str], None] = lambda run, why: None
         self.on_step: Callable[[], None] = lambda: None
         self._tokens_max = config.tokens_per_step
-        self._works: dict[int, StageWork] = {}
-        self._turns: deque[StageWork] = deque()
+        self.pieces = 0
+        self._works: dict[int, StageWork] = {}  # in the order in which they came
+        self._owners: deque[str] = deque()  # the next in turn first
         self._owed_ms = 0.0  # by the stages to the lane's steps
 
     def __len__(self) -> int:
@@ -72,7 +77,8 @@ class StageQueue:
     def add(self, work: StageWork) -> None:
         """Compute a stage, which the lane's worker has opened, as its rows come."""
         self._works[work.run] = work
-        self._turns.append(work)
+        if work.owner not in self._owners:
+            self._owners.append(work.owner)
 
     def get(self, run: int) -> StageWork | None:
         """The stage of a pipeline; None if it has ended."""
@@ -80,21 +86,34 @@ class StageQueue:
 
     def remove(self, run: int) -> None:
         """Compute no more of a stage."""
-        if (work := self._works.pop(run, None)) is not None:
-            self._turns.remove(work)
+        work = self._works.pop(run, None)
+        if work is not None and all(other.owner != work.owner for other in self._works.values()):
+            self._owners.remove(work.owner)
 
-    async def run(self, lane: Lane, cost: StepCost, *, idle: bool) -> bool:
-        """Compute a piece if one is due; `idle`: the lane has nothing else to do.
+    def left_ms(self, cost: StepCost) -> float:
+        """Predict how long the stages for peers still take."""
+        return sum(
+            [
+                work.layer_share * prefill_ms(cost, work.frontier, work.n_tokens - work.frontier)
+                for work in self._works.values()
+                if work.owner
+            ]
+        )
+
+    async def run(self, lane: Lane, cost: StepCost, *, idle: bool, is_urgent: bool = False) -> bool:
+        """Compute a piece if one is due; `idle`: the lane has nothing else to do; `is_urgent`: some
+        of it is not throughput-tolerant.
 
         Returns whether one was. Errors as of `Lane.answer`.
         """
         self.on_step()
         if idle:
             self._owed_ms = 0.0
-        if self._owed_ms > 0.0 or not any(work.due > 0 for work in self._turns):
+        if self._owed_ms > 0.0 or (work := self._next()) is None:
             return False
-        work, step, payload = self._next_piece(cost, idle=idle)
+        step, payload = self._piece(work, cost, URGENT_PIECE_MS if is_urgent else PIECE_MS)
         done = await lane.run_stage(step, payload, deadline_s=DEADLINE_S)
+        self.pieces += 1
         self._owed_ms += done.elapsed_us / 1000
         work.frontier += step.n_tokens
         if done.why and self._works.get(work.run) is work:
@@ -105,13 +124,22 @@ class StageQueue:
         """Note that the lane computed a step of its own for so long."""
         self._owed_ms = max(0.0, self._owed_ms - ms)
 
-    def _next_piece(self, cost: StepCost, *, idle: bool) -> tuple[StageWork, wire.StageStep, bytes]:
-        """The next stage in turn, and frame and payload of its next piece."""
-        while self._turns[0].due <= 0:
-            self._turns.rotate(-1)
-        work = self._turns[0]
-        self._turns.rotate(-1)
-        limit_ms, at = IDLE_PIECE_MS if idle else BUSY_PIECE_MS, work.frontier
+    def _next(self) -> StageWork | None:
+        """The first stage that is due, of the next owner in turn that has one."""
+        for _ in range(len(self._owners)):
+            owner = self._owners[0]
+            self._owners.rotate(-1)
+            for work in self._works.values():
+                if work.owner == owner and work.due > 0:
+                    return work
+        return None
+
+    def _piece(
+        self, work: StageWork, cost: StepCost, limit_ms: float
+    ) -> tuple[wire.StageStep, bytes]:
+        """Frame and payload of the next piece of a stage, which takes `limit_ms` at most if it has
+        more than the fewest tokens."""
+        at = work.frontier
         fits = (
             n
             for n in PIECES
@@ -119,7 +147,7 @@ class StageQueue:
             and work.layer_share * cost.predict_ms(work_of([(at, n)])) <= limit_ms
         )
         n = min(work.due, next(fits, PIECES[-1]))
-        return work, wire.StageStep(work.run, at, n), work.tokens[at : at + n].tobytes()
+        return wire.StageStep(work.run, at, n), work.tokens[at : at + n].tobytes()
 
     def died(self) -> None:
         """End every stage, after the worker's exit."""

@@ -298,6 +298,7 @@ class LaneLoad(msgspec.Struct, frozen=True):
     step_ms: float = 1.0  # of a step in which all seats decode
     prefill_ms: tuple[float, ...] = (0.0,) * RANKS  # [rank] prefill of that rank and more urgent
     seat_ms: tuple[float, ...] = (0.0,) * RANKS  # [rank] until a seat is free for that rank
+    stage_ms: float = 0.0  # stages of pipelines, which get as long as the lane's steps meanwhile
 
 
 class LoadRow(NamedTuple):
@@ -318,7 +319,13 @@ class Prediction(msgspec.Struct, frozen=True, gc=False):
     tpot_ms: float
 
 
-def load_of(cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRow]) -> LaneLoad:
+def load_of(
+    cost: StepCost,
+    seats: int,
+    chunk_tokens: int,
+    rows: Iterable[LoadRow],
+    stage_ms: float = 0.0,
+) -> LaneLoad:
     """Sum up the sessions of a lane. Paused ones are no rows: their seats count as free."""
     prefill = [0.0] * RANKS
     seated, waiting = [0] * RANKS, [0] * RANKS
@@ -352,6 +359,7 @@ def load_of(cost: StepCost, seats: int, chunk_tokens: int, rows: Iterable[LoadRo
         step_ms,
         tuple(sum(prefill[: rank + 1]) for rank in range(RANKS)),
         tuple(_seat_ms(rank, free, seated, waiting, turnover_ms) for rank in range(RANKS)),
+        stage_ms,
     )
 
 
@@ -392,8 +400,9 @@ def tokens_in(cost: StepCost, frontier: int, ms: float) -> int:
 def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out: int) -> Prediction:
     """Predict TTFT and TPOT of a request that joins now and computes `n_tokens` from `frontier`.
 
-    Prefill runs at half speed beside other sessions, which are assumed to decode. Queued prefill
-    delays later tokens too: spread over the answer, and at most by the time of a decode per token.
+    Prefill runs at half speed beside other sessions, which are assumed to decode, and the lane at
+    half speed beside stages, as long as there are some. Queued prefill and stages delay later
+    tokens too: spread over the answer, and at most by the time of a decode per token.
     """
     cost, step_ms = load.cost, load.step_ms
     work_ms = prefill_ms(cost, frontier, n_tokens) + load.prefill_ms[rank]
@@ -401,9 +410,10 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
         work_ms += work_ms + step_ms
     else:
         work_ms += cost.fixed_ms * (1 + n_tokens // load.chunk_tokens)
+    work_ms += min(work_ms, load.stage_ms)
     kv_tokens = frontier + n_tokens + tokens_out / 2
     decode_ms = step_ms + cost.decode_entry_ms + cost.decode_kv_ms * kv_tokens
-    beside_ms = load.prefill_ms[-1] / (tokens_out or 1)
+    beside_ms = (load.prefill_ms[-1] + load.stage_ms) / (tokens_out or 1)
     return Prediction(
         load.seat_ms[rank] + work_ms,
         decode_ms + (beside_ms if beside_ms < decode_ms else decode_ms),
@@ -412,7 +422,8 @@ def predict(load: LaneLoad, rank: int, frontier: int, n_tokens: int, tokens_out:
 
 def wait_ms(load: LaneLoad, rank: int) -> float:
     """Predict the ms before a request's own work begins: for a seat, and for prefill before it."""
-    return load.seat_ms[rank] + 2.0 * load.prefill_ms[rank]
+    ahead_ms = 2.0 * load.prefill_ms[rank]
+    return load.seat_ms[rank] + ahead_ms + min(ahead_ms, load.stage_ms)
 
 
 def joined(

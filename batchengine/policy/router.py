@@ -42,7 +42,9 @@ With peers, the rules above have chosen the local strategy, and these compare it
 10. A throughput-tolerant prompt goes through the pipeline if it fills it, that is if at most
     `bubble_max` of the time is spent filling and emptying it, and if the local prefill takes
     `pipeline_gain` times as long or longer, unless more than `pipeline_cached_max` of the prompt
-    has KV already. This is independent of rules 8 and 9.
+    has KV already. Time behind prompts in the pipeline counts for none of this gain; that behind
+    those of the same tenant does not count at all, since computed locally the prompt would delay
+    them. This is independent of rules 8 and 9.
 11. Without ring and pipeline, a peer's lane is taken if the local ratio is above 1 and that of the
     peer is less by `tolerance` * max(1, its own). The turn begins on the lane of rules 1 to 6: its
     first token is computed there, and others until the peer has caught up.
@@ -218,6 +220,8 @@ class Outlook(msgspec.Struct, frozen=True, gc=False):
     move_ms: float = 0.0
     sla_ratio: float = 0.0
     tokens_here: int = 0  # of a ring's context
+    queue_ms: float = 0.0  # part of the TTFT: behind other prompts of the pipeline
+    alone_ms: float = 0.0  # for which the prompt keeps the pipeline, if its daemons are idle
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -513,6 +517,8 @@ class _Comparison:
             times.move_ms,
             ratio,
             times.tokens_here,
+            times.queue_ms,
+            times.alone_ms,
         )
 
     def _limit(self, ratio: float) -> float:
@@ -551,7 +557,9 @@ class _Comparison:
                 return Rejected.TOLERANT_ONLY
             if self._work.frontier > self._policy.pipeline_cached_max * self._request.prompt_tokens:
                 return Rejected.CACHED
-            gains = pipeline.ttft_ms * self._policy.pipeline_gain <= here.ttft_ms
+            own_ms = pipeline.prefill_ms * self._policy.pipeline_gain
+            others_ms = pipeline.queue_ms - pipeline.own_queue_ms
+            gains = own_ms + others_ms <= here.ttft_ms
             return Reason.PIPELINE if gains else Rejected.SLOWER
 
         times = layouts.through_pipeline(

@@ -1,4 +1,4 @@
-"""Stages of one lane: each has its turn, and together at most as much time as the lane's steps."""
+"""Stages of one lane: one after another, and together at most as much time as the lane's steps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ class FakeLane(Lane):
         return wire.StageDone(step.run, 1000 * step.n_tokens, self.why)
 
 
-def work(run: int, arrived: int, n_tokens: int = 512) -> StageWork:
-    return StageWork(run, 1.0, n_tokens, 256, array("i"), arrived=arrived, allowed=n_tokens)
+def work(run: int, arrived: int, n_tokens: int = 512, owner: str = "") -> StageWork:
+    return StageWork(
+        run, 1.0, n_tokens, 256, array("i"), owner=owner, arrived=arrived, allowed=n_tokens
+    )
 
 
 async def test_pieces_fit_what_has_come_and_the_time_that_others_wait() -> None:
@@ -43,8 +45,12 @@ async def test_pieces_fit_what_has_come_and_the_time_that_others_wait() -> None:
     assert await queue.run(lane, COST, idle=True)
     assert not await queue.run(lane, COST, idle=True)
     one.arrived, one.allowed = 512, 400
-    assert await queue.run(lane, COST, idle=False)  # at most 100 ms: 64 tokens
+    assert await queue.run(lane, COST, idle=False, is_urgent=True)  # at most 100 ms: 64 tokens
     assert [asked[1:3] for asked in lane.asked] == [(0, 256), (256, 44), (300, 64)]
+    queue.stepped(100.0)
+    assert await queue.run(lane, COST, idle=False)  # throughput-tolerant requests wait longer
+    assert lane.asked[-1][1:3] == (364, 36)
+    assert queue.pieces == len(lane.asked)
 
 
 async def test_stages_take_at_most_as_long_as_the_steps_of_the_lane() -> None:
@@ -53,15 +59,36 @@ async def test_stages_take_at_most_as_long_as_the_steps_of_the_lane() -> None:
     queue.add(work(2, 512))
     stage_ms, steps_ms = 0, 0
     for _ in range(40):
-        if await queue.run(lane, COST, idle=False):
+        if await queue.run(lane, COST, idle=False, is_urgent=True):
             stage_ms += lane.asked[-1][2]
         else:
             queue.stepped(10.0)
             steps_ms += 10
     assert stage_ms <= steps_ms + 64 + 10
-    turns = [asked[0] for asked in lane.asked]
-    assert turns == [1, 2] * (len(turns) // 2) + [1] * (len(turns) % 2)
+    assert {asked[0] for asked in lane.asked} == {1}
     assert await queue.run(lane, COST, idle=True)  # nothing waits any more
+
+
+async def test_prompts_of_one_owner_come_one_after_another_and_owners_have_turns() -> None:
+    queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
+    first, late = work(1, 512), work(3, 0, owner="b")
+    for each in (first, work(2, 512), late, work(4, 512, owner="b")):
+        queue.add(each)
+    assert queue.left_ms(COST) == 1024 + 2 * 512 * 256 * 1e-6  # those of b
+    first.arrived = 256  # another piece comes later
+    runs = list[int]()
+    for _ in range(3):
+        await queue.run(lane, COST, idle=True)
+        runs.append(lane.asked[-1][0])
+    assert runs == [1, 4, 2]  # the one of b that came first has no rows yet
+    first.arrived = late.arrived = 512
+    while await queue.run(lane, COST, idle=True):
+        runs.append(lane.asked[-1][0])
+    assert runs[3:] == [3, 1, 3, 2, 4]
+    assert queue.left_ms(COST) == 0.0
+    for run in (1, 2, 3, 4):
+        queue.remove(run)
+    assert not queue
 
 
 async def test_a_stage_that_ends_leaves_the_others() -> None:

@@ -282,6 +282,18 @@ def test_every_prediction_grows_with_every_load() -> None:
             assert after.tpot_ms >= before.tpot_ms
 
 
+def test_stages_take_half_of_the_lane_as_long_as_there_are_some() -> None:
+    crowd = rows(prefilling=1, rank=1)
+    for some in ([], crowd):
+        loads = [load_of(TRUTH, 8, 512, some, ms) for ms in (0.0, 10.0, 1e6)]
+        alone, short, long = (predict(load, 1, 0, 400, 50) for load in loads)
+        assert short.ttft_ms == pytest.approx(alone.ttft_ms + 10.0)
+        assert long.ttft_ms == pytest.approx(2 * alone.ttft_ms)
+        assert alone.tpot_ms < short.tpot_ms < long.tpot_ms <= 2 * alone.tpot_ms
+        waits = [wait_ms(load, 1) for load in loads]
+        assert waits == pytest.approx([waits[0], waits[0] + min(waits[0], 10.0), 2 * waits[0]])
+
+
 def test_a_joined_session_is_counted_until_the_next_load_report() -> None:
     load = load_of(TRUTH, 64, 512, rows(decoding=2))
     more = joined(load, 2, 0, 400)

@@ -375,7 +375,9 @@ class LaneLoop:
         """Compute what belongs to no turn: recomputes, stages of pipelines."""
         idle, cost = not (self.running or self.waiting), self.cost.cost
         ran = await self.recomputes.run(self.lane, cost, idle=idle)
-        ran |= not self.is_paused and await self.stages.run(self.lane, cost, idle=idle)
+        if not self.is_paused:
+            is_urgent = bool(self.stages) and self.seats.have_urgent
+            ran |= await self.stages.run(self.lane, cost, idle=idle, is_urgent=is_urgent)
         if ran:
             self._drain()  # what the audit or a peer asked for meanwhile
             self.wake()

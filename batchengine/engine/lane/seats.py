@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from batchengine import errors
 from batchengine.config import LaneConfig
-from batchengine.core import BatchEngineError
+from batchengine.core import BatchEngineError, SlaClass
 from batchengine.engine.lane.page_count import PinnedPages
 from batchengine.engine.lane.tenants import Tenants
 from batchengine.engine.turns.turn import Turn, TurnEnd
@@ -21,7 +21,7 @@ from batchengine.kv import LaneKv
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
 from batchengine.policy.cost import CostModel
-from batchengine.policy.rows import TenantRow, TurnRow
+from batchengine.policy.rows import RANK, TenantRow, TurnRow
 from batchengine.session import Event, Loss, Session
 from batchengine.session_kv import pages_for
 
@@ -78,6 +78,11 @@ class Seats:
     @property
     def turns(self) -> tuple[Turn, ...]:
         return (*self.running.values(), *self.waiting.values())
+
+    @property
+    def have_urgent(self) -> bool:
+        """Whether a turn that is not paused is interactive or standard."""
+        return any(turn.rank <= RANK[SlaClass.STANDARD] and not turn.paused for turn in self.turns)
 
     @property
     def free(self) -> int:

@@ -132,6 +132,7 @@ def _lane_dict(lane: LaneState) -> dict[str, Any]:
         "seats": load.seats,
         "step_ms": round(load.step_ms, 3),
         "prefill_backlog_ms": round(load.prefill_ms[-1], 3),
+        "stage_backlog_ms": round(load.stage_ms, 3),
     }
 
 

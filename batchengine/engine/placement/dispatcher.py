@@ -18,6 +18,7 @@ from batchengine import errors
 from batchengine.config import Config, keys
 from batchengine.core import BatchEngineError, GenerationRequest, SlaClass
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.linked.pipelines import Fills
 from batchengine.engine.placement.decision_log import (
     DecisionLog,
     DecisionRecord,
@@ -52,7 +53,8 @@ class Dispatcher:
         self._migrator = migrator
         self._spawn = spawn
         self.log = DecisionLog()
-        self._lanes = LaneViews(state)
+        self.fills = Fills()
+        self._lanes = LaneViews(state, self.fills)
         self.restores = Restores(state, self._lanes, self.log)
         self._times = TimesOfSessions(state)
         self.evacuation = Evacuation(state, self.move, spawn)
@@ -218,7 +220,8 @@ class Dispatcher:
         reused = asked.stored_tokens if known is None else known.reused_tokens
         n = max(1, asked.prompt_tokens - reused)
         work = asked.rank, asked.prompt_tokens - n, n, scored_ms_of(loop, request, n)
-        self._lanes.joined(loop, session.tenant, *work)
+        if self.plans is None or not self.plans.expect(generation, record):
+            self._lanes.joined(loop, session.tenant, *work)
         return loop
 
     def _remark(self, session: Session, request: GenerationRequest, record: DecisionRecord) -> None:

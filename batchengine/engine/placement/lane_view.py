@@ -1,7 +1,8 @@
 """Load of every lane, for the router.
 
 Owns a cached `LaneState` per lane, and the average length of answers, which is part of the load. A
-lane with many sessions is counted again every REFRESH_MS, and its load is estimated in between.
+prompt that a pipeline computes is no session of its lane until then, but work of its stages. A lane
+with many sessions is counted again every REFRESH_MS, and its load is estimated in between.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 from batchengine.config import keys
 from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.linked.pipelines import Fills
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy import cost, router, scheduler
@@ -67,8 +69,8 @@ def scored_ms_of(loop: LaneLoop, request: GenerationRequest, n_tokens: int) -> f
 class LaneViews:
     """Cached states of the lanes of one engine."""
 
-    def __init__(self, state: EngineState) -> None:
-        self._state = state
+    def __init__(self, state: EngineState, fills: Fills) -> None:
+        self._state, self._fills = state, fills
         self._counted: dict[LaneLoop, _Counted] = {}
         self._answer_share = 1.0
 
@@ -137,6 +139,8 @@ class LaneViews:
             loop.up,
             bool(loop.outage.failed_starts),
             loop.context_max,
+            self._fills.changes,
+            loop.stages.pieces,
         )
         counted = self._counted.get(loop)
         if counted is not None:
@@ -199,8 +203,11 @@ class LaneViews:
         step = loop.cost.cost
         step = step._replace(fixed_ms=step.fixed_ms + loop.meter.overhead_ms)
         rows = self._rows(loop)
+        stage_ms = loop.stages.left_ms(step)
+        if is_linked := loop is self._state.lanes[0]:
+            stage_ms += self._fills.lane_ms(step)
         load = cost.load_of(
-            step, config.entries_max, config.chunk_tokens_max, [row for _, row in rows]
+            step, config.entries_max, config.chunk_tokens_max, [row for _, row in rows], stage_ms
         )
         waiting = Counter(turn.session.tenant for turn in loop.waiting.values())
         waiting.update(turn.session.tenant for turn in self._joining(loop))
@@ -213,7 +220,7 @@ class LaneViews:
             config.pool,
             loop.context_max,
             waiting.total() >= self.queue_limit(loop).n,
-            loop is self._state.lanes[0],  # the linked lane
+            is_linked,
             not (loop.up or loop.draining or loop.outage.failed_starts),
             copy_token_ms(loop),
         )
@@ -233,6 +240,8 @@ class LaneViews:
                 row = LoadRow(turn.rank, frontier, to_compute, max(1, left), seated, scored_ms)
                 found.append((session.tenant, row))
         for turn in self._joining(loop):
+            if turn.generation in self._fills:
+                continue
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)
             scored_ms = scored_ms_of(loop, request, n_prompt)

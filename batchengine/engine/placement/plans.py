@@ -18,9 +18,10 @@ import msgspec
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.pipelines import Pipelines
+from batchengine.engine.linked.pipelines import Fill, Fills, Pipelines
 from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
+from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv.states import save_interval
 from batchengine.peers.features import TURNS
@@ -32,7 +33,7 @@ from batchengine.policy.linked import layouts, pipeline
 from batchengine.policy.linked.layouts import Held, LayoutFacts, PeerState
 from batchengine.policy.linked.pipeline import PipelineModel, PromptWork, StageHost
 from batchengine.policy.linked.ring import shape_of
-from batchengine.policy.router import ON_PEER, RINGED, Decision, Reason, RouteState
+from batchengine.policy.router import ON_PEER, PIPELINED, RINGED, Decision, Reason, RouteState
 from batchengine.session import Session
 from batchengine.session_kv import SELF
 
@@ -59,11 +60,12 @@ class PeerPlans:
         peers: Peers,
         pipelines: Pipelines,
         keeper: RouteKeeper,
+        fills: Fills,
         info: ModelInfo,
         send_away: SendAway,
     ) -> None:
         self._keeper, self.send_away = keeper, send_away
-        self._loop, self._peers, self._pipelines = loop, peers, pipelines
+        self._loop, self._peers, self._pipelines, self._fills = loop, peers, pipelines, fills
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
         self._is_whole = bool(details["is_whole"])  # no pipelines
@@ -97,10 +99,11 @@ class PeerPlans:
             remote = False
         if remote:
             strategies += (layouts.REMOTE,)
+        queue_ms, own_queue_ms = self._fills.queue_ms("" if session is None else session.tenant)
         return msgspec.structs.replace(
             state,
             peers=tuple([self._peer(link) for _, link in sorted(self._peers.links.items())]),
-            facts=self.facts,
+            facts=msgspec.structs.replace(self.facts, queue_ms=queue_ms, own_queue_ms=own_queue_ms),
             strategies=strategies,
         )
 
@@ -122,6 +125,20 @@ class PeerPlans:
             ms = self._cost(None).predict_ms(work_of([(0, sum([n for _, n in found]))]))
         return tuple(found), ms
 
+    def expect(self, generation: Generation, record: DecisionRecord) -> bool:
+        """Count the prompt as one of the pipeline's from now on, if the decision is to use it;
+        returns whether it is."""
+        decision, facts = record.decision, record.state.facts
+        if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:
+            return False
+        stages = facts.pipeline.stages
+        own = sum(stage.end - stage.first for stage in stages if stage.push is None)
+        found = next(one for one in decision.outlooks if one.strategy == PIPELINED)
+        n_tokens = record.request.prompt_tokens
+        fill = Fill(record.tenant, n_tokens, own / stages[-1].end, found.alone_ms)
+        self._fills.begin(generation, fill)
+        return True
+
     async def prepare(self, turn: Turn, decisions: DecisionLog) -> None:
         """Begin what the decision about the turn says: where its pages are to be, that a peer
         computes it, and a pipeline that fills the store with full pages of the prompt.
@@ -133,7 +150,10 @@ class PeerPlans:
             self._arrange(turn.session, record.decision)
             if record.decision.strategy == ON_PEER:
                 self.send_away(turn, record.decision.lane, lambda: None)  # it is on the best lane
-            await self._fill_prefix(turn, record)
+            try:
+                await self._fill_prefix(turn, record)
+            finally:
+                self._fills.end(turn.generation)
 
     def _arrange(self, session: Session, decision: Decision) -> None:
         """Have the session's pages placed as the decision says."""
@@ -178,6 +198,7 @@ class PeerPlans:
             session,
             deadline_s,
             lambda: generation.cancelled or generation.finished,
+            lambda n_pages: self._fills.advance(generation, n_pages * PAGE_TOKENS),
         )
         if why and not (generation.cancelled or generation.finished):
             self._again_at = time.monotonic() + FAILED_S

@@ -87,17 +87,23 @@ class PeerState(msgspec.Struct, frozen=True, gc=False):
 
 class LayoutFacts(msgspec.Struct, frozen=True, gc=False):
     """What predictions need to know of the model, and the pipeline in use; None = there is none.
-    `unheld`: why peers hold none of its pages; None = they do."""
+    `unheld`: why peers hold none of its pages; None = they do. `queue_ms`: for how long the
+    pipeline is kept by prompts that were given to it, on idle daemons; `own_queue_ms` of it by
+    those of the tenant who asks."""
 
     shape: RingShape
     kv_token_bytes: int  # of all layers
     pipeline: PipelinePlan | None = None
     unheld: Rejected | None = None
+    queue_ms: float = 0.0
+    own_queue_ms: float = 0.0
 
 
 class LayoutTimes(msgspec.Struct, frozen=True, gc=False):
     """Predicted times of one layout, and the peers that it needs. `rejected` is set if it cannot
-    be used; then the times are 0. `tokens_here` of a ring's context are not with peers."""
+    be used; then the times are 0. `tokens_here` of a ring's context are not with peers. The TTFT of
+    a pipeline is `prefill_ms` after `queue_ms` behind other prompts, `own_queue_ms` of it behind
+    those of the same tenant; idle daemons are kept for `alone_ms` by the prompt."""
 
     ttft_ms: float = 0.0
     tpot_ms: float = 0.0
@@ -105,6 +111,10 @@ class LayoutTimes(msgspec.Struct, frozen=True, gc=False):
     peers: tuple[str, ...] = ()
     rejected: Rejected | None = None
     tokens_here: int = 0
+    prefill_ms: float = 0.0
+    queue_ms: float = 0.0
+    own_queue_ms: float = 0.0
+    alone_ms: float = 0.0
 
 
 class LayoutWork(NamedTuple):
@@ -179,9 +189,10 @@ def through_pipeline(
 ) -> LayoutTimes:
     """Predict a prompt that goes through the pipeline for a session that decodes on a lane here.
 
-    `here` is the load of that lane. A stage that has other work is at half speed, the
-    prompt waits for the longest queue of prefill among the stages, and each stage first gets the
-    KV that its layers have up to `work.frontier`.
+    `here` is the load of that lane. A stage that has other work is at half speed. The prompt waits
+    for those that the pipeline computes before it, and for prefill that waits at a peer; each stage
+    first gets the KV that its layers have up to `work.frontier`. The first token comes no sooner
+    than this lane computes a prompt's last token.
     """
     plan = facts.pipeline
     if plan is None or len(plan.stages) < 2:
@@ -189,7 +200,7 @@ def through_pipeline(
     by_name = {peer.name: peer for peer in peers}
     slowdown: list[float] = []
     used: list[str] = []
-    queue_ms = kv_ms = 0.0
+    peer_ms = kv_ms = 0.0
     for stage in plan.stages:
         load = here
         if stage.push is not None:  # not this daemon's own
@@ -201,16 +212,29 @@ def through_pipeline(
             load = peer.load
             of_stage = facts.kv_token_bytes * (stage.end - stage.first) / plan.stages[-1].end
             kv_ms = max(kv_ms, work.frontier * of_stage / peer.bytes_per_ms)
+            peer_ms = max(peer_ms, wait_ms(load, work.rank))
         slowdown.append(SHARED if load.seated or load.waiting else 1.0)
-        queue_ms = max(queue_ms, wait_ms(load, work.rank))
     blocks = pipeline.blocks_of(PromptWork(work.frontier, work.n_tokens), plan.chunk_tokens, 1)
     found = pipeline.times(plan.stages, blocks, slowdown)
     alone = pipeline.times(plan.stages, blocks)  # whether it is filled does not depend on loads
-    ttft_ms = queue_ms + kv_ms + found.total_ms
+    slow = max(slowdown)
+    queue_ms, own_queue_ms = slow * facts.queue_ms, slow * facts.own_queue_ms
+    prefill_ms = peer_ms + kv_ms + found.total_ms
+    ttft_ms = max(queue_ms + prefill_ms, wait_ms(here, work.rank))
     rejected = Rejected.BUBBLE if 1.0 - alone.longest_ms / alone.makespan_ms > bubble_max else None
     rank, frontier, n_tokens, tokens_out, _ = work
     tpot_ms = predict(here, rank, frontier, n_tokens, tokens_out).tpot_ms
-    return LayoutTimes(ttft_ms, tpot_ms, kv_ms + found.exposed_ms, tuple(used), rejected)
+    return LayoutTimes(
+        ttft_ms,
+        tpot_ms,
+        kv_ms + found.exposed_ms,
+        tuple(used),
+        rejected,
+        prefill_ms=prefill_ms,
+        queue_ms=queue_ms,
+        own_queue_ms=own_queue_ms,
+        alone_ms=alone.longest_ms,
+    )
 
 
 def through_ring(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import random
 import signal
@@ -187,3 +188,37 @@ async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
         assert rejected(found) == "only for throughput-tolerant requests"
         found = await decision(words(13, 40), "batch")
         assert rejected(found) == "the prompt does not fill the pipeline"
+
+
+async def test_batch_prompts_that_come_together_all_go_through_the_pipeline(
+    site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than have a seat: each is predicted after those before it."""
+    fix_speeds(monkeypatch)
+    async with linked_engines(site, "ab") as engines:
+        a = engines["a"]
+        plans, fills = a.running.plans, a.running.dispatcher.fills
+        await until(lambda: plans.facts.pipeline is not None)
+        prompts = [words(20 + index, 12 * PAGE_TOKENS + 7) for index in range(6)]
+        asked = [request(prompt, 8, sla="batch") for prompt in prompts]
+        reading = [asyncio.ensure_future(read(a.submit(one))) for one in asked]
+        await until(lambda: len(a.running.dispatcher.log) == 6)
+        lane = a.running.dispatcher.state().lanes[0].load
+        assert lane.stage_ms > 0.0
+        assert lane.waiting == 0
+        for prompt, answer in zip(prompts, await asyncio.gather(*reading), strict=True):
+            assert answer.tokens == reference.tokens(prompt, 8)
+        found = [a.running.dispatcher.explain(one.request_id) for one in asked]
+        assert [one["reason_id"] for one in found] == ["pipeline"] * 6
+        queues = [
+            outlook["queue_ms"]
+            for one in found
+            for outlook in one["outlooks"]
+            if outlook["prefill"] == "pipeline"
+        ]
+        assert queues[0] == 0.0
+        assert all(one < other for one, other in itertools.pairwise(queues))
+        assert all("computed 12 pages" in one["notes"][0] for one in found)
+        assert fills.queue_ms("") == (0.0, 0.0)
+        assert a.running.dispatcher.state().lanes[0].load.stage_ms == 0.0
+        await check_clean(*engines.values())

@@ -301,6 +301,7 @@ def loads(draw: st.DrawFn) -> LaneLoad:
         cost.fixed_ms + cost.decode_entry_ms * decodes,
         tuple(sum(own[: rank + 1]) for rank in range(RANKS)),
         tuple(seat),
+        draw(st.sampled_from((0.0, 0.0, 400.0, 30_000.0))),
     )
 
 
@@ -352,6 +353,7 @@ def heavier(load: LaneLoad, decodes: int, waiting: int, ms: float) -> LaneLoad:
         step_ms=load.step_ms + load.cost.decode_entry_ms * decodes,
         prefill_ms=tuple(v + ms for v in load.prefill_ms),
         seat_ms=tuple(v + ms for v in load.seat_ms),
+        stage_ms=load.stage_ms + ms,
     )
 
 

@@ -272,6 +272,30 @@ def test_a_busy_or_lost_stage_is_not_used() -> None:
     assert outlook(none, LOCAL, PIPELINE).why is Rejected.NO_PLAN
 
 
+def test_prompts_that_come_together_all_go_through_the_pipeline() -> None:
+    """Each as soon as the one before has gone through; those of another tenant count as waiting."""
+    assert PLAN is not None
+    asked = request(2, 20 * PLAN.chunk_tokens)
+    alone = outlook(route(asked, None, state(peer())), LOCAL, PIPELINE)
+    before = replace(FACTS, queue_ms=10 * alone.alone_ms, own_queue_ms=10 * alone.alone_ms)
+    busy = state(peer(), facts=before)
+    stage_ms = 5 * route(asked, None, state()).candidates[0].ttft_ms  # half of each of the ten
+    lane = replace(busy.lanes[0], load=replace(busy.lanes[0].load, stage_ms=stage_ms))
+    eleventh = route(asked, None, replace(busy, lanes=(lane,)))
+    found = outlook(eleventh, LOCAL, PIPELINE)
+    assert eleventh.strategy.prefill == PIPELINE
+    assert found.ttft_ms == pytest.approx(alone.ttft_ms + 10 * alone.alone_ms)
+    assert found.queue_ms == pytest.approx(10 * alone.alone_ms)
+    assert found.ttft_ms > eleventh.candidates[0].ttft_ms  # it would be sooner here, and delay them
+    others = replace(busy, lanes=(lane,), facts=replace(before, own_queue_ms=0.0))
+    assert outlook(route(asked, None, others), LOCAL, PIPELINE).why is Rejected.SLOWER
+    few = replace(before, queue_ms=0.5 * alone.alone_ms, own_queue_ms=0.0)
+    second = route(asked, None, state(peer(), facts=few))
+    assert (second.strategy.prefill == PIPELINE) == (
+        1.25 * alone.ttft_ms + 0.5 * alone.alone_ms <= second.candidates[0].ttft_ms
+    )
+
+
 def test_pipeline_and_ring_go_together() -> None:
     asked = request(2, 60_000, 2_000, ttft_ms=1e7, tpot_ms=1e5)
     decision = route(asked, None, state(peer(), peer("c"), decodes=20))
@@ -390,6 +414,9 @@ def peer_calls(draw: st.DrawFn) -> Call:
             gather_ms=draw(st.sampled_from((0.0, 30.0))),
         )
     facts = draw(st.sampled_from((FACTS, LayoutFacts(SHAPE, KV_BYTES))))
+    queue_ms = draw(st.sampled_from((0.0, 500.0, 60_000.0)))
+    own_queue_ms = draw(st.sampled_from((0.0, queue_ms)))
+    facts = replace(facts, queue_ms=queue_ms, own_queue_ms=own_queue_ms)
     return asked, session, replace(alone, peers=peers, facts=facts)
 
 

@@ -156,12 +156,14 @@ class Pipelines:
         session: Session,
         deadline_s: float,
         is_over: Callable[[], bool],
+        on_pages: Callable[[int], None] = lambda n_pages: None,
     ) -> tuple[int, str]:
         """Have stages (peer, first layer, end) compute the full pages of `tokens` for a session,
         in chunks of at most `chunk_tokens`.
 
-        The pages are published with the salt and priority of the session. Returns how many of the
-        leading ones are in the store by it, and why the others are not ("" = all are).
+        The pages are published with the salt and priority of the session; `on_pages` hears how many
+        have come. Returns how many of the leading ones are in the store by it, and why the others
+        are not ("" = all are). The deadline does not include waiting for a seat.
         """
         n_pages = len(tokens) // PAGE_TOKENS
         async with self._seats:
@@ -170,7 +172,7 @@ class Pipelines:
                 async with asyncio.timeout(min(RUN_S_MAX, deadline_s)):
                     await self._open(run)
                     run.state = "computing"
-                    await self._follow(run, is_over)
+                    await self._follow(run, is_over, on_pages)
             except TimeoutError:
                 run.why = run.why or "it took too long"
             except (PipelineFailed, BatchEngineError, OSError) as error:
@@ -234,7 +236,7 @@ class Pipelines:
             )
             await run.until(lambda: part.peer in run.opened)
             layers, pieces = (part.first, part.end), (run.chunk_tokens, interval)
-            compute_stage(self._loop, run.number, layers, tokens, n_tokens, *pieces)
+            compute_stage(self._loop, run.number, "", layers, tokens, n_tokens, *pieces)
             return
         link = self._peers.links.get(part.peer)
         if link is None or not self.can_use(part.peer):
@@ -256,13 +258,16 @@ class Pipelines:
         if answer.why:
             raise PipelineFailed(f"{part.peer} refuses: {answer.why}")
 
-    async def _follow(self, run: OwnedRun, is_over: Callable[[], bool]) -> None:
+    async def _follow(
+        self, run: OwnedRun, is_over: Callable[[], bool], on_pages: Callable[[int], None]
+    ) -> None:
         """Give slots and take pages until all are sealed. Raises PipelineFailed."""
 
         def is_done() -> bool:
             if is_over():
                 raise PipelineFailed("its request has ended")
             self._advance(run)
+            on_pages(run.taken)
             has_states = run.states is None or run.states.is_complete
             return has_states and run.session.kv.first_open == run.n_pages
 

@@ -200,7 +200,7 @@ class ServedStages:
             )
             layers, n_tokens = (message.first, message.end), message.n_tokens
             pieces = message.chunk_tokens, message.state_interval
-            compute_stage(self._loop, number, layers, tokens, n_tokens, *pieces)
+            compute_stage(self._loop, number, link.name, layers, tokens, n_tokens, *pieces)
         link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
 
     def _end_served(self, number: int, why: str) -> None:
@@ -222,6 +222,7 @@ class ServedStages:
 def compute_stage(
     loop: LaneLoop,
     number: int,
+    owner: str,
     layers: tuple[int, int],
     tokens: array[int],
     n_tokens: int,
@@ -231,12 +232,12 @@ def compute_stage(
     """Compute layers [first, end) for a pipeline from now on, which the lane's worker has opened.
 
     `tokens` are for the first stage, which waits for its owner's word; the others get none. For
-    `chunk_tokens` and `state_interval` see `StageWork`.
+    `owner`, `chunk_tokens` and `state_interval` see `StageWork`.
     """
     first, end = layers
     facts = loop.lane.facts
     share = (end - first) / len(facts.has_rows) if facts is not None else 1.0
-    work = StageWork(number, share, n_tokens, chunk_tokens, tokens, state_interval)
+    work = StageWork(number, share, n_tokens, chunk_tokens, tokens, state_interval, owner)
     work.arrived, work.allowed = (0, n_tokens) if first else (n_tokens, 0)
     loop.stages.add(work)
     loop.wake()
