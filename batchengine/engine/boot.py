@@ -245,7 +245,7 @@ class Running:
             self.peers,
             self.pipelines,
             self.linked.keeper,
-            self.dispatcher.fills,
+            self.dispatcher.pipeline_queue,
             made.info,
             self.remote.away.expect,
         )

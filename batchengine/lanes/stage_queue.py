@@ -100,9 +100,16 @@ class StageQueue:
             ]
         )
 
-    async def run(self, lane: Lane, cost: StepCost, *, idle: bool, is_urgent: bool = False) -> bool:
-        """Compute a piece if one is due; `idle`: the lane has nothing else to do; `is_urgent`: some
-        of it is not throughput-tolerant.
+    async def run(
+        self,
+        lane: Lane,
+        cost: StepCost,
+        is_urgent: Callable[[], bool] = lambda: False,
+        *,
+        idle: bool,
+    ) -> bool:
+        """Compute a piece if one is due; `idle`: the lane has nothing else to do. `is_urgent`:
+        whether some of it is not throughput-tolerant.
 
         Returns whether one was. Errors as of `Lane.answer`.
         """
@@ -111,7 +118,7 @@ class StageQueue:
             self._owed_ms = 0.0
         if self._owed_ms > 0.0 or (work := self._next()) is None:
             return False
-        step, payload = self._piece(work, cost, URGENT_PIECE_MS if is_urgent else PIECE_MS)
+        step, payload = self._piece(work, cost, URGENT_PIECE_MS if is_urgent() else PIECE_MS)
         done = await lane.run_stage(step, payload, deadline_s=DEADLINE_S)
         self.pieces += 1
         self._owed_ms += done.elapsed_us / 1000

@@ -45,7 +45,7 @@ async def test_pieces_fit_what_has_come_and_the_time_that_others_wait() -> None:
     assert await queue.run(lane, COST, idle=True)
     assert not await queue.run(lane, COST, idle=True)
     one.arrived, one.allowed = 512, 400
-    assert await queue.run(lane, COST, idle=False, is_urgent=True)  # at most 100 ms: 64 tokens
+    assert await queue.run(lane, COST, lambda: True, idle=False)  # at most 100 ms: 64 tokens
     assert [asked[1:3] for asked in lane.asked] == [(0, 256), (256, 44), (300, 64)]
     queue.stepped(100.0)
     assert await queue.run(lane, COST, idle=False)  # throughput-tolerant requests wait longer
@@ -59,7 +59,7 @@ async def test_stages_take_at_most_as_long_as_the_steps_of_the_lane() -> None:
     queue.add(work(2, 512))
     stage_ms, steps_ms = 0, 0
     for _ in range(40):
-        if await queue.run(lane, COST, idle=False, is_urgent=True):
+        if await queue.run(lane, COST, lambda: True, idle=False):
             stage_ms += lane.asked[-1][2]
         else:
             queue.stepped(10.0)

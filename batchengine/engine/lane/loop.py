@@ -373,11 +373,9 @@ class LaneLoop:
 
     async def _run_between(self) -> None:
         """Compute what belongs to no turn: recomputes, stages of pipelines."""
-        idle, cost = not (self.running or self.waiting), self.cost.cost
+        idle, cost, urgent = not self.seats.turns, self.cost.cost, self.seats.have_urgent
         ran = await self.recomputes.run(self.lane, cost, idle=idle)
-        if not self.is_paused:
-            is_urgent = bool(self.stages) and self.seats.have_urgent
-            ran |= await self.stages.run(self.lane, cost, idle=idle, is_urgent=is_urgent)
+        ran |= not self.is_paused and await self.stages.run(self.lane, cost, urgent, idle=idle)
         if ran:
             self._drain()  # what the audit or a peer asked for meanwhile
             self.wake()

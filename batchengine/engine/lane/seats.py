@@ -79,7 +79,6 @@ class Seats:
     def turns(self) -> tuple[Turn, ...]:
         return (*self.running.values(), *self.waiting.values())
 
-    @property
     def have_urgent(self) -> bool:
         """Whether a turn that is not paused is interactive or standard."""
         return any(turn.rank <= RANK[SlaClass.STANDARD] and not turn.paused for turn in self.turns)

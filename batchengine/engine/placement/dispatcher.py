@@ -18,7 +18,7 @@ from batchengine import errors
 from batchengine.config import Config, keys
 from batchengine.core import BatchEngineError, GenerationRequest, SlaClass
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.pipelines import Fills
+from batchengine.engine.linked.pipelines import PipelineQueue
 from batchengine.engine.placement.decision_log import (
     DecisionLog,
     DecisionRecord,
@@ -53,8 +53,8 @@ class Dispatcher:
         self._migrator = migrator
         self._spawn = spawn
         self.log = DecisionLog()
-        self.fills = Fills()
-        self._lanes = LaneViews(state, self.fills)
+        self.pipeline_queue = PipelineQueue()
+        self._lanes = LaneViews(state, self.pipeline_queue)
         self.restores = Restores(state, self._lanes, self.log)
         self._times = TimesOfSessions(state)
         self.evacuation = Evacuation(state, self.move, spawn)

@@ -17,7 +17,7 @@ import msgspec
 from batchengine.config import keys
 from batchengine.core import PAGE_TOKENS, GenerationRequest
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.pipelines import Fills
+from batchengine.engine.linked.pipelines import PipelineQueue
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy import cost, router, scheduler
@@ -69,8 +69,8 @@ def scored_ms_of(loop: LaneLoop, request: GenerationRequest, n_tokens: int) -> f
 class LaneViews:
     """Cached states of the lanes of one engine."""
 
-    def __init__(self, state: EngineState, fills: Fills) -> None:
-        self._state, self._fills = state, fills
+    def __init__(self, state: EngineState, queue: PipelineQueue) -> None:
+        self._state, self._queue = state, queue
         self._counted: dict[LaneLoop, _Counted] = {}
         self._answer_share = 1.0
 
@@ -139,7 +139,7 @@ class LaneViews:
             loop.up,
             bool(loop.outage.failed_starts),
             loop.context_max,
-            self._fills.changes,
+            self._queue.changes,
             loop.stages.pieces,
         )
         counted = self._counted.get(loop)
@@ -205,7 +205,7 @@ class LaneViews:
         rows = self._rows(loop)
         stage_ms = loop.stages.left_ms(step)
         if is_linked := loop is self._state.lanes[0]:
-            stage_ms += self._fills.lane_ms(step)
+            stage_ms += self._queue.lane_ms(step)
         load = cost.load_of(
             step, config.entries_max, config.chunk_tokens_max, [row for _, row in rows], stage_ms
         )
@@ -240,7 +240,7 @@ class LaneViews:
                 row = LoadRow(turn.rank, frontier, to_compute, max(1, left), seated, scored_ms)
                 found.append((session.tenant, row))
         for turn in self._joining(loop):
-            if turn.generation in self._fills:
+            if turn.generation in self._queue:
                 continue
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)

@@ -18,7 +18,7 @@ import msgspec
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError, ModelInfo
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.pipelines import Fill, Fills, Pipelines
+from batchengine.engine.linked.pipelines import PipelineQueue, Pipelines, QueuedPrompt
 from batchengine.engine.linked.routes import ALL_PAGES, RouteKeeper
 from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.turns.stream import Generation
@@ -60,12 +60,12 @@ class PeerPlans:
         peers: Peers,
         pipelines: Pipelines,
         keeper: RouteKeeper,
-        fills: Fills,
+        queue: PipelineQueue,
         info: ModelInfo,
         send_away: SendAway,
     ) -> None:
         self._keeper, self.send_away = keeper, send_away
-        self._loop, self._peers, self._pipelines, self._fills = loop, peers, pipelines, fills
+        self._loop, self._peers, self._pipelines, self._queue = loop, peers, pipelines, queue
         facts, details = loop.lane.facts, info.details
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
         self._is_whole = bool(details["is_whole"])  # no pipelines
@@ -99,7 +99,7 @@ class PeerPlans:
             remote = False
         if remote:
             strategies += (layouts.REMOTE,)
-        queue_ms, own_queue_ms = self._fills.queue_ms("" if session is None else session.tenant)
+        queue_ms, own_queue_ms = self._queue.queue_ms("" if session is None else session.tenant)
         return msgspec.structs.replace(
             state,
             peers=tuple([self._peer(link) for _, link in sorted(self._peers.links.items())]),
@@ -135,8 +135,8 @@ class PeerPlans:
         own = sum(stage.end - stage.first for stage in stages if stage.push is None)
         found = next(one for one in decision.outlooks if one.strategy == PIPELINED)
         n_tokens = record.request.prompt_tokens
-        fill = Fill(record.tenant, n_tokens, own / stages[-1].end, found.alone_ms)
-        self._fills.begin(generation, fill)
+        prompt = QueuedPrompt(record.tenant, n_tokens, own / stages[-1].end, found.alone_ms)
+        self._queue.begin(generation, prompt)
         return True
 
     async def prepare(self, turn: Turn, decisions: DecisionLog) -> None:
@@ -153,7 +153,7 @@ class PeerPlans:
             try:
                 await self._fill_prefix(turn, record)
             finally:
-                self._fills.end(turn.generation)
+                self._queue.end(turn.generation)
 
     def _arrange(self, session: Session, decision: Decision) -> None:
         """Have the session's pages placed as the decision says."""
@@ -198,7 +198,7 @@ class PeerPlans:
             session,
             deadline_s,
             lambda: generation.cancelled or generation.finished,
-            lambda n_pages: self._fills.advance(generation, n_pages * PAGE_TOKENS),
+            lambda n_pages: self._queue.advance(generation, n_pages * PAGE_TOKENS),
         )
         if why and not (generation.cancelled or generation.finished):
             self._again_at = time.monotonic() + FAILED_S

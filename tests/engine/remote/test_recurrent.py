@@ -23,10 +23,10 @@ from bench.models.shapes import PRESETS
 from bench.models.synthetic import write_synthetic
 from kv_store import keys
 from kv_store.states import is_intact, state_seed
-from tests.engine.linked import test_pipelines
 from tests.engine.linked.daemons import slow_down
-from tests.engine.linked.pipeline_scene import are_linked, linked_engines
-from tests.engine.linked.test_pipelines import (
+from tests.engine.linked.pipelines import test_pipelines
+from tests.engine.linked.pipelines.scene import are_linked, linked_engines
+from tests.engine.linked.pipelines.test_pipelines import (
     SLOW,
     check_answer,
     check_clean,

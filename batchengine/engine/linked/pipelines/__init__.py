@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchengine.engine.linked.pipelines.fills import Fill, Fills
 from batchengine.engine.linked.pipelines.pipelines import Pipelines
+from batchengine.engine.linked.pipelines.queue import PipelineQueue, QueuedPrompt
 from batchengine.engine.linked.pipelines.stages import ServedStages
 
-__all__ = ["Fill", "Fills", "Pipelines", "ServedStages"]
+__all__ = ["PipelineQueue", "Pipelines", "QueuedPrompt", "ServedStages"]

@@ -19,7 +19,7 @@ from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.session import Session
 from batchengine.wire.peer import OpenPipeline, PipelineEnded, PipelineGo, PipelineOpened
 from tests.engine.linked.daemons import fix_speeds
-from tests.engine.linked.pipeline_scene import are_linked, linked_engines
+from tests.engine.linked.pipelines.scene import are_linked, linked_engines
 from tests.support.engines import Reference, Site, read, request, until, words
 
 N_LAYERS = 4  # of the pocket model
@@ -197,7 +197,7 @@ async def test_batch_prompts_that_come_together_all_go_through_the_pipeline(
     fix_speeds(monkeypatch)
     async with linked_engines(site, "ab") as engines:
         a = engines["a"]
-        plans, fills = a.running.plans, a.running.dispatcher.fills
+        plans, queue = a.running.plans, a.running.dispatcher.pipeline_queue
         await until(lambda: plans.facts.pipeline is not None)
         prompts = [words(20 + index, 12 * PAGE_TOKENS + 7) for index in range(6)]
         asked = [request(prompt, 8, sla="batch") for prompt in prompts]
@@ -219,6 +219,6 @@ async def test_batch_prompts_that_come_together_all_go_through_the_pipeline(
         assert queues[0] == 0.0
         assert all(one < other for one, other in itertools.pairwise(queues))
         assert all("computed 12 pages" in one["notes"][0] for one in found)
-        assert fills.queue_ms("") == (0.0, 0.0)
+        assert queue.queue_ms("") == (0.0, 0.0)
         assert a.running.dispatcher.state().lanes[0].load.stage_ms == 0.0
         await check_clean(*engines.values())

@@ -14,7 +14,7 @@ from batchengine.policy.cost import StepCost, prefill_ms
 
 
 @dataclass(eq=False, slots=True)
-class Fill:
+class QueuedPrompt:
     """One prompt, of whose tokens the `n_done` leading ones are in the store.
 
     `layer_share`: of the layers, on the lane of this daemon; `alone_ms`: for which all of it keeps
@@ -33,53 +33,53 @@ class Fill:
         return max(0.0, 1.0 - self.n_done / self.n_tokens)
 
 
-class Fills:
+class PipelineQueue:
     """The prompts of one daemon, by the generation. `changes` counts changes of the times."""
 
     def __init__(self) -> None:
         self.changes = 0
-        self._fills: dict[Generation, Fill] = {}
+        self._prompts: dict[Generation, QueuedPrompt] = {}
 
     def __contains__(self, generation: Generation) -> bool:
-        return generation in self._fills
+        return generation in self._prompts
 
-    def begin(self, generation: Generation, fill: Fill) -> None:
+    def begin(self, generation: Generation, prompt: QueuedPrompt) -> None:
         """Add a prompt; one whose generation ends is left out from then on."""
-        self._fills[generation] = fill
+        self._prompts[generation] = prompt
         self.changes += 1
 
     def advance(self, generation: Generation, n_done: int) -> None:
         """Note that the first `n_done` tokens of a prompt are in the store."""
-        if (fill := self._fills.get(generation)) is not None and fill.n_done != n_done:
-            fill.n_done = n_done
+        if (prompt := self._prompts.get(generation)) is not None and prompt.n_done != n_done:
+            prompt.n_done = n_done
             self.changes += 1
 
     def end(self, generation: Generation) -> None:
         """Remove a prompt; the lane computes the rest of it."""
-        if self._fills.pop(generation, None) is not None:
+        if self._prompts.pop(generation, None) is not None:
             self.changes += 1
 
     def queue_ms(self, tenant: str) -> tuple[float, float]:
         """Return for how long prompts still keep the pipeline: all, and those of a tenant."""
         all_ms = own_ms = 0.0
-        for fill in self._current():
-            ms = fill.alone_ms * fill.share_left
+        for prompt in self._current():
+            ms = prompt.alone_ms * prompt.share_left
             all_ms += ms
-            own_ms += ms * (fill.tenant == tenant)
+            own_ms += ms * (prompt.tenant == tenant)
         return all_ms, own_ms
 
     def lane_ms(self, cost: StepCost) -> float:
         """Return how long prompts still keep the lane of this daemon, in its stages."""
         return sum(
             [
-                fill.layer_share * fill.share_left * prefill_ms(cost, 0, fill.n_tokens)
-                for fill in self._current()
+                prompt.layer_share * prompt.share_left * prefill_ms(cost, 0, prompt.n_tokens)
+                for prompt in self._current()
             ]
         )
 
-    def _current(self) -> Iterator[Fill]:
-        for generation, fill in list(self._fills.items()):
+    def _current(self) -> Iterator[QueuedPrompt]:
+        for generation, prompt in list(self._prompts.items()):
             if generation.finished or generation.cancelled:
                 self.end(generation)
             else:
-                yield fill
+                yield prompt
