@@ -57,6 +57,7 @@ from service.cli.local.cluster import free_ports
 NAMES = ("a", "b")
 ANSWER = 4  # tokens
 WARM_UP = 4  # prompts of each daemon
+REPORT_S = 1.5  # until a load report says how fast a daemon was, and that it is idle again
 POLLS = 100  # for a plan, before they are measured again
 
 
@@ -171,7 +172,7 @@ async def measure(
             for _ in range(WARM_UP):  # so that both know how fast they are
                 for engine in engines:
                     await Arms(engine).run([tuple(rng.integers(3, n_vocab, 1024).tolist())], "one")
-            await asyncio.sleep(1.5)  # a load report says so
+            await asyncio.sleep(REPORT_S)
 
         await warm()
         await arms.planned(warm)
@@ -186,6 +187,7 @@ async def measure(
                 helper = engines[1] if tenant == "apart" else None
                 if helper is not None:
                     helper.running.dispatcher.plans = None
+                await asyncio.sleep(REPORT_S)
                 before = [sum(worker.cpu_times()[:2]) for worker in workers]
                 seconds, found = await arms.run(prompts, tenant, helper)
                 used = [sum(worker.cpu_times()[:2]) for worker in workers]
