@@ -69,6 +69,7 @@ def test_quick_bench_reports_every_row(name: str, tmp_path: Path, cache: Path) -
         assert all(value > 0 for value in entry.values()), (row, entry)
 
 
+@pytest.mark.slow  # test_batch_chunks_and_seeds_change_no_token, and tests/model, compare the same
 def test_the_invariance_bench_finds_no_difference(tmp_path: Path, cache: Path) -> None:
     result = run_bench("invariance", tmp_path / "result.json", cache)
     assert isinstance(result["sequences"], int)

@@ -53,6 +53,7 @@ def test_random_kills_lose_and_change_no_token() -> None:
     assert result == {"lost_tokens": 0, "wrong_tokens": 0, "double_owners": 0}
 
 
+@pytest.mark.slow  # the test above kills by the same script; `make soak` has hundreds
 def test_random_kills_lose_no_token_of_a_real_model() -> None:
     result = bench("crash", "--model", "pocket", "--kills", "8", "--jobs", "1", "--clients", "4")
     assert result.pop("kills") >= 8
@@ -199,6 +200,7 @@ def test_promote_migrates_a_stream_without_changing_it(pocket_path: Path, tmp_pa
     assert all(move["rows_recomputed"] <= RECOMPUTE_MAX for move in moves), moves
 
 
+@pytest.mark.slow  # tests/engine/placement has moves without a gap
 def test_the_gap_of_a_promotion_is_measured_both_ways(pocket_path: Path, tmp_path: Path) -> None:
     result = bench(
         "promote", "--zero-pause", "--quick", "--model", str(pocket_path),
@@ -222,6 +224,7 @@ def test_few_tokens_are_recomputed_after_a_restart(pocket_path: Path) -> None:
     assert result["restart_vs_prefill_1k"] > 0
 
 
+@pytest.mark.slow  # tests/engine/linked/pipelines has the mechanism
 def test_a_pipeline_of_two_daemons_has_the_answers_of_one(pocket_path: Path) -> None:
     result = bench("pipeline", "--quick", "--model", str(pocket_path))
     assert result["identical"] is True

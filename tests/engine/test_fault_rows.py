@@ -158,7 +158,7 @@ def test_f45_a_nonfinite_row_is_in_no_page_and_no_record() -> None:
     play(scene)
 
 
-@pytest.mark.parametrize("lane", ["left", "right"])
+@pytest.mark.parametrize("lane", ["left", pytest.param("right", marks=pytest.mark.slow)])
 def test_f73_a_worker_dies_at_any_point_of_a_step(lane: str) -> None:
     """The stream continues and repeats no token, whichever lane dies, by either signal."""
 

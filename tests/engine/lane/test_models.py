@@ -35,8 +35,10 @@ __all__ = ["cheap_drafts"]
 SHAPE = dataclasses.replace(PRESETS["moe-tiny"], n_vocab=2000, tied=True)
 LANES = (LaneConfig(name="left", threads=1), LaneConfig(name="right", threads=1))
 OTHER = {"left": "right", "right": "left"}
-MODELS = ["gpt-oss-tiny", "gemma4-tiny", "qwen35moe-tiny", "minimax-m2-tiny", "nemotron_h_moe-tiny"]
+MODELS = ["gpt-oss-tiny", "gemma4-tiny", "qwen35moe-tiny"]
 OTHER_MODELS = [
+    "minimax-m2-tiny",
+    "nemotron_h_moe-tiny",
     "moe-tiny",
     "gemma3-tiny",
     "qwen35-tiny",

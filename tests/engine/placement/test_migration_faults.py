@@ -106,14 +106,13 @@ async def test_worker_deaths_at_every_point_change_no_token(
     site: Site, reference: Reference, victim: str
 ) -> None:
     """Nine streams that migrate, and one beside each that does not, are right."""
-    prompts = [words(1, 700), words(2, 90)]
-
-    wanted = [reference.tokens(p, 500) for p in prompts]
+    prompts, n = [words(1, 700), words(2, 90)], 240
+    wanted = [reference.tokens(p, n) for p in prompts]
     async with two_lanes(site) as engine:
         results: dict[str, str] = {}
         for i, point in enumerate(POINTS):
-            _, reader = await start(engine, f"s{i}", prompts[0], 500)
-            _, quiet = await start(engine, f"q{i}", prompts[1], 500)
+            _, reader = await start(engine, f"s{i}", prompts[0], n)
+            _, quiet = await start(engine, f"q{i}", prompts[1], n)
             source, target = lanes_of(engine, f"s{i}")
 
             session = engine.state.sessions["", f"s{i}"]

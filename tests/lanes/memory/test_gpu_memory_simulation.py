@@ -71,7 +71,7 @@ MEMORIES = [(3, 3, 0), (8, 9, 0), (16, 16, 1), (24, 24, 0), (64, 8, 1), (64, 64,
 WINDOWS = [0, 0, 1, 2, 40, 200, 255, 256, 257, 258, 400]  # of some layers
 STEPS = 60
 ASIDE_BYTES = LAYOUT.payload_bytes  # of one expected page beside each step
-SEEDS = int(os.environ.get("GPU_MEMORY_SEEDS", "24"))
+SEEDS = int(os.environ.get("GPU_MEMORY_SEEDS", "12"))
 
 
 class SteppedWorker(Worker):
