@@ -14,8 +14,9 @@ from batchengine.policy.linked.layouts import Rejected
 from bench.models.shapes import PRESETS
 from bench.models.synthetic import write_synthetic
 from kv_store.layout import Descriptor, KvHeads, PageLayout
-from tests.engine.linked import daemons, test_daemons, test_pipelines
+from tests.engine.linked import daemons, test_daemons
 from tests.engine.linked.daemons import daemon
+from tests.engine.linked.pipelines import test_pipelines
 from tests.support.engines import Reference, Site, read, request, unread, until, words
 
 SHAPE = replace(PRESETS["deepseek2-tiny"], n_vocab=2000)
