@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -249,7 +250,8 @@ class Reference:
             return runner.generate([prompt], n, sampling=sampling)[0]
         timeline, shared = LocalSequence(), 0
         for earlier in self._prompts:
-            found = len(os.path.commonprefix([earlier.tokens, prompt[:-1]]))
+            pairs = zip(earlier.tokens, prompt[:-1], strict=False)
+            found = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
             if found >= shared + PAGE_TOKENS:
                 shared = found // PAGE_TOKENS * PAGE_TOKENS
                 runner.release(timeline)

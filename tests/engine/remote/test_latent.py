@@ -91,7 +91,7 @@ async def test_128_heads_attend_to_pages_at_a_peer(
         a.knows(b)
         b.knows(a)
         await until(lambda: b.beyond() >= 8 and b.is_linked(a))
-        prompt, keeper = words(5, 256 * 5 + 9), b.linked.keeper
+        prompt, keeper = words(5, 256 * 8 + 9), b.linked.keeper
         generation = await unread(b.engine, request(prompt, 520, session="s"), 5)
         session = b.state.sessions["", "s"]
         keeper.want(session, 4)
