@@ -255,20 +255,22 @@ class LocalRunner:
         chunk: int | None = None,
         eos: Iterable[int] = (),
         mask_of: MaskOf = no_mask,
+        begun: Sequence[LocalSequence] = (),
     ) -> list[list[int]]:
         """Continues every prompt by up to `n_tokens`, all of them decoded in one batch.
 
         Stops a timeline at a token of `eos` (which is part of the result). `mask_of` says which
-        tokens may follow a timeline's answer: by its index and its tokens so far.
+        tokens may follow a timeline's answer: by its index and its tokens so far. begun: one
+        timeline for each prompt, with tokens that it begins with; they are the caller's afterwards.
         """
         if isinstance(sampling, Sampling) or sampling is None:
             sampling = [sampling or Sampling()] * len(prompts)
         stop = frozenset(eos)
-        timelines = [LocalSequence() for _ in prompts]
+        timelines = begun or [LocalSequence() for _ in prompts]
         results: list[list[int]] = [[] for _ in prompts]
         try:
             for index, prompt in enumerate(prompts):
-                self.prefill(timelines[index], prompt, chunk)
+                self.prefill(timelines[index], prompt[timelines[index].frontier :], chunk)
                 self._choose([index], timelines, sampling, results, mask_of)
             live = self._live(results, n_tokens, stop)
             while live:
@@ -278,7 +280,7 @@ class LocalRunner:
                     self._choose(part, timelines, sampling, results, mask_of)
                 live = self._live(results, n_tokens, stop)
         finally:
-            for timeline in timelines:
+            for timeline in () if begun else timelines:
                 self.release(timeline)
         return results
 
@@ -288,7 +290,7 @@ class LocalRunner:
     def _choose(
         self,
         indexes: list[int],
-        timelines: list[LocalSequence],
+        timelines: Sequence[LocalSequence],
         sampling: Sequence[Sampling],
         results: list[list[int]],
         mask_of: MaskOf,

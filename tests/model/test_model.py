@@ -22,6 +22,7 @@ from batchengine.core import Sampling
 from bench.models.local_runner import LocalRunner, LocalSequence, RunnerError
 from bench.models.synthetic import PRESETS, Shape, write_synthetic
 from tests.hostile.rewrite import edited
+from tests.support.engines import Reference, words
 
 MIXED = Shape(
     arch="qwen3",
@@ -300,6 +301,18 @@ def test_sampled_text_depends_on_its_timeline_only(model: Path, cache_dir: Path)
         assert runner.generate(prompts, 24, sampling=sampling) == together
     assert alone == together
     assert other != together[0]
+
+
+def test_pages_of_earlier_prompts_change_no_answer(pocket_path: Path, cache_dir: Path) -> None:
+    """Those that reference answers of engines go on behind: shared ones, none, all but the end."""
+    answers = Reference(pocket_path, cache_dir)
+    with LocalRunner(pocket_path, cache_dir=cache_dir) as fresh:
+        first, other = words(1, 700, 300), words(2, 300, 300)
+        for prompt in (first, other, [*first[:600], *other], [*first, 7], first[:512], first):
+            for sampling in (Sampling(), Sampling(0.9, seed=3, repetition_penalty=1.3)):
+                expected = fresh.generate([prompt], 6, sampling=sampling)[0]
+                assert answers.tokens(prompt, 6, sampling) == expected
+    answers.close()
 
 
 def test_a_recomputed_page_equals_the_lost_one(model: Path, cache_dir: Path) -> None:

@@ -20,7 +20,8 @@ from tests.simulation.clock import Stuck, VirtualLoop
 from tests.simulation.stage import Plan, Stage, play, words
 from tests.simulation.world import simulate
 
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 20))]
+# Those of the default suite have what the others have, by other random numbers.
+SEEDS = [*range(9), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(9, 20))]
 TWICE = range(0, 20, 5)
 
 

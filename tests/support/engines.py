@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from batchengine.config import Config, LaneConfig, load
 from batchengine.core import (
+    PAGE_TOKENS,
     BatchEngineError,
     DoneEvent,
     ErrorEvent,
@@ -28,7 +30,7 @@ from batchengine.engine import Engine, Generation
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.turns.stream import EVENTS_MAX
 from batchengine.lanes.worker_process import WORKER
-from bench.models.local_runner import LocalRunner
+from bench.models.local_runner import LocalRunner, LocalSequence
 
 # Of the lane of `running_engine`: a second one waits in a loop for most of a step of so small a
 # model. Tests with the fixture `own_threads` have those that a daemon would have.
@@ -223,19 +225,43 @@ def request(
 
 
 class Reference:
-    """Reference answers: one timeline at a time, one chunk, no engine."""
+    """Reference answers: one timeline at a time, no engine. Whole pages that a prompt shares with
+    an earlier one are not computed again, unless the model has recurrent state."""
+
+    KEPT = 64  # pages of earlier prompts
 
     def __init__(self, model: Path, cache_dir: Path) -> None:
         self.model = model
-        self.runner = LocalRunner(model, threads=1, cache_dir=cache_dir, n_pages=64)
+        pages = 4 * self.KEPT  # a copy is made beside the original
+        self.runner = LocalRunner(model, threads=1, cache_dir=cache_dir, n_pages=pages)
         self._known: dict[tuple[str, ...], list[int]] = {}  # many tests ask for the same answer
+        self._prompts: list[LocalSequence] = []  # the latest one last; none has tokens of answers
 
     def tokens(self, prompt: Sequence[int], n: int, sampling: Sampling | None = None) -> list[int]:
         key = (repr(prompt), repr(sampling))
         known = self._known.get(key, [])
         if len(known) < n:
-            known = self._known[key] = self.runner.generate([list(prompt)], n, sampling=sampling)[0]
+            known = self._known[key] = self._generate(list(prompt), n, sampling)
         return known[:n]
+
+    def _generate(self, prompt: list[int], n: int, sampling: Sampling | None) -> list[int]:
+        runner = self.runner
+        if runner.model.states is not None:
+            return runner.generate([prompt], n, sampling=sampling)[0]
+        timeline, shared = LocalSequence(), 0
+        for earlier in self._prompts:
+            pairs = zip(earlier.tokens, prompt[:-1], strict=False)
+            found = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if found >= shared + PAGE_TOKENS:
+                shared = found // PAGE_TOKENS * PAGE_TOKENS
+                runner.release(timeline)
+                timeline = runner.fork(earlier, shared)
+        answer = runner.generate([prompt], n, sampling=sampling, begun=[timeline])[0]
+        self._prompts.append(runner.fork(timeline, len(prompt)))
+        runner.release(timeline)
+        while sum(len(kept.pages) for kept in self._prompts) > self.KEPT:
+            runner.release(self._prompts.pop(0))
+        return answer
 
     def close(self) -> None:
         self.runner.close()

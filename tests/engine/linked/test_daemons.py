@@ -45,8 +45,8 @@ async def expected(reference: Reference, prompt: Sequence[int], n: int) -> list[
 async def test_a_context_larger_than_one_budget(site: Site, reference: Reference) -> None:
     """A prompt that no store could hold alone is computed and answered by two daemons, beside
     shorter ones on both; when the session is dropped, nothing is left with the peer."""
-    async with daemons(site, "ab", 24) as (a, b):
-        ids, other = words(1, 256 * (a.pages() + OPEN_PAGES) + 300), words(2, 900)
+    async with daemons(site, "ab", 14, peers__hold_bytes=12 * PAGE_BYTES) as (a, b):
+        ids, other = words(1, 256 * (a.pages() + OPEN_PAGES) + 300), words(2, 500)
         answers = await asyncio.gather(
             read(a.engine.submit(request(ids, 40, session="s"))),
             read(a.engine.submit(request(other, 40))),
@@ -75,16 +75,16 @@ async def test_a_context_larger_than_one_budget(site: Site, reference: Reference
 async def test_a_context_is_what_the_store_holds_until_there_are_peers(site: Site) -> None:
     """A request that no daemon has room for is refused before it begins, whether there is no peer,
     one, or none any more; while one is away, it may be sent again."""
-    async with daemon(site, "a", 16) as a:
-        info, long = a.engine.info, request(words(1, 256 * 20), 10, session="s")
+    async with daemon(site, "a", 10) as a:
+        info, long = a.engine.info, request(words(1, 256 * 12), 10, session="s")
         alone = 256 * a.pages()
         assert (info.context_tokens, info.context_bound) == (alone, ContextBound.STORE)
         with pytest.raises(BatchEngineError, match=f"BE1203 .* is {alone} tokens"):
             a.engine.submit(long)
-        async with daemon(site, "b", 16) as b:
+        async with daemon(site, "b", 10) as b:
             a.knows(b)
             b.knows(a)
-            await until(lambda: a.beyond() >= 8)
+            await until(lambda: a.beyond() >= 4)
             both = 256 * (a.pages() + b.pages())
             assert (info.context_tokens, info.context_bound) == (both, ContextBound.PEERS)
             assert (await read(a.engine.submit(long))).error is None
@@ -119,8 +119,8 @@ async def test_a_peer_that_is_away_is_known_from_the_start(
 
 async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) -> None:
     """Three daemons: a holder's worker is killed, then another holder stops for good."""
-    async with daemons(site, "abc", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
-        ids = words(4, 256 * 25 - 20)
+    async with daemons(site, "abc", 14, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
+        ids = words(4, 256 * 22 - 20)
         generation = await unread(a.engine, request(ids, 520, session="s"), 0)
         await until(lambda: {peer for peer, _ in holders(a, "s")} == {"b", "c"})
         with pytest.raises(BatchEngineError, match=r"peers keep \d+ of its pages: b, c"):
@@ -142,8 +142,8 @@ async def test_a_holder_that_leaves_gives_its_pages_to_another(
     site: Site, reference: Reference
 ) -> None:
     """Without a pause in the stream, and without computing anything again."""
-    async with daemons(site, "abc", 20, peers__hold_bytes=16 * PAGE_BYTES) as (a, b, c):
-        ids = words(30, 256 * 22)
+    async with daemons(site, "abc", 12, peers__hold_bytes=8 * PAGE_BYTES) as (a, b, c):
+        ids = words(30, 256 * 14)
         generation = await unread(a.engine, request(ids, 520, session="s"), 0)
         await until(lambda: a.linked.taken.n_pages >= 4 and not a.linked.keeper.moves)
         first, second = (b, c) if holders(a, "s")[0][0] == "b" else (c, b)
@@ -167,8 +167,8 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
     """A turn that fits its store is not refused for pages that it keeps for a peer's session, which
     computes them again. So it does when one of them becomes invalid with the holder."""
     async with (
-        daemon(site, "a", 24, peers__hold_bytes=PAGE_BYTES) as a,
-        daemon(site, "b", 24) as b,
+        daemon(site, "a", 14, peers__hold_bytes=PAGE_BYTES) as a,
+        daemon(site, "b", 14, peers__hold_bytes=12 * PAGE_BYTES) as b,
     ):
         a.knows(b)
         b.knows(a)
@@ -214,8 +214,8 @@ async def test_a_holder_with_a_full_disk_has_room_for_its_own_turns(
     """It promises peers no page that its disk has no room for, and a turn of its own that fits what
     there is is not refused for pages of peers, which are computed again."""
     async with (
-        daemon(site, "a", 24, peers__hold_bytes=PAGE_BYTES) as a,
-        daemon(site, "b", 60, peers__hold_bytes=40 * PAGE_BYTES) as b,
+        daemon(site, "a", 14, peers__hold_bytes=PAGE_BYTES) as a,
+        daemon(site, "b", 40, peers__hold_bytes=24 * PAGE_BYTES) as b,
     ):
         a.knows(b)
         b.knows(a)
@@ -243,9 +243,9 @@ async def test_an_owner_with_a_full_disk_gives_pages_to_peers(
     site: Site, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session that the budget has room for, and the disk has not, is kept by both."""
-    async with daemons(site, "ab", 48) as (a, _):
+    async with daemons(site, "ab", 32) as (a, _):
         fill_disk(monkeypatch, a)  # it has an eighth of its pages
-        ids = words(60, 256 * 26 + 100)
+        ids = words(60, 256 * 18 + 100)
         answer = await read(a.engine.submit(request(ids, 10, session="s")))
         assert answer.error is None
         assert answer.tokens == reference.tokens(ids, 10)
@@ -279,8 +279,8 @@ async def test_sessions_that_end_or_change_while_their_pages_move(
 ) -> None:
     """Several sessions at once on two daemons that hold for each other; some are cancelled,
     dropped or cut in the middle of moves, one would be promoted."""
-    async with daemons(site, "ab", 20) as (a, b):
-        prompts = [words(10 + n, 256 * 9 + 31 * n) for n in range(4)]
+    async with daemons(site, "ab", 14) as (a, b):
+        prompts = [words(10 + n, 256 * 6 + 31 * n) for n in range(4)]
         running = [
             await started(one.engine, request(prompt, 120, session=f"s{n}"), 0)
             for n, (one, prompt) in enumerate(zip((a, a, a, b), prompts, strict=True))
@@ -293,7 +293,7 @@ async def test_sessions_that_end_or_change_while_their_pages_move(
             answer = await running[n][1]
             assert answer.error is None
             assert answer.tokens == reference.tokens(prompts[n], 120)
-        cut = [*prompts[2][:1500], *words(20, 2000)]
+        cut = [*prompts[2][:1000], *words(20, 1300)]
         answer = await read(a.engine.submit(request(cut, 30, session="s2")))
         assert answer.tokens == reference.tokens(cut, 30)
         fork = await a.engine.fork("", "s2", "f")

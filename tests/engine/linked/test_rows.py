@@ -23,8 +23,8 @@ async def test_a_holder_leaves_and_all_rows_say_what_lies_where(
 ) -> None:
     """The holder gives its pages back while a session attends to them, and no token changes; of
     another holder that stops answering, the row says who waits for it."""
-    async with daemons(site, "abc", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
-        ids = words(7, 256 * 18)
+    async with daemons(site, "abc", 12, peers__hold_bytes=8 * PAGE_BYTES) as (a, b, c):
+        ids = words(7, 256 * 14)
         generation = await unread(a.engine, request(ids, 520, session="s"), 3)
         await until(lambda: bool(a.linked.taken.n_pages) and not a.linked.keeper.moves)
         holders = {one["peer"] for one in row(a)["route"]} - {""}
@@ -36,7 +36,7 @@ async def test_a_holder_leaves_and_all_rows_say_what_lies_where(
         explained = a.engine.explain("s")
         for found in (row(a), a.engine.sessions()[0], detail, explained):
             assert {"peer": first.name, "pages": held} in found["route"]
-        assert sum(one["pages"] for one in row(a)["route"]) >= 18
+        assert sum(one["pages"] for one in row(a)["route"]) >= 14
         peers = {found["name"]: found for found in (await a.engine.peers())["peers"]}
         assert peers[first.name]["pages_taken"] == held
         assert peers[first.name]["data"] == "up"
@@ -69,8 +69,8 @@ async def test_a_holder_that_stops_gives_back_the_pages_of_a_session_at_rest(
 ) -> None:
     """Two sessions push pages out; when one is gone, there is room for those of the other."""
     slow_down(monkeypatch)
-    async with daemons(site, "ab", 20, peers__hold_bytes=12 * PAGE_BYTES) as (a, b):
-        prompts = {"s": words(8, 256 * 12), "t": words(9, 256 * 12)}
+    async with daemons(site, "ab", 14, peers__hold_bytes=12 * PAGE_BYTES) as (a, b):
+        prompts = {"s": words(8, 256 * 8), "t": words(9, 256 * 8)}
         made = [
             await unread(a.engine, request(ids, 520, session=name), 1)
             for name, ids in prompts.items()

@@ -141,9 +141,9 @@ async def test_one_holder_that_does_not_serve_costs_no_other_one_its_pages(
 ) -> None:
     """A worker stands still while its engine answers; or every worker says that it serves."""
     monkeypatch.setattr(routes.RouteKeeper, "why_slow", lambda *_: "")
-    async with daemons(site, "abc", 24, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
+    async with daemons(site, "abc", 16, peers__hold_bytes=8 * PAGE_BYTES) as (a, b, c):
         await measured(a)
-        ids, taken = words(12, 30 * PAGE_TOKENS), a.linked.taken
+        ids, taken = words(12, 20 * PAGE_TOKENS), a.linked.taken
         generation = await unread(a.engine, request(ids, 520, session="s"), 3)
         a.linked.keeper.want(a.state.sessions["", "s"], 10)  # so that the others need both peers
         await until(lambda: all(map(taken.pages_with, "bc")) and not a.linked.keeper.moves)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from batchengine.engine.linked import routes
 from batchengine.engine.linked.holds import HoldRefused, _shape
 from batchengine.engine.linked.routes import why_unheld
 from batchengine.policy.linked.layouts import Rejected
+from batchengine.policy.linked.routes import GrowthPolicy
 from bench.models.shapes import PRESETS
 from bench.models.synthetic import write_synthetic
 from kv_store.layout import Descriptor, KvHeads, PageLayout
-from tests.engine.linked import daemons, test_daemons, test_pipelines
+from tests.engine.linked import daemons, test_daemons
 from tests.engine.linked.daemons import daemon
+from tests.engine.linked.pipelines import test_pipelines
 from tests.support.engines import Reference, Site, read, request, unread, until, words
 
 SHAPE = replace(PRESETS["deepseek2-tiny"], n_vocab=2000)
@@ -85,12 +88,13 @@ async def test_128_heads_attend_to_pages_at_a_peer(
     """In decodes and in a chunk of a prompt: of 200 tokens, what all heads accumulate in a layer
     takes 50 MiB, more than may be under way."""
     monkeypatch.setattr(daemons, "PAGE_BYTES", WIDE_PAGE_BYTES)
+    monkeypatch.setattr(routes, "GROWING", GrowthPolicy(tail_pages=0))  # a shorter prompt does
     own = Site(wide, site.folder, site.cache_dir)
     async with daemon(own if is_same else site, "a", 24) as a, daemon(own, "b", 24) as b:
         a.knows(b)
         b.knows(a)
         await until(lambda: b.beyond() >= 8 and b.is_linked(a))
-        prompt, keeper = words(5, 256 * 8 + 9), b.linked.keeper
+        prompt, keeper = words(5, 256 * 4 + 9), b.linked.keeper
         generation = await unread(b.engine, request(prompt, 520, session="s"), 5)
         session = b.state.sessions["", "s"]
         keeper.want(session, 4)

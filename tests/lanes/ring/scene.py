@@ -116,14 +116,15 @@ class Node:
         self.timelines[key] = Timeline(tokens, [])
         await self.compute(key, 0)
 
-    async def copy(self, key: int, other: Node) -> None:
-        """Take over the pages of a timeline that another node has computed."""
+    async def copy(self, key: int, other: Node, first: int = 0) -> None:
+        """Take over the pages of a timeline from `first` on, which another node has computed."""
         source = other.timelines[key]
-        self.timelines[key] = Timeline(source.tokens, [])
-        reserve = tuple(self.reserve(key, page) for page in range(len(source.slots)))
+        mine = self.timelines.setdefault(key, Timeline(source.tokens, []))
+        self.renew(key, first)
+        reserve = tuple(self.reserve(key, page) for page in range(first, len(source.slots)))
         await self.lane.run(wire.Step((), reserve=reserve), b"", deadline_s=60.0)
         page = memoryview(bytearray(self.layout.page_bytes))
-        for theirs, ours in zip(source.slots, self.timelines[key].slots, strict=True):
+        for theirs, ours in zip(source.slots[first:], mine.slots[first:], strict=True):
             os.preadv(other.arena.fd, [page], other.arena.shape.page_offset(theirs))
             os.pwritev(self.arena.fd, [page], self.arena.shape.page_offset(ours))
 

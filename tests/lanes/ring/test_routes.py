@@ -96,7 +96,8 @@ async def compute(ring: Ring, rng: random.Random) -> None:
             assert same_rows(alone, expected)
     for key, (start, end) in spans.items():
         assert owner.rows(key, start, end) == ring.scene["d"].rows(key, start, end)
-        await owner.compute(key, end)  # the others may have it hold any page
+        # The others may have it hold any page.
+        await owner.copy(key, ring.scene["d"], end // PAGE_TOKENS)
         await ring.scene.hold(owner.name, key)
 
 

@@ -15,7 +15,8 @@ from tests.simulation.linked.planted import DEFECTS, seeds_until_found
 from tests.simulation.linked.world import LinkedWorld
 from tests.simulation.world import simulate
 
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 14))]
+# Those of the default suite have what the others have, by other random numbers.
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 14))]
 TWICE = range(3, 14, 3)
 
 
@@ -30,4 +31,4 @@ def test_a_seed_of_several_daemons_holds_and_is_deterministic(seed: int) -> None
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_seeds_find_a_planted_defect(defect: str) -> None:
-    assert seeds_until_found(defect, range(2, 9)) <= 7
+    assert seeds_until_found(defect, range(3, 10)) <= 7
