@@ -315,16 +315,16 @@ async def test_an_owner_that_restarts(
     """Its holder releases what it had, and its next run computes that again. A session with pages
     at peers cannot be promoted to another lane."""
     slow_down(monkeypatch)
-    async with daemon(site, "b", 16) as b:
-        ids = words(40, 256 * 12)  # more than its share of the pages: b has some before it ends
+    async with daemon(site, "b", 24) as b:
+        ids = words(40, 256 * 18)  # more than its share of the pages: b has some before it ends
         for is_restarted in (False, True):
-            async with daemon(site, "a", 10, n_lanes=2) as a:
+            async with daemon(site, "a", 16, n_lanes=2) as a:
                 a.knows(b)
                 b.knows(a)
-                await until(lambda: a.beyond() >= 8)
-                answer = await read(a.engine.submit(request(ids, 100, session="s")))
+                await until(lambda: a.beyond() >= 12)
+                answer = await read(a.engine.submit(request(ids, 300, session="s")))
                 assert answer.error is None
-                assert answer.tokens == reference.tokens(ids, 100)
+                assert answer.tokens == reference.tokens(ids, 300)
                 assert holders(a, "s")[0][0] == "b"
                 with pytest.raises(BatchEngineError, match="peers hold"):
                     await a.engine.promote("", "s", to="a1")
