@@ -79,11 +79,11 @@ wheel: env
 	$(PY) tools/check_wheel.py dist
 
 # Tests that measure time run alone, before the others, which find the bytecode of all tests then.
-# Plain `pytest` runs all, one by one. Many tests wait for daemons and limits of time, so four run at
+# Plain `pytest` runs all, one by one. Many tests wait for daemons and limits of time, so three run at
 # a time on two cores.
 test: env native
 	$(PY) -m pytest -q -m "alone and not slow"
-	$(PY) -m pytest -q -n 4 --dist loadfile -m "not slow and not alone"
+	$(PY) -m pytest -q -n 3 --dist loadfile -m "not slow and not alone"
 
 # The dashboard in headless Chromium (Debian package chromium).
 browser: env native

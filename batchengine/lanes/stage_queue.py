@@ -1,9 +1,10 @@
 """Stages of pipelines that one lane computes, between its ordinary steps.
 
 Owns which stage is computed, how many tokens at a time, and the share of time: a lane with other
-work spends on stages at most as long as on its steps. Stages of one owner are computed in the order
-in which they came, so that prompts leave a pipeline one after another, and a later one only delays
-itself; several owners have turns. A stage whose rows have not come lets others go first. Knows no
+work spends on stages at most as long as on its steps, and on those of one tenant no more than its
+share beside the others. Stages of one owner are computed in the order in which they came, so that
+prompts leave a pipeline one after another, and a later one only delays itself; several owners have
+turns. A stage whose rows have not come lets others go first. Knows no
 link: its caller says which rows have come, and hears the end of a stage.
 """
 
@@ -13,6 +14,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from batchengine.config import LaneConfig
 from batchengine.lanes.worker_process import Lane
@@ -25,14 +27,35 @@ DEADLINE_S = 60.0
 PIECES = (1024, 512, 256, 128, 64, 32)  # tokens
 
 
+class OtherWork(Protocol):
+    """What a lane computes beside stages."""
+
+    def have_urgent(self) -> bool:
+        """Whether some of it is not throughput-tolerant."""
+        ...
+
+    def owed_to_steps(self, tenant: str) -> float:
+        """Time of steps for each time of a stage that is `tenant`'s, at least 1."""
+        ...
+
+
+class StageOwner(NamedTuple):
+    """Whose prompt it is: one of a peer's, or of a tenant of this daemon (`peer` is "")."""
+
+    peer: str = ""
+    tenant: str = ""
+
+
+NO_OWNER = StageOwner()
+
+
 @dataclass(eq=False, slots=True)
 class StageWork:
     """One stage: its share of the model's layers, and how far its rows have come.
 
     `tokens` are those of the timeline for the first stage, else none. `chunk_tokens` are computed
     at a time, at most, and none beyond a multiple of `state_interval` (0: any). `allowed`: position
-    before which the owner has room for pages and states. `owner`: the peer whose pipeline it is;
-    "" = this daemon's.
+    before which the owner has room for pages and states.
     """
 
     run: int
@@ -41,7 +64,7 @@ class StageWork:
     chunk_tokens: int
     tokens: array[int]
     state_interval: int = 0
-    owner: str = ""
+    owner: StageOwner = NO_OWNER
     frontier: int = 0
     arrived: int = 0
     allowed: int = 0
@@ -68,7 +91,7 @@ class StageQueue:
         self._tokens_max = config.tokens_per_step
         self.pieces = 0
         self._works: dict[int, StageWork] = {}  # in the order in which they came
-        self._owners: deque[str] = deque()  # the next in turn first
+        self._owners: deque[StageOwner] = deque()  # the next in turn first
         self._owed_ms = 0.0  # by the stages to the lane's steps
 
     def __len__(self) -> int:
@@ -96,20 +119,12 @@ class StageQueue:
             [
                 work.layer_share * prefill_ms(cost, work.frontier, work.n_tokens - work.frontier)
                 for work in self._works.values()
-                if work.owner
+                if work.owner.peer
             ]
         )
 
-    async def run(
-        self,
-        lane: Lane,
-        cost: StepCost,
-        is_urgent: Callable[[], bool] = lambda: False,
-        *,
-        idle: bool,
-    ) -> bool:
-        """Compute a piece if one is due; `idle`: the lane has nothing else to do. `is_urgent`:
-        whether some of it is not throughput-tolerant.
+    async def run(self, lane: Lane, cost: StepCost, others: OtherWork, *, idle: bool) -> bool:
+        """Compute a piece if one is due; `idle`: there are no `others` now.
 
         Returns whether one was. Errors as of `Lane.answer`.
         """
@@ -118,10 +133,12 @@ class StageQueue:
             self._owed_ms = 0.0
         if self._owed_ms > 0.0 or (work := self._next()) is None:
             return False
-        step, payload = self._piece(work, cost, URGENT_PIECE_MS if is_urgent() else PIECE_MS)
+        limit_ms = URGENT_PIECE_MS if others.have_urgent() else PIECE_MS
+        step, payload = self._piece(work, cost, limit_ms)
         done = await lane.run_stage(step, payload, deadline_s=DEADLINE_S)
         self.pieces += 1
-        self._owed_ms += done.elapsed_us / 1000
+        ratio = 1.0 if work.owner.peer else others.owed_to_steps(work.owner.tenant)
+        self._owed_ms += ratio * done.elapsed_us / 1000
         work.frontier += step.n_tokens
         if done.why and self._works.get(work.run) is work:
             self._end(work, done.why)

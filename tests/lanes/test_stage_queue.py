@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 
 from batchengine.config import LaneConfig
-from batchengine.lanes.stage_queue import StageQueue, StageWork
+from batchengine.lanes.stage_queue import StageOwner, StageQueue, StageWork
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy.cost import StepCost
 from batchengine.wire import lane as wire
@@ -28,7 +28,26 @@ class FakeLane(Lane):
         return wire.StageDone(step.run, 1000 * step.n_tokens, self.why)
 
 
-def work(run: int, arrived: int, n_tokens: int = 512, owner: str = "") -> StageWork:
+class Others:
+    """What the lane computes beside stages."""
+
+    def __init__(self, *, urgent: bool = False, owed: float = 1.0) -> None:
+        self.urgent, self.owed = urgent, owed
+
+    def have_urgent(self) -> bool:
+        return self.urgent
+
+    def owed_to_steps(self, tenant: str) -> float:
+        return self.owed if tenant == "many" else 1.0
+
+
+NONE, TOLERANT, URGENT = Others(), Others(), Others(urgent=True)
+
+
+def work(
+    run: int, arrived: int, n_tokens: int = 512, peer: str = "", tenant: str = ""
+) -> StageWork:
+    owner = StageOwner(peer, tenant)
     return StageWork(
         run, 1.0, n_tokens, 256, array("i"), owner=owner, arrived=arrived, allowed=n_tokens
     )
@@ -37,18 +56,20 @@ def work(run: int, arrived: int, n_tokens: int = 512, owner: str = "") -> StageW
 async def test_pieces_fit_what_has_come_and_the_time_that_others_wait() -> None:
     queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
     queue.add(work(1, 0))
-    assert not await queue.run(lane, COST, idle=True)
+    assert not await queue.run(lane, COST, NONE, idle=True)
     one = queue.get(1)
     assert one is not None
     one.arrived = 300
-    assert await queue.run(lane, COST, idle=True)
-    assert await queue.run(lane, COST, idle=True)
-    assert not await queue.run(lane, COST, idle=True)
+    assert await queue.run(lane, COST, NONE, idle=True)
+    assert await queue.run(lane, COST, NONE, idle=True)
+    assert not await queue.run(lane, COST, NONE, idle=True)
     one.arrived, one.allowed = 512, 400
-    assert await queue.run(lane, COST, lambda: True, idle=False)  # at most 100 ms: 64 tokens
+    assert await queue.run(lane, COST, URGENT, idle=False)  # at most 100 ms: 64 tokens
     assert [asked[1:3] for asked in lane.asked] == [(0, 256), (256, 44), (300, 64)]
     queue.stepped(100.0)
-    assert await queue.run(lane, COST, idle=False)  # throughput-tolerant requests wait longer
+    assert await queue.run(
+        lane, COST, TOLERANT, idle=False
+    )  # throughput-tolerant requests wait longer
     assert lane.asked[-1][1:3] == (364, 36)
     assert queue.pieces == len(lane.asked)
 
@@ -59,36 +80,52 @@ async def test_stages_take_at_most_as_long_as_the_steps_of_the_lane() -> None:
     queue.add(work(2, 512))
     stage_ms, steps_ms = 0, 0
     for _ in range(40):
-        if await queue.run(lane, COST, lambda: True, idle=False):
+        if await queue.run(lane, COST, URGENT, idle=False):
             stage_ms += lane.asked[-1][2]
         else:
             queue.stepped(10.0)
             steps_ms += 10
     assert stage_ms <= steps_ms + 64 + 10
     assert {asked[0] for asked in lane.asked} == {1}
-    assert await queue.run(lane, COST, idle=True)  # nothing waits any more
+    assert await queue.run(lane, COST, NONE, idle=True)  # nothing waits any more
 
 
 async def test_prompts_of_one_owner_come_one_after_another_and_owners_have_turns() -> None:
     queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
-    first, late = work(1, 512), work(3, 0, owner="b")
-    for each in (first, work(2, 512), late, work(4, 512, owner="b")):
+    first, late = work(1, 512), work(3, 0, peer="b")
+    for each in (first, work(2, 512), late, work(4, 512, peer="b")):
         queue.add(each)
     assert queue.left_ms(COST) == 1024 + 2 * 512 * 256 * 1e-6  # those of b
     first.arrived = 256  # another piece comes later
     runs = list[int]()
     for _ in range(3):
-        await queue.run(lane, COST, idle=True)
+        await queue.run(lane, COST, NONE, idle=True)
         runs.append(lane.asked[-1][0])
     assert runs == [1, 4, 2]  # the one of b that came first has no rows yet
     first.arrived = late.arrived = 512
-    while await queue.run(lane, COST, idle=True):
+    while await queue.run(lane, COST, NONE, idle=True):
         runs.append(lane.asked[-1][0])
     assert runs[3:] == [3, 1, 3, 2, 4]
     assert queue.left_ms(COST) == 0.0
     for run in (1, 2, 3, 4):
         queue.remove(run)
     assert not queue
+
+
+async def test_tenants_have_turns_and_each_no_more_than_its_share() -> None:
+    queue, lane = StageQueue(LaneConfig("x", tokens_per_step=640)), FakeLane()
+    for run, tenant in enumerate(["many", "many", "few"], 1):
+        queue.add(work(run, 512, tenant=tenant))
+    others, runs = Others(owed=3.0), list[int]()
+    assert queue.left_ms(COST) == 0.0  # none is for a peer
+    for _ in range(4):
+        assert await queue.run(lane, COST, others, idle=False)
+        run, _, n_tokens, _ = lane.asked[-1]
+        runs.append(run)
+        queue.stepped((1.0 if run == 3 else 3.0) * n_tokens - 1.0)
+        assert not await queue.run(lane, COST, others, idle=False)
+        queue.stepped(1.0)
+    assert runs == [1, 3, 1, 3]
 
 
 async def test_a_stage_that_ends_leaves_the_others() -> None:
@@ -99,11 +136,11 @@ async def test_a_stage_that_ends_leaves_the_others() -> None:
     for each in (first, work(2, 512), work(3, 512)):
         queue.add(each)
     lane.why = "its numbers are not finite"
-    await queue.run(lane, COST, idle=True)
+    await queue.run(lane, COST, NONE, idle=True)
     assert lane.asked[0][3] == array("i", range(256)).tobytes()
     lane.why = ""
     queue.remove(2)
-    await queue.run(lane, COST, idle=True)
+    await queue.run(lane, COST, NONE, idle=True)
     assert [asked[0] for asked in lane.asked] == [1, 3]
     queue.died()
     assert ended == [(1, "its numbers are not finite"), (3, "its worker died")]

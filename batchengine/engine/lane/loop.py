@@ -373,9 +373,9 @@ class LaneLoop:
 
     async def _run_between(self) -> None:
         """Compute what belongs to no turn: recomputes, stages of pipelines."""
-        idle, cost, urgent = not self.seats.turns, self.cost.cost, self.seats.have_urgent
+        idle, cost, seats = not self.seats.turns, self.cost.cost, self.seats
         ran = await self.recomputes.run(self.lane, cost, idle=idle)
-        ran |= not self.is_paused and await self.stages.run(self.lane, cost, urgent, idle=idle)
+        ran |= not self.is_paused and await self.stages.run(self.lane, cost, seats, idle=idle)
         if ran:
             self._drain()  # what the audit or a peer asked for meanwhile
             self.wake()

@@ -83,6 +83,12 @@ class Seats:
         """Whether a turn that is not paused is interactive or standard."""
         return any(turn.rank <= RANK[SlaClass.STANDARD] and not turn.paused for turn in self.turns)
 
+    def owed_to_steps(self, tenant: str) -> float:
+        """Time of steps for each time that the lane computes beside them for a tenant: as much, or
+        more where the other tenants with turns have more weight together."""
+        names = {turn.session.tenant for turn in self.turns if not turn.paused} - {tenant}
+        return max(1.0, sum(map(self.tenants.weight, names)) / self.tenants.weight(tenant))
+
     @property
     def free(self) -> int:
         """Seats that are neither taken by a turn that computes nor kept for a session."""

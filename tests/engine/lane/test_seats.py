@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batchengine.core import SlaClass
 from batchengine.engine.lane import seats
+from batchengine.engine.lane.tenants import Tenants
+from batchengine.policy.rows import RANK
 from batchengine.session_kv import page_start
 from tests.engine.linked.scene import Scene
 from tests.simulation.stage import words
@@ -127,3 +130,25 @@ def test_turns_that_each_need_more_than_the_lane_has_do_not_displace_each_other_
             scene.seats.check_stall()
     names = [turn.end.error.name for turn in turns if turn.end and turn.end.error]
     assert names == ["kv_full"] * 4
+
+
+def test_what_a_lane_computes_for_one_tenant_leaves_the_others_their_shares(scene: Scene) -> None:
+    """Beside turns of its own, and of none, a tenant gets as long as the lane's steps."""
+    lane = scene.seats
+    lane.tenants = Tenants({"heavy": 4.0, "a": 2.0})
+    assert (lane.owed_to_steps("a"), lane.have_urgent()) == (1.0, False)
+    turns = []
+    for key, tenant in enumerate(["a", "b", "c", "heavy"], 1):
+        session = scene.session(key)
+        session.tenant = tenant
+        turns.append(scene.begin(session, words(key, 40), 2))
+        turns[-1].rank = RANK[SlaClass.BATCH]
+    found = [lane.owed_to_steps(tenant) for tenant in ("a", "b", "heavy", "d")]
+    assert found == [3.0, 7.0, 1.0, 8.0]  # the weights of the others over its own
+    assert not lane.have_urgent()
+    turns[-1].paused = True
+    assert lane.owed_to_steps("b") == 3.0
+    turns[0].rank = RANK[SlaClass.STANDARD]
+    assert lane.have_urgent()
+    turns[0].paused = True
+    assert not lane.have_urgent()

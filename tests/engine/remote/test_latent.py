@@ -89,6 +89,7 @@ async def test_128_heads_attend_to_pages_at_a_peer(
     takes 50 MiB, more than may be under way."""
     monkeypatch.setattr(daemons, "PAGE_BYTES", WIDE_PAGE_BYTES)
     monkeypatch.setattr(routes, "GROWING", GrowthPolicy(tail_pages=0))  # a shorter prompt does
+    monkeypatch.setattr(routes.RouteKeeper, "why_slow", lambda *_: "")  # on a busy machine
     own = Site(wide, site.folder, site.cache_dir)
     async with daemon(own if is_same else site, "a", 24) as a, daemon(own, "b", 24) as b:
         a.knows(b)

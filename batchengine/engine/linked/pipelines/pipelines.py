@@ -29,6 +29,7 @@ from batchengine.engine.linked.pipelines.stages import (
     compute_stage,
 )
 from batchengine.engine.linked.pipelines.states import GatheredStates
+from batchengine.lanes.stage_queue import StageOwner
 from batchengine.peers.features import STAGES
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
@@ -167,6 +168,8 @@ class Pipelines:
         """
         n_pages = len(tokens) // PAGE_TOKENS
         async with self._seats:
+            if is_over():
+                return 0, "its request has ended"
             run = self._begin(stages, chunk_tokens, tokens[: page_start(n_pages)], session)
             try:
                 async with asyncio.timeout(min(RUN_S_MAX, deadline_s)):
@@ -236,7 +239,8 @@ class Pipelines:
             )
             await run.until(lambda: part.peer in run.opened)
             layers, pieces = (part.first, part.end), (run.chunk_tokens, interval)
-            compute_stage(self._loop, run.number, "", layers, tokens, n_tokens, *pieces)
+            owner = StageOwner(tenant=run.session.tenant)
+            compute_stage(self._loop, run.number, owner, layers, tokens, n_tokens, *pieces)
             return
         link = self._peers.links.get(part.peer)
         if link is None or not self.can_use(part.peer):

@@ -16,7 +16,7 @@ import numpy as np
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.lanes.stage_queue import StageWork
+from batchengine.lanes.stage_queue import StageOwner, StageWork
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
 from batchengine.wire import lane as wire
@@ -200,7 +200,8 @@ class ServedStages:
             )
             layers, n_tokens = (message.first, message.end), message.n_tokens
             pieces = message.chunk_tokens, message.state_interval
-            compute_stage(self._loop, number, link.name, layers, tokens, n_tokens, *pieces)
+            owner = StageOwner(link.name)
+            compute_stage(self._loop, number, owner, layers, tokens, n_tokens, *pieces)
         link.reply(frame, PipelineOpened(why[:TEXT_CHARS_MAX]))
 
     def _end_served(self, number: int, why: str) -> None:
@@ -222,7 +223,7 @@ class ServedStages:
 def compute_stage(
     loop: LaneLoop,
     number: int,
-    owner: str,
+    owner: StageOwner,
     layers: tuple[int, int],
     tokens: array[int],
     n_tokens: int,

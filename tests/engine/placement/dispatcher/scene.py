@@ -21,6 +21,7 @@ from batchengine.engine.placement.move_report import MoveCause, MoveReport
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn
+from batchengine.lanes.stage_queue import StageQueue
 from batchengine.policy.cost import CostModel, StepCost
 from batchengine.session import Session
 
@@ -60,6 +61,7 @@ class FakeLoop:
             name=self.name, tier=self.tier, entries_max=self.n_seats, queue_max=self.queue_max
         )
         self.cost = CostModel(self.step_cost)
+        self.stages = StageQueue(self.config)
         self.seats = SimpleNamespace(
             raise_priority=lambda turn, *given: self.raised.append((turn, *given)),
             turn_of=lambda session: self.running.get(session.key) or self.waiting.get(session.key),
