@@ -44,7 +44,8 @@ With peers, the rules above have chosen the local strategy, and these compare it
     `pipeline_gain` times as long or longer, unless more than `pipeline_cached_max` of the prompt
     has KV already. Time behind prompts in the pipeline counts for none of this gain; that behind
     those of the same tenant does not count at all, since computed locally the prompt would delay
-    them. This is independent of rules 8 and 9.
+    them; but a promise that is kept locally is not broken for it. This is independent of rules 8
+    and 9.
 11. Without ring and pipeline, a peer's lane is taken if the local ratio is above 1 and that of the
     peer is less by `tolerance` * max(1, its own). The turn begins on the lane of rules 1 to 6: its
     first token is computed there, and others until the peer has caught up.
@@ -560,7 +561,8 @@ class _Comparison:
             own_ms = pipeline.prefill_ms * self._policy.pipeline_gain
             others_ms = pipeline.queue_ms - pipeline.own_queue_ms
             gains = own_ms + others_ms <= here.ttft_ms
-            return Reason.PIPELINE if gains else Rejected.SLOWER
+            no_worse = ratio <= max(1.0, here.sla_ratio)
+            return Reason.PIPELINE if gains and no_worse else Rejected.SLOWER
 
         times = layouts.through_pipeline(
             self._facts, self._state.peers, lane.load, self._work, self._policy.bubble_max

@@ -275,7 +275,7 @@ def test_a_busy_or_lost_stage_is_not_used() -> None:
 def test_prompts_that_come_together_all_go_through_the_pipeline() -> None:
     """Each as soon as the one before has gone through; those of another tenant count as waiting."""
     assert PLAN is not None
-    asked = request(2, 20 * PLAN.chunk_tokens)
+    asked = request(3, 20 * PLAN.chunk_tokens, ttft_ms=1e7)
     alone = outlook(route(asked, None, state(peer())), LOCAL, PIPELINE)
     before = replace(FACTS, queue_ms=10 * alone.alone_ms, own_queue_ms=10 * alone.alone_ms)
     busy = state(peer(), facts=before)
@@ -287,6 +287,10 @@ def test_prompts_that_come_together_all_go_through_the_pipeline() -> None:
     assert found.ttft_ms == pytest.approx(alone.ttft_ms + 10 * alone.alone_ms)
     assert found.queue_ms == pytest.approx(10 * alone.alone_ms)
     assert found.ttft_ms > eleventh.candidates[0].ttft_ms  # it would be sooner here, and delay them
+    soon = replace(asked, ttft_ms=eleventh.candidates[0].ttft_ms + 1.0)
+    kept = route(soon, None, replace(busy, lanes=(lane,)))
+    assert outlook(kept, LOCAL, PIPELINE).why is Rejected.SLOWER
+    assert kept.strategy.prefill == LOCAL
     others = replace(busy, lanes=(lane,), facts=replace(before, own_queue_ms=0.0))
     assert outlook(route(asked, None, others), LOCAL, PIPELINE).why is Rejected.SLOWER
     few = replace(before, queue_ms=0.5 * alone.alone_ms, own_queue_ms=0.0)
