@@ -119,8 +119,8 @@ async def test_a_peer_that_is_away_is_known_from_the_start(
 
 async def test_holders_that_end_cost_no_token(site: Site, reference: Reference) -> None:
     """Three daemons: a holder's worker is killed, then another holder stops for good."""
-    async with daemons(site, "abc", 14, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
-        ids = words(4, 256 * 22 - 20)
+    async with daemons(site, "abc", 16, peers__hold_bytes=12 * PAGE_BYTES) as (a, b, c):
+        ids = words(4, 256 * 25 - 20)  # one of them has no room for what this one has not
         generation = await unread(a.engine, request(ids, 520, session="s"), 0)
         await until(lambda: {peer for peer, _ in holders(a, "s")} == {"b", "c"})
         with pytest.raises(BatchEngineError, match=r"peers keep \d+ of its pages: b, c"):
