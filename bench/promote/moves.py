@@ -137,6 +137,7 @@ class Moves:
                 )
                 if reading.done():
                     reading.result()
+                    raise RuntimeError("the answer ended before its moves: the machine is busy")
                 spans.append(await self.move(asked, result))
             await reading
         finally:

@@ -181,6 +181,7 @@ def test_the_script_reports_the_position_of_a_wrong_token(
 # --------------------------------------------------------------------------- promote, restart
 
 
+@pytest.mark.alone
 def test_promote_migrates_a_stream_without_changing_it(pocket_path: Path, tmp_path: Path) -> None:
     result = bench(
         "promote", "--quick", "--model", str(pocket_path), "--json", str(tmp_path / "r.json")

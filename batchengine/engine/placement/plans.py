@@ -31,7 +31,12 @@ from batchengine.peers.transitions import LinkState
 from batchengine.policy.cost import LaneLoad, LinkSpeed, StepCost, work_of
 from batchengine.policy.linked import layouts, pipeline
 from batchengine.policy.linked.layouts import Held, LayoutFacts, PeerState
-from batchengine.policy.linked.pipeline import PipelineModel, PromptWork, StageHost
+from batchengine.policy.linked.pipeline import (
+    PipelineModel,
+    PipelinePlan,
+    PromptWork,
+    StageHost,
+)
 from batchengine.policy.linked.ring import shape_of
 from batchengine.policy.router import ON_PEER, PIPELINED, RINGED, Decision, Reason, RouteState
 from batchengine.session import Session
@@ -128,12 +133,11 @@ class PeerPlans:
     def expect(self, generation: Generation, record: DecisionRecord) -> bool:
         """Count the prompt as one of the pipeline's from now on, if the decision is to use it;
         returns whether it is."""
-        decision, facts = record.decision, record.state.facts
-        if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:
+        if (plan := _pipeline_of(record)) is None:
             return False
-        stages = facts.pipeline.stages
+        stages = plan.stages
         own = sum(stage.end - stage.first for stage in stages if stage.push is None)
-        found = next(one for one in decision.outlooks if one.strategy == PIPELINED)
+        found = next(one for one in record.decision.outlooks if one.strategy == PIPELINED)
         n_tokens = record.request.prompt_tokens
         prompt = QueuedPrompt(record.tenant, n_tokens, own / stages[-1].end, found.alone_ms)
         self._queue.begin(generation, prompt)
@@ -174,10 +178,10 @@ class PeerPlans:
             self._keeper.want(session, ALL_PAGES)
 
     async def _fill_prefix(self, turn: Turn, record: DecisionRecord) -> None:
-        facts, decision, session = record.state.facts, record.decision, turn.session
-        if decision.strategy.prefill != layouts.PIPELINE or facts is None or facts.pipeline is None:
+        plan, session = _pipeline_of(record), turn.session
+        if plan is None:
             return
-        tokens, predicted = session.tokens[:-1], decision.predicted
+        tokens, predicted = session.tokens[:-1], record.decision.predicted
         known = self._loop.kv.prefix.stored_tokens(session.tokens, session.salt)
         if known > CACHED_MAX * len(tokens):
             record.note(f"no pipeline: {known} tokens of the prompt are in the store")
@@ -188,12 +192,12 @@ class PeerPlans:
         if len(tokens) // PAGE_TOKENS > self._loop.seats.pages_here:
             record.note("no pipeline: the prompt has more pages than this daemon keeps")
             return
-        stages = [(stage.name, stage.first, stage.end) for stage in facts.pipeline.stages]
+        stages = [(stage.name, stage.first, stage.end) for stage in plan.stages]
         deadline_s = PATIENCE * (0.0 if predicted is None else predicted.ttft_ms) / 1000 + 10.0
         began, generation = time.monotonic(), turn.generation
         pages, why = await self._pipelines.fill(
             stages,
-            facts.pipeline.chunk_tokens,
+            plan.chunk_tokens,
             tokens,
             session,
             deadline_s,
@@ -299,3 +303,10 @@ class PeerPlans:
         return StageHost(
             name, cost.fixed_ms / n, cost.prefill_token_ms / n, cost.prefill_pair_ms / n
         )
+
+
+def _pipeline_of(record: DecisionRecord) -> PipelinePlan | None:
+    """The pipeline that a prompt is to go through; None = it is not."""
+    facts = record.state.facts
+    is_used = record.decision.strategy.prefill == layouts.PIPELINE
+    return facts.pipeline if is_used and facts is not None else None
