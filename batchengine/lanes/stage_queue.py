@@ -4,8 +4,8 @@ Owns which stage is computed, how many tokens at a time, and the share of time: 
 work spends on stages at most as long as on its steps, and on those of one tenant no more than its
 share beside the others. Stages of one owner are computed in the order in which they came, so that
 prompts leave a pipeline one after another, and a later one only delays itself; several owners have
-turns. A stage whose rows have not come lets others go first. Knows no
-link: its caller says which rows have come, and hears the end of a stage.
+turns. A stage whose rows have not come lets others go first. Knows no link: its caller says which
+rows have come, and hears the end of a stage.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tests.simulation.clock import Stuck, VirtualLoop
 from tests.simulation.stage import Plan, Stage, play, words
 from tests.simulation.world import simulate
 
-# Those of the default suite have what the others have, by other random numbers.
+# Every seed runs the same kinds of operations and faults; more of them are for `make soak`.
 SEEDS = [*range(9), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(9, 20))]
 TWICE = range(0, 20, 5)
 

@@ -241,7 +241,7 @@ class LaneViews:
                 found.append((session.tenant, row))
         for turn in self._joining(loop):
             if turn.generation in self._queue:
-                continue
+                continue  # part of `stage_ms`
             request = turn.generation.request
             n_prompt, left = len(request.prompt), self.tokens_out(request)
             scored_ms = scored_ms_of(loop, request, n_prompt)

@@ -15,7 +15,7 @@ from tests.simulation.linked.planted import DEFECTS, seeds_until_found
 from tests.simulation.linked.world import LinkedWorld
 from tests.simulation.world import simulate
 
-# Those of the default suite have what the others have, by other random numbers.
+# Every seed runs the same kinds of operations and faults; more of them are for `make soak`.
 SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 14))]
 TWICE = range(3, 14, 3)
 
