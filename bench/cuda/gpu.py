@@ -108,7 +108,7 @@ class Run:
     def part(self, part: Part) -> None:
         """Run the steps of a part that lack."""
         results = self._state.results
-        pending = [step.name for step in part.steps if step.name not in results]
+        pending = [step.name for step in part.steps if self._lacks(results.get(step.name))]
         lacking = [name for name in part.needs if name not in results]
         if pending and lacking:
             first = lacking[0]
@@ -121,6 +121,10 @@ class Run:
                 thread.start()
             for thread in threads:
                 thread.join()
+
+    def _lacks(self, result: Result | None) -> bool:
+        """Whether a step is to run: what it needed and did not find may be there now."""
+        return result is None or ("absent" in result and not self._options.emulated)
 
     def _fail(self, names: Sequence[str], why: str) -> None:
         if names:

@@ -63,6 +63,7 @@ TINY = Sizes((2,), (20,), 20, 20, 1)
 CHECKED_TOKENS = 17  # of the prompt of the comparison: more than kernels for few tokens take
 DRAFTED = 5  # tokens of a draft behind it, of which some are taken back
 LENGTH_S_MAX = 40.0  # of a prefill that is expected to take longer, only the expectation is kept
+GROWN_TOKENS = 8192  # of the run before a prefill, in which buffers grow
 SPARE_BYTES = 2 << 30  # of the device, beside weights and pages
 
 
@@ -370,7 +371,7 @@ class Passes:
             except MemoryError as error:
                 found[str(length)] = {"not_measured": f"memory of the GPU: {error}"}
                 continue
-            self._prefill_s(min(length, self._sizes.chunk), pages)  # buffers grow here
+            self._prefill_s(min(length, GROWN_TOKENS), pages)
             took_s = self._prefill_s(length, pages)
             rate = length / took_s
             gops = 2.0 * parameters * rate / 1e9

@@ -8,7 +8,8 @@ takes longer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from itertools import cycle
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 import kernels
 from bench.cuda.arrays import Arrays
 from bench.cuda.cases import random_page
-from bench.cuda.gpus import seconds
+from bench.cuda.gpus import seconds, warm_up
 from bench.cuda.weights import RandomMatrices
 from kernels.cuda.experts import ExpertPairs
 from kernels.cuda.gpu import Gpu
@@ -32,13 +33,14 @@ TOKENS, TINY_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048), (1, 20)
 LINEAR, TINY_LINEAR = (14336, 4096), (64, 256)  # rows, columns
 # Experts, those of a token, n_embd, n_ff; and how many layers of them take turns.
 EXPERTS, TINY_EXPERTS = (128, 8, 2048, 768), (6, 2, 256, 256)
-EXPERT_LAYERS, SELECTORS = 2, 48
+EXPERT_LAYERS = 2
 COLD_BYTES = 512 << 20  # of matrices, or pages, that take turns, so that none stays in a cache
 N_HEAD, N_KV, HEAD_DIM = 32, 8, 128
 # Queries of an entry, context, entries.
 DECODES, TINY_DECODES = ((1, 1024, 64), (1, 4096, 16), (1, 32768, 4)), ((1, 20, 1),)
 PREFILLS, TINY_PREFILLS = ((512, 512, 1), (512, 4096, 1), (512, 32768, 1)), ((2, 20, 1),)
 EPS, ROPE_BASE = 1e-6, 10000.0
+IDLE_S = 0.1  # without work, after which a device may have lowered its clocks
 
 
 def of_ceiling(took_s: float, n_bytes: float, operations: float, gbps: float, gops: float) -> Row:
@@ -58,6 +60,15 @@ class Speeds:
     def __init__(self, gpu: Gpu, pool: kernels.Pool, ceilings: Ceilings, tiny: bool) -> None:
         self._gpu, self._pool, self._ceilings, self._tiny = gpu, pool, ceilings, tiny
         self._rng = np.random.default_rng(5)
+        self._ended = 0.0  # monotonic time of the last measurement
+
+    def _seconds(self, run: Callable[[], None]) -> float:
+        """`gpus.seconds` with five repeats, of a device whose clocks have risen."""
+        if time.monotonic() - self._ended > IDLE_S:
+            warm_up(self._gpu, run)
+        took_s = seconds(self._gpu, run, 5)
+        self._ended = time.monotonic()
+        return took_s
 
     def linear(self, kind: str) -> dict[str, Row]:
         """Products of matrices of a kind, by tokens."""
@@ -83,7 +94,7 @@ class Speeds:
                 for matrix in turns:
                     ops.linear(activations, [matrix], [None], tokens, out)
 
-            took_s = seconds(self._gpu, run, 5) / len(turns)
+            took_s = self._seconds(run) / len(turns)
             n_bytes = one + tokens * (cols * (4 if kind in FLOATS else 1.25) + 4 * rows)
             operations = 2.0 * rows * cols * tokens
             gbps = self._ceilings["copy_gbps"]
@@ -98,7 +109,8 @@ class Speeds:
         ops, source = CudaOps(self._gpu, self._pool), RandomMatrices(self._pool)
         shapes = (n_expert * n_ff, n_embd), (n_expert * n_ff, n_embd), (n_expert * n_embd, n_ff)
         layers = [[source.make(kind, *shape) for shape in shapes] for _ in range(EXPERT_LAYERS)]
-        selectors = [source.make("f32", n_expert, n_embd) for _ in range(SELECTORS)]
+        n_selectors = 1 if self._tiny else COLD_BYTES // (4 * n_expert * n_embd)
+        selectors = [source.make("f32", n_expert, n_embd) for _ in range(n_selectors)]
         for matrix in (*selectors, *[bank for banks in layers for bank in banks]):
             ops.upload(matrix)
         one = sum(bank.bytes for bank in layers[0]) / n_expert / len(shapes)  # matrix of an expert
@@ -125,7 +137,7 @@ class Speeds:
             ops.gather_pairs(normed, turns[0], gathered)
 
             def select(tokens: int = tokens, turns: list[ExpertPairs] = turns) -> None:
-                for pairs, selector in zip(turns, cycle(selectors), strict=False):
+                for selector, pairs in zip(selectors, cycle(turns), strict=False):
                     ops.linear(normed, [selector], [None], tokens, logits)
                     ops.select_experts(logits, tokens, 1.0, pairs)
 
@@ -148,7 +160,7 @@ class Speeds:
                 "select": (select, 4.0 * n_expert * n_embd, 2.0 * n_expert * n_embd * tokens),
             }
             for what, (run, n_bytes, operations) in sizes.items():
-                took_s = seconds(self._gpu, run, 5) / n
+                took_s = self._seconds(run) / (n_selectors if what == "select" else n)
                 gbps = self._ceilings["copy_gbps"]
                 gops = self._ceilings["floats_gops" if what == "select" else "epilogue_gops"]
                 found[f"{tokens} {what}"] = of_ceiling(took_s, n_bytes, operations, gbps, gops)
@@ -195,7 +207,7 @@ class Speeds:
                 for batch in turns:
                     ops.attend(held, batch, shape, 0, out)
 
-            took_s = seconds(self._gpu, run, 5) / len(turns)
+            took_s = self._seconds(run) / len(turns)
         pairs = sum(context - queries + i + 1 for i in range(queries)) * entries
         operations = 3.0 * 2 * pairs * HEAD_DIM * N_HEAD
         ceilings = self._ceilings

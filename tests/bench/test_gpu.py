@@ -236,6 +236,21 @@ def test_a_process_that_ends_badly_after_its_last_step_is_a_failure(
     assert state.failed == {"some": "its process ended with 3"}
 
 
+def test_what_a_step_lacked_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "finds.py"
+    program.write_text(f"print('{BEGIN}a'); print('{DONE}{{\"rows\": 1}}')")
+    monkeypatch.setattr(gpu, "python_command", lambda *_: [sys.executable, str(program)])
+    state = State(tmp_path / "state.json", KERNELS, KERNELS)
+    state.put("a", {"absent": "no source"})
+    part = Part("some", [Step("a", lambda _: {})], needs=())
+    Run(state, options(tmp_path)).part(part)  # an emulated GPU lacks it always
+    assert state.results == {"a": {"absent": "no source"}}
+    Run(state, options(tmp_path, emulated=False)).part(part)
+    assert state.results == {"a": {"rows": 1}}
+
+
 def test_a_step_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(f"import time; print('{BEGIN}a', flush=True); time.sleep(50)")
