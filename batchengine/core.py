@@ -209,12 +209,12 @@ class GenerationRequest:
     that ends its answer is one of its events. `predicted`: tokens that its client expects of the
     answer, of which drafts are made; they change no token, and nothing records them.
 
-    For `Engine.prepare`: `in_family`: the session id names a family of timelines. `append` (() =
+    For `Engine.begin`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
     session's timeline, and replace `prompt`, if it has one; `append_to`: the turn behind whose
     answer they go, "" = the last one. `is_retry`: the client has sent the same request before.
     `parent_id`: the session that started this one. `attempt` is equal of requests that ask the
-    same, streamed or not (`streams`); "" = not known. `found` is what `prepare` decided.
+    same, streamed or not (`streams`); "" = not known. `found` is what `begin` decided.
     """
 
     request_id: str
@@ -475,6 +475,36 @@ class ContextBound(enum.StrEnum):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Sizes of a model, from which costs, pages and what peers may compute are derived.
+
+    Heads are those of the first layer; `has_equal_heads`: of every layer. `v_first`: of a latent
+    layer, else 0. Whole layers attend to all tokens: `n_layer_whole` of them, whose queries have
+    `whole_query_dims` values of a token, and `whole_kv_share` of the KV. `is_whole`: layers cannot
+    be divided between hosts. Tables are matrices of which a token reads a row; experts, all banks.
+    """
+
+    n_embd: int = 0
+    n_head: int = 0
+    n_kv_head: int = 0
+    head_dim: int = 0
+    v_first: int = 0
+    has_equal_heads: bool = True
+    is_whole: bool = False
+    n_layer_whole: int = 0
+    whole_query_dims: int = 0
+    whole_kv_share: float = 1.0
+    page_payload_bytes: int = 0
+    state_bytes: int = 0
+    n_expert: int = 0
+    n_expert_used: int = 0
+    expert_params: int = 0
+    expert_bytes: int = 0
+    table_params: int = 0
+    table_bytes: int = 0
+
+
 @dataclass(slots=True)
 class ModelInfo:
     """The model as the service reports it to clients."""
@@ -491,7 +521,7 @@ class ModelInfo:
     quantisation: str
     chat_template: str = ""  # "" = the file has none
     tool_template: str = ""  # of chats with tools, "" = no other one
-    details: dict[str, str | int | float] = field(default_factory=dict[str, str | int | float])
+    shape: ModelShape = ModelShape()
     notes: list[str] = field(default_factory=list[str])  # what is not as it was asked for
     created: int = 0  # when the file was written, in seconds since the epoch
     model_hash: str = ""  # of its tensors

@@ -551,10 +551,11 @@ SESSION_QUARANTINED = Problem("BE2303", Kind.INTERNAL, "session_quarantined",
 NO_ROOM = Problem("BE2304", Kind.UNAVAILABLE, "kv_full",
     "there is no room for the KV of this request",
     "it has {pages} pages, and neither the lane's open slots nor the store had room for more",
-    "free disk space where the store lies, shorten the prompt, or raise lane.places",
+    "free disk space where the store lies, shorten the prompt, or raise lane.open_pages",
     details=("request_id",))
 STEP_MISMATCH = Problem("BE2305", Kind.INTERNAL, _DEFECT,
-    "the worker answered another step than it was asked")
+    "the worker answered another step than it was asked",
+    "other {what} than were asked for")
 PAGES_DIFFER = Problem("BE2306", Kind.INTERNAL, "numeric_fault",
     "pages of this generation were computed with different results",
     "two computations of the same tokens gave other bytes, more than once",

@@ -118,7 +118,7 @@ class Metrics:
         self.canaries_total = counter(
             "canaries_total", "Times a lane computed the canary page", "lane", "result"
         )
-        self.kv_page_places = gauge("kv_page_places", "Page slots of the store", "state")
+        self.kv_page_slots = gauge("kv_page_slots", "Page slots of the store", "state")
         self.kv_tier_ok = gauge("kv_tier_ok", "1 = pages can be cached")
         self.ledger_ok = gauge("ledger_ok", "1 = the token ledger can be written")
         self.serving = gauge("serving", "1 = a request sent now is computed")

@@ -312,7 +312,7 @@ class Rig:
         self._engine: EngineProcess | None = None
         self._up = asyncio.Event()
         self._trigger = asyncio.Event()  # an operation was sent: the moment to kill
-        lane = {"tokens_per_step": 132, "chunk_tokens_max": 128, "places": 10}
+        lane = {"tokens_per_step": 132, "chunk_tokens_max": 128, "open_pages": 10}
         budget_bytes = bench.page_bytes * (24, 60, 400)[number % 3]
         settings = engine_settings(self.folder, bench.folder, lane, budget_bytes, self.level)
         compute = "hash" if bench.model == "hash" else "cpu"

@@ -70,7 +70,7 @@ class Scene:
             "gpu",
             kind="cuda",
             threads=1,
-            places=PLACES,
+            open_pages=PLACES,
             vram_bytes=VRAM_BYTES,
             steps_in_flight=depth,
         )

@@ -278,7 +278,7 @@ def sweep(
         with report.memory_folder("crash-", ROOM_BYTES) as folder:
             level = ("turn", "power")[number // every % 2]
             play = Play(folder, level)
-            lane = {"tokens_per_step": 260, "chunk_tokens_max": 256, "places": 8}
+            lane = {"tokens_per_step": 260, "chunk_tokens_max": 256, "open_pages": 8}
             budget_bytes = 10 * LAYOUT.page_bytes
             settings = engine_settings(folder, folder, lane, budget_bytes, level)
             try:

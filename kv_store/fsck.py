@@ -446,7 +446,7 @@ def _check_page(
         _free_page(check, db, page_id, "fields of its manifest row have other types")
         return
     if row.state == "bad":
-        check.counts["places_retired"] += 1
+        check.counts["slots_retired"] += 1
         return
     if row.state == "free":
         return

@@ -123,7 +123,7 @@ class LaneConfig:
     tokens_per_step: int = field(default=640, metadata=_within(32, 65536))
     chunk_tokens_max: int = field(default=512, metadata=_within(16, 32768))
     step_ms_max: float = field(default=250.0, metadata=_within(1, 60_000))
-    places: int = field(default=0, metadata=_within(0, 65536))  # open pages; 0 = by page size
+    open_pages: int = field(default=0, metadata=_within(0, 65536))  # open pages; 0 = by page size
     tier: str = field(default="", metadata=_one_of("fast", "bulk", "any"))  # "" = by kind
     pool: str = ""  # lanes of one pool are variants of one another: same tier, other limits
     queue_max: int = field(default=0, metadata=_within(0, 100_000))  # 0 = limits.queue_max

@@ -23,7 +23,14 @@ from typing import Any
 
 from batchengine import errors
 from batchengine.config import Config, LaneConfig
-from batchengine.core import PAGE_TOKENS, BatchEngineError, ContextBound, ModelInfo, Stage
+from batchengine.core import (
+    PAGE_TOKENS,
+    BatchEngineError,
+    ContextBound,
+    ModelInfo,
+    ModelShape,
+    Stage,
+)
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.audit.scrub import Maintenance
@@ -40,11 +47,15 @@ from batchengine.engine.lane.suspects import Suspects
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.pipelines import Pipelines, ServedStages
+from batchengine.engine.linked.pipelines.queue import PipelineQueue
 from batchengine.engine.linked.routes import why_unheld
 from batchengine.engine.linked.rows import LinkedRows
+from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
 from batchengine.engine.placement.plans import PeerPlans
+from batchengine.engine.remote.away import AwayTurns
+from batchengine.engine.remote.served import ServedTurns
 from batchengine.engine.remote.turns import RemoteTurns
 from batchengine.engine.sessions.crash_marker import CrashMarker
 from batchengine.engine.sessions.erasing import LedgerCleaning
@@ -79,7 +90,7 @@ from kv_store.store import Store, StoreSettings
 
 log = logging.getLogger("batchengine.engine")
 
-STAGES = 4
+LOADING_STAGES = 4
 STAGES_SHARE = 4  # stages for peers may take as much memory as a quarter of the KV budget
 STATES_SHARE = 4  # recurrent states may take a quarter of the KV budget on disk
 NO_TEMPLATE = "the model file has no chat template: ChatML is used, which it may not understand"
@@ -142,7 +153,7 @@ class LaneFactory:
     async def fresh_worker(self) -> AsyncGenerator[LaneLoop]:
         """Start a lane with a new worker that serves no request: one more vote in an audit."""
         config = dataclasses.replace(
-            self.launch.config.lanes[0], name=FRESH, kind="cpu", places=FRESH_SLOTS
+            self.launch.config.lanes[0], name=FRESH, kind="cpu", open_pages=FRESH_SLOTS
         )
         lane = Lane(FRESH, command=self.launch.command)
         try:
@@ -172,7 +183,42 @@ class Running:
         self.crash_marker = CrashMarker(store.path)
         self.recovery = SessionRecovery(state, store, journal, made.suspects)
         self.migrator = Migrator(state, journal, launch.on_point)
-        self.dispatcher = Dispatcher(state, self.migrator, self.tasks.spawn)
+        self.peers = Peers(
+            launch.config.peers,
+            _local_facts(made.info, store),
+            lambda: self.linked.load(state.peer_load),
+            secrets.randbits(64),
+        )
+        state.trouble_of += [lambda: made.text.trouble, lambda: self.peers.trouble]
+        linked, loader = state.lanes[0].lane, made.loader
+        self.lane_links = LaneLinks(
+            linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
+        )
+        self.linked = LinkedPages(
+            state, store, self.peers, self.lane_links, self.tasks.spawn, _equal_heads(made.info)
+        )
+        served = ServedStages(
+            state.lanes[0],
+            self.peers,
+            self.tasks.spawn,
+            lambda: state.leaving,
+            bytes_max=launch.config.store.budget_bytes // STAGES_SHARE,
+            context_max=made.info.context_tokens,
+        )
+        self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
+        self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers, self.pipelines)
+        decisions, queue, spawn = DecisionLog(), PipelineQueue(), self.tasks.spawn
+        away = AwayTurns(state, store, self.peers, self.linked, decisions, made.info, spawn)
+        self.plans = PeerPlans(
+            state.lanes[0],
+            self.peers,
+            self.pipelines,
+            self.linked.keeper,
+            queue,
+            made.info,
+            away.expect,
+        )
+        self.dispatcher = Dispatcher(state, self.migrator, self.plans, decisions, queue, spawn)
         self.audit = Audit(state, store, made.disputes, made.fresh_worker)
         n_vocab = made.text.tokenizer.vocab_size
         self.maintenance = Maintenance(state, store, self.recovery, self.audit, n_vocab)
@@ -206,50 +252,8 @@ class Running:
         self.families = Families(
             state, self.recovery, self.requests, self.appending, self.parking, outlines
         )
-        self.peers = Peers(
-            launch.config.peers,
-            _local_facts(made.info, store),
-            lambda: self.linked.load(state.peer_load),
-            secrets.randbits(64),
-        )
-        state.trouble_of += [lambda: made.text.trouble, lambda: self.peers.trouble]
-        linked, loader = state.lanes[0].lane, made.loader
-        self.lane_links = LaneLinks(
-            linked, self.peers, lambda: loader.linked_as, self.peers.incarnation
-        )
-        self.linked = LinkedPages(
-            state, store, self.peers, self.lane_links, self.tasks.spawn, _equal_heads(made.info)
-        )
-        served = ServedStages(
-            state.lanes[0],
-            self.peers,
-            self.tasks.spawn,
-            lambda: state.leaving,
-            bytes_max=launch.config.store.budget_bytes // STAGES_SHARE,
-            context_max=made.info.context_tokens,
-        )
-        self.pipelines = Pipelines(state.lanes[0], self.lane_links, self.peers, served)
-        self.linked_rows = LinkedRows(self.linked, self.lane_links, self.peers, self.pipelines)
-        self.remote = RemoteTurns(
-            state,
-            store,
-            self.peers,
-            self.linked,
-            self.dispatcher.log,
-            made.info,
-            self.requests.submit,
-            self.tasks.spawn,
-        )
-        self.plans = PeerPlans(
-            state.lanes[0],
-            self.peers,
-            self.pipelines,
-            self.linked.keeper,
-            self.dispatcher.pipeline_queue,
-            made.info,
-            self.remote.away.expect,
-        )
-        self.dispatcher.plans = self.plans
+        served_turns = ServedTurns(state, self.requests.submit, made.info, spawn)
+        self.remote = RemoteTurns(away, served_turns, self.peers)
         state.held_facts = self._linked_facts
         self.housekeeping = Housekeeping(
             state, store, self.dispatcher, self.peers, self.linked_rows
@@ -342,7 +346,7 @@ async def start(launch: Launch) -> Running:
                 raise errors.STORE_UNOPENED(folder=store.path, why=why) from error
             undo.callback(loops[-1].kv.close)
         detail = f"{store.path}, {store.pages.allocator.slots_max} pages"
-        launch.on_stage(Stage(4, STAGES, "kv store", detail, time.monotonic() - started))
+        launch.on_stage(Stage(4, LOADING_STAGES, "kv store", detail, time.monotonic() - started))
         state.store, state.lanes[:] = store, loops
         running = Running(factory)
         await running.recovery.start(running.crash_marker)
@@ -389,7 +393,7 @@ async def _load(
     text = await opening
     undo.push_async_callback(text.close)
     detail = f"{text.tokenizer.vocab_size:,} tokens"
-    launch.on_stage(Stage(3, STAGES, "tokenizer", detail, time.monotonic() - started))
+    launch.on_stage(Stage(3, LOADING_STAGES, "tokenizer", detail, time.monotonic() - started))
     return text, facts[0]
 
 
@@ -427,7 +431,9 @@ def _report_loading(launch: Launch, lane: int, message: wire.Loading) -> None:
     launch.on_progress((lane + message.progress) / len(launch.config.lanes))
     if message.detail and lane == 0:
         index = 1 if message.stage == wire.MAP_WEIGHTS else 2
-        launch.on_stage(Stage(index, STAGES, message.stage, message.detail, message.seconds))
+        launch.on_stage(
+            Stage(index, LOADING_STAGES, message.stage, message.detail, message.seconds)
+        )
 
 
 def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Store:
@@ -468,7 +474,7 @@ def _open_store(config: Config, facts: wire.ModelFacts, vocabulary: str) -> Stor
 
 def _equal_heads(info: ModelInfo) -> int:
     """Query heads of each layer; 0 = layers differ."""
-    return int(info.details["n_head"]) if info.details["has_equal_heads"] else 0
+    return info.shape.n_head if info.shape.has_equal_heads else 0
 
 
 def _local_facts(info: ModelInfo, store: Store) -> LocalFacts:
@@ -479,7 +485,7 @@ def _local_facts(info: ModelInfo, store: Store) -> LocalFacts:
         descriptor.model_hash,
         descriptor.arith_id,
         store.pages.repr_id.hex(),
-        KvFormat(descriptor.to_json(), int(info.details["n_head"])),
+        KvFormat(descriptor.to_json(), info.shape.n_head),
     )
 
 
@@ -511,28 +517,26 @@ def inspect_model(config: Config) -> ModelInfo:
         context_bound=bound,
         vocab_size=spec.n_vocab,
         quantisation=spec.quantisation,
-        details={
-            "name": spec.name,
-            "n_embd": spec.n_embd,
-            "n_head": spec.attention.n_head,
-            "has_equal_heads": spec.has_equal_heads,
-            "n_kv_head": spec.attention.n_kv_head,
-            "head_dim": spec.attention.head_dim,
-            "v_first": spec.page_layout.layers[0].v_first,
-            "n_layer_whole": spec.n_layer_whole,
-            "whole_query_dims": spec.whole_query_dims,
-            "whole_kv_share": spec.whole_kv_share,
-            "page_payload_bytes": spec.page_layout.payload_bytes,
-            "n_layer_kv": spec.n_layer_kv,
-            "is_whole": spec.is_whole,
-            "state_bytes": spec.state_bytes,
-            "n_expert": spec.experts.n_expert if spec.experts else 0,
-            "n_expert_used": spec.experts.n_used if spec.experts else 0,
-            "table_params": sum(math.prod(tensor.shape) for tensor in tables),
-            "table_bytes": sum(tensor.n_bytes for tensor in tables),
-            "expert_params": sum(math.prod(tensor.shape) for tensor in banks),
-            "expert_bytes": sum(tensor.n_bytes for tensor in banks),
-        },
+        shape=ModelShape(
+            n_embd=spec.n_embd,
+            n_head=spec.attention.n_head,
+            n_kv_head=spec.attention.n_kv_head,
+            head_dim=spec.attention.head_dim,
+            v_first=spec.page_layout.layers[0].v_first,
+            has_equal_heads=spec.has_equal_heads,
+            is_whole=spec.is_whole,
+            n_layer_whole=spec.n_layer_whole,
+            whole_query_dims=spec.whole_query_dims,
+            whole_kv_share=spec.whole_kv_share,
+            page_payload_bytes=spec.page_layout.payload_bytes,
+            state_bytes=spec.state_bytes,
+            n_expert=spec.experts.n_expert if spec.experts else 0,
+            n_expert_used=spec.experts.n_used if spec.experts else 0,
+            expert_params=sum(math.prod(tensor.shape) for tensor in banks),
+            expert_bytes=sum(tensor.n_bytes for tensor in banks),
+            table_params=sum(math.prod(tensor.shape) for tensor in tables),
+            table_bytes=sum(tensor.n_bytes for tensor in tables),
+        ),
         created=int(found.st_mtime),
         notes=notes,
     )
@@ -540,27 +544,21 @@ def inspect_model(config: Config) -> ModelInfo:
 
 def prior_cost(info: ModelInfo, config: LaneConfig, facts: wire.ModelFacts | None) -> StepCost:
     """What steps of a lane are assumed to cost; `facts` are its worker's, if it has loaded."""
-    query_dims, page_payload_bytes, state_bytes = (
-        int(info.details[name])
-        for name in ("whole_query_dims", "page_payload_bytes", "state_bytes")
-    )
-    n_expert, n_used, expert_params, expert_bytes = (
-        int(info.details[name])
-        for name in ("n_expert", "n_expert_used", "expert_params", "expert_bytes")
-    )
-    table_params, table_bytes = (int(info.details[f"table_{of}"]) for of in ("params", "bytes"))
-    unused_params = expert_params * (n_expert - n_used) // max(1, n_expert) + table_params
+    shape = info.shape
+    n_unused = shape.n_expert - shape.n_expert_used
+    unused_params = shape.expert_params * n_unused // max(1, shape.n_expert) + shape.table_params
+    experts = capacity.Experts(shape.n_expert, shape.n_expert_used, shape.expert_bytes)
     size = capacity.ModelSize(
         info.file_bytes,
-        info.file_bytes - expert_bytes - table_bytes,
+        info.file_bytes - shape.expert_bytes - shape.table_bytes,
         info.n_params - unused_params,
-        query_dims,
-        page_payload_bytes,
+        shape.whole_query_dims,
+        shape.page_payload_bytes,
         PAGE_TOKENS,
         info.context_tokens,
-        capacity.Experts(n_expert, n_used, expert_bytes) if n_expert else None,
-        float(info.details["whole_kv_share"]),
-        state_bytes,
+        experts if shape.n_expert else None,
+        shape.whole_kv_share,
+        shape.state_bytes,
     )
     gpu = None if facts is None else facts.gpu
     if gpu is None:

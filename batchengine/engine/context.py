@@ -10,7 +10,7 @@ from batchengine import errors
 from batchengine.config import CONTEXT_TOKENS_MIN
 from batchengine.core import PAGE_TOKENS, ContextBound, ModelInfo
 
-log = logging.getLogger("batchengine.context")
+log = logging.getLogger("batchengine.engine")
 
 
 class ContextLimit:

@@ -122,7 +122,7 @@ class Engine:
     # -------------------------------------------------------------------------- start, stop
 
     async def start(self, on_stage: Callable[[Stage], None]) -> None:
-        """DaemonLoad the model on every lane and open the store; requests may come afterwards."""
+        """Load the model on every lane and open the store; requests may come afterwards."""
         try:
             running = await boot.start(
                 Launch(

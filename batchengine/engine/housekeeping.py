@@ -28,7 +28,7 @@ from batchengine.wire.peer import PeerLoad
 from kv_store.pages.index import PageState
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.background")
+log = logging.getLogger("batchengine.engine")
 
 HOUSEKEEPING_S = 1.0
 MAINTAIN_S = 10.0  # between two audits, while no turn runs
@@ -165,8 +165,8 @@ class Housekeeping:
         metrics.kv_tier_ok.set(stat["page_tier"] == "ok")
         metrics.ledger_ok.set(not stat["ledger_failed"])
         for page_state in PageState:
-            places = float(stat[f"pages_{page_state.value}"])
-            metrics.kv_page_places.labels(page_state.value).set(places)
+            slots = float(stat[f"pages_{page_state.value}"])
+            metrics.kv_page_slots.labels(page_state.value).set(slots)
 
     def _set_peers(self) -> None:
         metrics, peers = self._state.metrics, self._peers

@@ -200,7 +200,7 @@ def numbers(state: EngineState) -> dict[str, Any]:
         "sessions": len(state.sessions),
         "tokens_computed": sum(loop.meter.tokens for loop in loops),
         "tokens_recomputed": sum(loop.meter.recomputed for loop in loops),
-        "rows_adopted": sum(loop.kv.importing.rows_imported for loop in loops),
+        "rows_imported": sum(loop.kv.importing.rows_imported for loop in loops),
         "pages_sealed": sum(loop.kv.sealing.sealed for loop in loops),
         "seal_failures": sum(loop.kv.sealing.seal_failures for loop in loops),
         "outcomes": state.metrics.outcomes(),

@@ -62,7 +62,7 @@ class EngineState:
         self.model_changed = ""  # how the file on disk differs now; or ""
         self.peer_load = PeerLoad()  # what peers learn of this daemon, at most a second old
         self.erase_at_peers: ErasePages | None = None  # set once there may be peers
-        self.held_facts: HeldFacts = lambda session: {}  # set to `LinkedRows.of_session`
+        self.held_facts: HeldFacts = lambda session: {}  # of linked daemons; set at the start
         self.fatal: BaseException | None = None  # defect for which the daemon must restart
         self.stopping = False  # no request is admitted; cancelled turns end with "shutdown"
         self.leaving = False  # takes no new sessions, and no pages of peers: see `Engine.leave`
@@ -82,10 +82,10 @@ class EngineState:
     @property
     def load(self) -> DaemonLoad:
         """What the lanes have to do now."""
-        places = sum(loop.kv.slots.total for loop in self.lanes)
+        slots = sum(loop.kv.slots.total for loop in self.lanes)
         free = sum(loop.kv.slots.available for loop in self.lanes)
         running = sum(len(loop.running) for loop in self.lanes)
-        return DaemonLoad(running, self.waiting, (places - free) / max(places, 1))
+        return DaemonLoad(running, self.waiting, (slots - free) / max(slots, 1))
 
     @property
     def first_epoch(self) -> int:

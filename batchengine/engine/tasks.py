@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 log = logging.getLogger("batchengine.engine")
+
+Spawn = Callable[[Coroutine[Any, Any, object], str], object]  # as `Tasks.spawn`
 
 
 class Tasks:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from batchengine.policy.rows import TenantRow, TurnRow
 
 Line = deque[TurnRow]  # sessions of one class and tenant, by deadline
-Place = tuple[int, str]  # a class, by rank, and a tenant
+ShareKey = tuple[int, str]  # a class, by rank, and a tenant
 
 
 class Shares:
@@ -24,8 +24,8 @@ class Shares:
         """`tenants` empty or of one: they need no shares."""
         self.several = len(tenants) > 1
         self._tenants = tenants
-        self._used: defaultdict[Place, float] = defaultdict(float)
-        self._seats: defaultdict[Place, int] = defaultdict(int)
+        self._used: defaultdict[ShareKey, float] = defaultdict(float)
+        self._seats: defaultdict[ShareKey, int] = defaultdict(int)
         self._pages: defaultdict[str, int] = defaultdict(int)
         if not self.several:
             return
@@ -168,8 +168,8 @@ class Lines:
         self._waiting.clear()
 
 
-def _lines(rows: Iterable[TurnRow]) -> defaultdict[Place, Line]:
-    found: defaultdict[Place, Line] = defaultdict(deque)
-    for place, run in groupby(rows, attrgetter("rank", "tenant")):
-        found[place].extend(run)
+def _lines(rows: Iterable[TurnRow]) -> defaultdict[ShareKey, Line]:
+    found: defaultdict[ShareKey, Line] = defaultdict(deque)
+    for key, run in groupby(rows, attrgetter("rank", "tenant")):
+        found[key].extend(run)
     return found

@@ -50,6 +50,8 @@ from batchengine.core import (
     TokenEvent,
 )
 from batchengine.engine import Engine
+from batchengine.policy.router import RouteState
+from batchengine.session import Session
 from bench import report
 from bench.engine import DISK, synthetic_model
 from service.cli.local.cluster import free_ports
@@ -98,12 +100,18 @@ async def linked(path: Path, folder: Path, context: int) -> AsyncGenerator[list[
             await engine.stop(0.0)
 
 
+def alone(state: RouteState, session: Session | None = None, *, remote: bool = True) -> RouteState:
+    """What a daemon without peers shows the router: in place of `PeerPlans.with_peers`."""
+    return state
+
+
 class Arms:
     """The same prompts with and without pipelines."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.plans = engine.running.dispatcher.plans
+        self.plans = engine.running.plans
+        self.with_peers = self.plans.with_peers
         self.count = 0
 
     async def planned(self, warm: Callable[[], Awaitable[None]]) -> None:
@@ -115,7 +123,7 @@ class Arms:
 
     async def _is_planned(self) -> bool:
         for _ in range(POLLS):
-            if self.plans is not None and self.plans.facts.pipeline is not None:
+            if self.plans.facts.pipeline is not None:
                 return True
             await asyncio.sleep(0.05)
         return False
@@ -127,7 +135,7 @@ class Arms:
 
         `helper` gets every second prompt, if it is given.
         """
-        self.engine.running.dispatcher.plans = self.plans if tenant == "two" else None
+        self.plans.with_peers = self.with_peers if tenant == "two" else alone
         engines = [self.engine, helper or self.engine]
         began = time.perf_counter()
         found = await asyncio.gather(
@@ -186,7 +194,7 @@ async def measure(
             for tenant in list(times)[:: 1 if repeat % 2 else -1]:
                 helper = engines[1] if tenant == "apart" else None
                 if helper is not None:
-                    helper.running.dispatcher.plans = None
+                    helper.running.plans.with_peers = alone
                 await asyncio.sleep(REPORT_S)
                 before = [sum(worker.cpu_times()[:2]) for worker in workers]
                 seconds, found = await arms.run(prompts, tenant, helper)
@@ -198,7 +206,7 @@ async def measure(
             identical &= answers[0] == answers[1] == answers[2]
         for record in engines[0].running.dispatcher.log:
             notes += record.notes
-        facts = arms.plans.facts if arms.plans is not None else None
+        facts = arms.plans.facts
     stages = [] if facts is None or facts.pipeline is None else facts.pipeline.stages
     return {
         "times_s": {name: [round(t, 3) for t in found] for name, found in times.items()},

@@ -54,12 +54,12 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class GcReport:
-    """What `gc` removed. `places_other_reprs` are page slots of other models' extents."""
+    """What `gc` removed. `slots_other_reprs` are page slots of other models' extents."""
 
     pages_evicted: int
     tails_superseded: int
     extents_other_reprs: int
-    places_other_reprs: int
+    slots_other_reprs: int
     sessions: int
     turns: int
 

@@ -169,7 +169,7 @@ async def test_the_engine_computes_the_tokens_of_the_definition(site: Site) -> N
     shared = words(6, 700)
     prompts = [words(i, 40 * i) for i in range(7, 17)]
     prompts += [[*shared, *words(20 + i, 90)] for i in range(6)]
-    lane = LaneConfig("cpu", tokens_per_step=512, entries_max=4, places=10)
+    lane = LaneConfig("cpu", tokens_per_step=512, entries_max=4, open_pages=10)
     async with running_engine(site, hashlm.WORKER_COMMAND, (lane,)) as engine:
         for _ in range(2):  # the second time, prefixes are found
             answers = await asyncio.gather(

@@ -79,7 +79,7 @@ async def test_answers_under_random_load_and_kills_are_right(
     async with running_engine(
         site,
         store__budget_bytes=rng.choice([18, 40, 400]) * PAGE_BYTES,
-        lane__places=rng.choice([6, 12]),
+        lane__open_pages=rng.choice([6, 12]),
         lane__entries_max=rng.choice([2, 4]),
         lane__chunk_tokens_max=rng.choice([32, 256]),
         lane__tokens_per_step=288,
@@ -92,7 +92,9 @@ async def test_answers_under_random_load_and_kills_are_right(
             await until(lambda: not engine.state.turns and engine.phase == "ready")
             # rows of idle sessions may still be imported into the last worker's arena
             await until(
-                lambda: all(_available(loop) == loop.config.places for loop in engine.state.lanes)
+                lambda: all(
+                    _available(loop) == loop.config.open_pages for loop in engine.state.lanes
+                )
             )
         check_integrity(engine.running.store)
     assert chaos.cancelled + len(chaos.received) == 30

@@ -184,7 +184,7 @@ async def test_a_stream_survives_kill_9_of_the_worker(
 
 
 async def test_a_cancel_frees_seat_slots_and_pages(site: Site) -> None:
-    async with running_engine(site, lane__places=20) as engine:
+    async with running_engine(site, lane__open_pages=20) as engine:
         generations = [engine.submit(request(words(i, 100), 4000)) for i in range(6)]
         async for event in generations[0]:
             if isinstance(event, TokenEvent):
@@ -217,7 +217,7 @@ async def test_preemption_for_lack_of_pages_changes_no_answer(
     """Eight sessions of three pages are right on a store of sixteen pages and six open slots."""
     prompts = [words(50 + i, 700) for i in range(8)]
     async with running_engine(
-        site, store__budget_bytes=16 * 327_680, lane__places=6, lane__entries_max=4
+        site, store__budget_bytes=16 * 327_680, lane__open_pages=6, lane__entries_max=4
     ) as engine:
         assert engine.stats()["store"]["pages_max"] == 16
         running = [engine.submit(request(p, 60)) for p in prompts]
@@ -231,7 +231,9 @@ async def test_idle_sessions_release_their_pages_when_the_store_is_full(
 ) -> None:
     """Seven idle sessions that pin more pages than the store has can all be continued."""
     prompts = [words(120 + i, 800) for i in range(7)]
-    async with running_engine(site, store__budget_bytes=16 * 327_680, lane__places=10) as engine:
+    async with running_engine(
+        site, store__budget_bytes=16 * 327_680, lane__open_pages=10
+    ) as engine:
         for i, prompt in enumerate(prompts):
             answer = await read(engine.submit(request(prompt, 10, session=f"s{i}")))
             assert answer.tokens == reference.tokens(prompt, 10)

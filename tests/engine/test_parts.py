@@ -174,7 +174,7 @@ async def test_an_end_sends_held_tokens_and_an_error_drops_them() -> None:
     assert [type(e) for e in await g.events()] == [TokenEvent, DoneEvent]
     g = generation()
     g.add_token(1, None, ())
-    g.fail(errors.STEP_MISMATCH())
+    g.fail(errors.STEP_MISMATCH(what="digests"))
     assert [type(e) for e in await g.events()] == [ErrorEvent]
 
 
@@ -205,7 +205,7 @@ def test_a_turn_is_one_row_of_the_scheduler() -> None:
 async def test_an_abort_ends_the_reader_and_the_computation() -> None:
     calls: list[str] = []
     g = generation(calls=calls)
-    g.abort(errors.STEP_MISMATCH())
+    g.abort(errors.STEP_MISMATCH(what="digests"))
     assert [type(e) for e in await g.events()] == [ErrorEvent]
     assert calls == ["cancel"]
 

@@ -68,7 +68,7 @@ class Stage(World):
     def _choose_config(self) -> Config:
         lanes = tuple(
             LaneConfig(
-                name=name, threads=1, tier="any", entries_max=8, places=self.slots,
+                name=name, threads=1, tier="any", entries_max=8, open_pages=self.slots,
                 tokens_per_step=320,
             )
             for name in ("left", "right")

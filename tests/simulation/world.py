@@ -182,7 +182,7 @@ class World:
                 threads=1,
                 tier=tier,
                 entries_max=rng.choice([2, 4, 8]),
-                places=rng.choice([6, 8, 16]),
+                open_pages=rng.choice([6, 8, 16]),
                 chunk_tokens_max=rng.choice([32, 128, 256]),
                 tokens_per_step=288,
                 steps_in_flight=self.tape(f"ahead{i}").choice([1, 2, 3]),
@@ -676,7 +676,7 @@ class World:
         for loop in engine_run.loops:
             pages, arena = loop.kv, loop.kv.slots.arena
             assert arena is not None
-            if arena.n_free != loop.config.places or pages.slots.members:
+            if arena.n_free != loop.config.open_pages or pages.slots.members:
                 raise AssertionError(f"{arena!r} after the last session: {pages!r}")
             if pages.arenas or pages.slots.reclaimable or pages.slots.members_pending():
                 raise AssertionError(f"{pages!r}: {pages.arenas!r}")

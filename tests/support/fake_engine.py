@@ -257,6 +257,8 @@ class FakeEngine:
         self._last(tenant, session_id)
         if (tenant, session_id) in self.asleep:
             raise errors.SESSION_AT_REST(session_id=session_id)
+        if to not in self.lane_names:
+            raise errors.UNKNOWN_LANE(given=to, lanes=" or ".join(self.lane_names))
         self.calls.append((name, tenant, session_id, to))
         return {
             "session_id": session_id, "source": "bulk", "target": to, "cause": name, "tokens": 300,
@@ -370,7 +372,7 @@ class FakeEngine:
                     "seconds": 0.1}  # fmt: skip
         if op == "gc":
             return {"pages_evicted": 2, "tails_superseded": 1, "extents_other_reprs": 0,
-                    "places_other_reprs": 0, "sessions": 0, "turns": 4}  # fmt: skip
+                    "slots_other_reprs": 0, "sessions": 0, "turns": 4}  # fmt: skip
         return {"budget_bytes": 1 << 30, "used_bytes": 1 << 20, "page_tier": "ok", "sessions": 2}
 
     async def script(self, generation: FakeGeneration) -> AsyncIterator[GenerationEvent]:

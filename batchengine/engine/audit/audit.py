@@ -43,7 +43,7 @@ from kv_store.errors import StaleRef, StoreError
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.audit")
 
 FAULTS_MAX = 2  # after so many faults, a lane publishes no more
 DISPUTES_MAX = 2  # with more disputed pages, a turn fails

@@ -19,7 +19,7 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import RecomputeFailed
 from batchengine.engine.state import EngineState
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.audit")
 
 LOOK_S = 1.0
 REST_S = 5.0  # a lane without work for so long has rested

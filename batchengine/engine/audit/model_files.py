@@ -19,7 +19,7 @@ from batchengine.gguf import Identity, model_identity
 from batchengine.weights import read_fingerprint
 from batchengine.weights.cache import CacheMismatch, cache_path, verify_cache
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.audit")
 
 
 class ModelFiles:

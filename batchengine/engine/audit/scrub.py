@@ -30,7 +30,7 @@ from kv_store.pages.allocator import NoRoom
 from kv_store.pages.maintenance import GcReport, ScrubResult
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.audit")
 
 IDLE_S = 5.0  # an engine without a turn for so long is idle
 SCRUB_SHARE = 0.05  # of the disk's read rate

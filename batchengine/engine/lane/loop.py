@@ -16,6 +16,7 @@ from batchengine.config import LaneConfig
 from batchengine.core import BatchEngineError
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeQueue
 from batchengine.engine.lane.seats import Seats
+from batchengine.engine.lane.stage_queue import StageQueue
 from batchengine.engine.lane.steps.emission import Emissions
 from batchengine.engine.lane.steps.inflight import InFlightSteps
 from batchengine.engine.lane.steps.meter import StepMeter
@@ -26,7 +27,6 @@ from batchengine.engine.lane.transfer import Frozen, Transfers
 from batchengine.engine.turns.journal import Journal
 from batchengine.engine.turns.turn import Turn
 from batchengine.kv import Disputes, LaneKv
-from batchengine.lanes.stage_queue import StageQueue
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.metrics import Metrics
 from batchengine.policy import scheduler
@@ -37,7 +37,7 @@ from batchengine.text.frontend import TextFrontend
 from batchengine.wire import lane as wire
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.lane")
 
 REPLAN_S = 0.005  # after an empty plan: slots return and deadlines pass without a wake-up
 SAVED_POLL_S = 0.01
@@ -213,6 +213,18 @@ class LaneLoop:
             turn.needs_match = True
             self.seats.forget_row(turn)
 
+    def park(self, session: Session) -> asyncio.Future[None] | None:
+        """Have the open tail and the recurrent state of an idle session stored; None: there is
+        nothing to store.
+
+        The future resolves once they are stored, or are no longer to be.
+        """
+        if not self.kv.park(session):
+            return None
+        return self._transfers.when(
+            lambda: not self.kv.is_parking(session) or session.state is not State.IDLE
+        )
+
     # ---------------------------------------------------------------------- called by the audit
 
     @property
@@ -229,18 +241,6 @@ class LaneLoop:
     def unpause(self) -> None:
         self._paused = False
         self.wake()
-
-    def park(self, session: Session) -> asyncio.Future[None] | None:
-        """Have the open tail and the recurrent state of an idle session stored; None: there is
-        nothing to store.
-
-        The future resolves once they are stored, or are no longer to be.
-        """
-        if not self.kv.park(session):
-            return None
-        return self._transfers.when(
-            lambda: not self.kv.is_parking(session) or session.state is not State.IDLE
-        )
 
     def drop_open(self) -> None:
         """Drop every row that is not sealed, and every recurrent state. Call while the lane is
@@ -281,7 +281,7 @@ class LaneLoop:
         """Continue the session on this lane, with the seat and the deadline it had."""
         is_audited = self._transfers.thaw(session, frozen)
         turn = frozen.turn
-        if turn is not None and (turn.generation.cancelled or turn.generation.finished):
+        if turn is not None and turn.generation.is_over:
             self.cancel(turn)
         if is_audited:
             self.session_cut(session)

@@ -51,9 +51,9 @@ class Seats:
         self.pages_lent = 0  # of these, kept for sessions of peers now
         self.pages_barred = 0  # of these, for which the disk has no room now
         self.pages_beyond = 0  # that sessions have with peers, or may have in addition
+        self.pages_beyond_free = 0  # of these, the ones that no session has yet
         self.pages_beyond_max = 0  # that sessions could have with peers that keep nothing else
         self.why_none_beyond = ""  # why peers hold no pages of this model; "" = they do, or none is
-        self.pages_beyond_free = 0  # of these, the ones that no session has yet
         self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
         self.pages_short = asyncio.Event()  # set while running turns find no page
         self.awaits_peers = False  # pages are on their way to peers, or soon will be

@@ -128,7 +128,7 @@ class WorkerSupervisor:
         state_bytes = lane.facts.state_bytes if lane.facts is not None else 0
         at_rest = _at_rest(config, state_bytes, self._budget_bytes)
         states = states_of_seats(config.entries_max, config.steps_in_flight) + at_rest
-        slots = config.places or open_pages(
+        slots = config.open_pages or open_pages(
             config.entries_max, self._budget_bytes, layout.page_bytes
         )
         number = arena_number(store.epoch, lane.incarnation)

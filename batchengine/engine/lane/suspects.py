@@ -20,7 +20,7 @@ from kv_store.ledger import writes
 from kv_store.ledger.queries import SuspectInfo
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.lane")
 
 ALONE_DEATHS_MAX = 2  # crashes of a worker with a session alone: its turn fails
 STRIKES_MAX = 2  # crashes of worker or engine with one session alone: then it is quarantined

@@ -40,9 +40,9 @@ class Tenants:
     def computed(self, rank: int, tenant: str, ms: float) -> None:
         """Count the time of one entry of a step that was committed."""
         if self._present:
-            place = rank, tenant
-            used = self._used.get(place, 0.0)
-            self._used[place] = used + ms / self.weight(tenant)
+            key = rank, tenant
+            used = self._used.get(key, 0.0)
+            self._used[key] = used + ms / self.weight(tenant)
 
     def aged(self, tenant: str, now_ms: float) -> None:
         """Record that rule 6 admitted a session of the tenant."""
@@ -75,15 +75,15 @@ class Tenants:
         """Raise what newcomers have used to the least of those that stayed, class by class."""
         for rank in RANK.values():
             stayed = [p for p in present & self._present if p[0] == rank]
-            level = min([self._used.get(place, 0.0) for place in stayed], default=0.0)
-            for place in present - self._present:
-                if place[0] == rank:
-                    self._used[place] = max(self._used.get(place, 0.0), level)
-            here = [place for place in present if place[0] == rank]
-            most = max([self._used[place] for place in here], default=0.0)
-            for place in here:
-                self._used[place] = max(self._used[place], most - CREDIT_MS)
-            for place in [p for p in self._used if p[0] == rank and p not in present]:
-                if not stayed or self._used[place] <= level:
-                    del self._used[place]
+            level = min([self._used.get(key, 0.0) for key in stayed], default=0.0)
+            for key in present - self._present:
+                if key[0] == rank:
+                    self._used[key] = max(self._used.get(key, 0.0), level)
+            here = [key for key in present if key[0] == rank]
+            most = max([self._used[key] for key in here], default=0.0)
+            for key in here:
+                self._used[key] = max(self._used[key], most - CREDIT_MS)
+            for key in [p for p in self._used if p[0] == rank and p not in present]:
+                if not stayed or self._used[key] <= level:
+                    del self._used[key]
         self._present = present

@@ -28,6 +28,7 @@ from batchengine.engine.linked.holds import (
     PageFormats,
 )
 from batchengine.engine.linked.peer_states import PeerStates
+from batchengine.engine.tasks import Spawn
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT
 from batchengine.session import Session, common_prefix
@@ -56,7 +57,6 @@ SILENCE_S = 30.0  # after which an incoming page, or a promise of room, is given
 TOKEN_BYTES_EACH = 4
 TOKEN_BYTES = TOKEN_BYTES_EACH * PAGE_TOKENS
 TIMELINE_BYTES_MAX = 4 << 20
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
 class Incoming:

@@ -36,7 +36,7 @@ from batchengine.wire.peer import (
     PeerFrame,
 )
 
-log = logging.getLogger("batchengine.peers")
+log = logging.getLogger("batchengine.linked")
 
 TICK_S = 0.1
 ANSWER_S = 5.0  # for the peer's answer to OpenData

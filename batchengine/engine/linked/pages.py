@@ -11,7 +11,7 @@ import msgspec
 
 from batchengine.core import BatchEngineError
 from batchengine.engine.linked.holds import HoldName, HoldsGiven, Misfit, PageFormats
-from batchengine.engine.linked.holds_server import HoldServer, Spawn
+from batchengine.engine.linked.holds_server import HoldServer
 from batchengine.engine.linked.holds_taken import HoldsTaken, OtherLane
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.page_move import PageMover
@@ -19,6 +19,7 @@ from batchengine.engine.linked.peer_pages import PeerPages
 from batchengine.engine.linked.peer_states import PeerStates
 from batchengine.engine.linked.routes import RouteKeeper, keeps_pages
 from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Spawn
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
 from batchengine.peers.transitions import LinkState

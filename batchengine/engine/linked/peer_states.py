@@ -12,13 +12,14 @@ import logging
 import os
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.loop import LaneLoop, states_saved
 from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed
+from batchengine.engine.tasks import Spawn
 from batchengine.peers.connection import FRAME_BYTES
 from batchengine.peers.features import STATES
 from batchengine.peers.link import PeerLink
@@ -33,7 +34,6 @@ log = logging.getLogger("batchengine.linked")
 ANSWER_S = 5.0
 STORED_S = 30.0  # for a state to be written
 TOKEN_BYTES = 4 * PAGE_TOKENS
-Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 Over = Callable[[], bool]
 
 

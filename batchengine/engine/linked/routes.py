@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 from batchengine.core import PAGE_TOKENS, SUPERPAGE_PAGES
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.linked.holds_server import Spawn
 from batchengine.engine.linked.holds_taken import HoldsTaken, TakenHold
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.page_move import PageMover
+from batchengine.engine.tasks import Spawn
 from batchengine.peers.features import HOLDS
 from batchengine.peers.link import PeerLink
 from batchengine.peers.transitions import LinkState

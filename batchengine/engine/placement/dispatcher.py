@@ -24,7 +24,7 @@ from batchengine.engine.placement.decision_log import (
     DecisionRecord,
     RequestOutcome,
 )
-from batchengine.engine.placement.evacuation import Evacuation, Spawn
+from batchengine.engine.placement.evacuation import Evacuation
 from batchengine.engine.placement.explain import explain
 from batchengine.engine.placement.lane_view import LaneViews, QueueLimit, scored_ms_of
 from batchengine.engine.placement.migration import Migrator
@@ -34,12 +34,13 @@ from batchengine.engine.placement.plans import CACHED_MAX, PeerPlans
 from batchengine.engine.placement.restore import Restores
 from batchengine.engine.placement.session_times import TimesOfSessions
 from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Spawn
 from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn
 from batchengine.policy import cost, router, scheduler
 from batchengine.session import Session, common_prefix
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.placement")
 
 MOVE_GAIN = 0.2  # weight of the newest migration in the average cost of one
 
@@ -47,20 +48,27 @@ MOVE_GAIN = 0.2  # weight of the newest migration in the average cost of one
 class Dispatcher:
     """Routes the requests of one engine; the only caller of its migrator."""
 
-    def __init__(self, state: EngineState, migrator: Migrator, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        state: EngineState,
+        migrator: Migrator,
+        plans: PeerPlans,
+        decisions: DecisionLog,
+        pipeline_queue: PipelineQueue,
+        spawn: Spawn,
+    ) -> None:
         """`spawn` runs a task that nothing awaits."""
         self._state = state
         self._migrator = migrator
         self._spawn = spawn
-        self.log = DecisionLog()
-        self.pipeline_queue = PipelineQueue()
-        self._lanes = LaneViews(state, self.pipeline_queue)
+        self.plans = plans
+        self.log = decisions
+        self._lanes = LaneViews(state, pipeline_queue)
         self.restores = Restores(state, self._lanes, self.log)
         self._times = TimesOfSessions(state)
         self.evacuation = Evacuation(state, self.move, spawn)
         self._own_moves = OwnMoves(state, self._lanes, self._times, self.log)
         self._policy = _policy(state.config)
-        self.plans: PeerPlans | None = None  # over peers, if there may be any
 
     def __repr__(self) -> str:
         return f"<Dispatcher decisions={len(self.log)} moving={len(self._state.moves)}>"
@@ -80,7 +88,7 @@ class Dispatcher:
         itself, or `explicit`."""
         state = router.RouteState(self._lanes.all(tenant, scored=scored), self._policy)
         remote = explicit or self._state.config.router.promote_auto
-        if self.plans is None or scored:
+        if scored:
             return state
         return self.plans.with_peers(state, session, remote=remote)
 
@@ -96,7 +104,7 @@ class Dispatcher:
             max(0, reused - session.kv.sealed_tokens),
             now_ms - note.moved_ms,
             now_ms - note.urgent_ms,
-            *(((), 0.0) if self.plans is None else self.plans.held(session, reused)),
+            *self.plans.held(session, reused),
         )
 
     # ------------------------------------------------------------------------------ admission
@@ -220,7 +228,7 @@ class Dispatcher:
         reused = asked.stored_tokens if known is None else known.reused_tokens
         n = max(1, asked.prompt_tokens - reused)
         work = asked.rank, asked.prompt_tokens - n, n, scored_ms_of(loop, request, n)
-        if self.plans is None or not self.plans.expect(generation, record):
+        if not self.plans.expect(generation, record):
             self._lanes.joined(loop, session.tenant, *work)
         return loop
 
@@ -275,7 +283,7 @@ class Dispatcher:
             if to is not None and to is not home and not _held_back(self._state, session, home):
                 self._spawn(self.move(session, to, MoveCause.PROMOTION), "move")
 
-        if decision.strategy == router.ON_PEER and self.plans is not None and turn is not None:
+        if decision.strategy == router.ON_PEER and turn is not None:
             self.plans.send_away(turn, decision.lane, move_here)
         else:
             move_here()
@@ -338,15 +346,15 @@ class Dispatcher:
         name = "" if home is None else home.lane.name
         loop = self.lane_for(session, tier) if to is None else self._state.lane(to)
         if to is not None and loop is None:
-            lanes = " or ".join(loop.lane.name for loop in self._state.lanes)
-            raise errors.UNKNOWN_LANE(given=to, lanes=lanes)
+            names = [loop.lane.name for loop in self._state.lanes] + self.plans.peer_names()
+            raise errors.UNKNOWN_LANE(given=to, lanes=" or ".join(names))
         if loop is None and home is not None:  # a second request for the same tier moves nothing
             settled = home.config.tier == tier and home.lane.alive and home.kv.slots.is_attached
             loop = home if settled else self.evacuation.refuge(home)
         if loop is None:
             raise errors.NO_OTHER_LANE(lane=name or "here")
         cause = MoveCause.PROMOTION if tier == router.FAST else MoveCause.DEMOTION
-        if tier == router.FAST and self.plans is not None:
+        if tier == router.FAST:
             self.plans.gather(session)
         # Shielded: a migration that has begun ends even if the caller is cancelled.
         moved = await asyncio.shield(asyncio.ensure_future(self.move(session, loop, cause)))
@@ -405,8 +413,7 @@ class Dispatcher:
             return
         if router.is_urgent(record.request, self._policy):
             note.urgent_ms = now_ms
-            if self.plans is not None:
-                self.plans.gather(session)
+            self.plans.gather(session)
         if finish in ("stop", "length"):
             self._lanes.learn_answer(generation.completion_tokens, generation.request.tokens_max)
         first_ms, tpot_ms = generation.first_token_ms, generation.tpot_ms

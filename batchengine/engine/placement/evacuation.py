@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.placement.move_report import MoveCause
 from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Spawn
 from batchengine.session import Session
 
-Spawn = Callable[[Coroutine[Any, Any, object], str], object]
 Move = Callable[[Session, LaneLoop, MoveCause], Awaitable[object]]
 
 

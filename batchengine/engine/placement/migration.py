@@ -199,7 +199,7 @@ class Migrator:
         if row_import is None:
             raise Abort(
                 f"no room: {n_pages} open pages are needed on lane {to.lane.name}, and it has"
-                f" {to.kv.slots.available} places to give"
+                f" {to.kv.slots.available} slots to give"
             )
         await self._touch(to, session.kv.codes[session.kv.n_held : session.kv.first_open])
         if move.source.kv.slots.is_relabeling(session):
@@ -263,7 +263,7 @@ class Migrator:
         imported = row_import.imported = asyncio.get_running_loop().create_future()
         if not move.to.kv.importing.import_rows(row_import, rows):
             name = move.to.lane.name
-            raise Abort(f"no room: lane {name} has no place for {len(rows)} open pages")
+            raise Abort(f"no room: lane {name} has no slots for {len(rows)} open pages")
         move.to.wake()
         return imported
 
@@ -315,7 +315,7 @@ class Migrator:
         if frozen.audits != to.kv.disputes.audits:
             raise Abort("an audit invalidated its open rows")
         turn = frozen.turn
-        if turn is not None and (turn.generation.cancelled or turn.generation.finished):
+        if turn is not None and turn.generation.is_over:
             raise Abort("its request was cancelled")
 
     async def _commit(self, move: Migration, turn: Turn | None) -> None:

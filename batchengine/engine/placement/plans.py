@@ -42,7 +42,7 @@ from batchengine.policy.router import ON_PEER, PIPELINED, RINGED, Decision, Reas
 from batchengine.session import Session
 from batchengine.session_kv import SELF
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.placement")
 
 LOOK_S = 0.5
 PLANNED_TOKENS = 8192  # of the prompt that a plan is made for
@@ -70,22 +70,22 @@ class PeerPlans:
         send_away: SendAway,
     ) -> None:
         self._keeper, self.send_away = keeper, send_away
-        self._loop, self._peers, self._pipelines, self._queue = loop, peers, pipelines, queue
-        facts, details = loop.lane.facts, info.details
+        self._loop, self._peers, self._pipelines, self.queue = loop, peers, pipelines, queue
+        facts, shape = loop.lane.facts, info.shape
         n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
-        self._is_whole = bool(details["is_whole"])  # no pipelines
-        self._kv_token_bytes = payload // 256
+        self._is_whole = shape.is_whole  # no pipelines
+        self._kv_token_bytes = payload // PAGE_TOKENS
         stored = self._kv_token_bytes  # of a token, with its share of the states that are sent
         if facts is not None and facts.state_bytes:
             stored += facts.state_bytes // save_interval(facts.state_bytes, stored)
-        self._model = PipelineModel(n_layer, stored // n_layer, 4 * int(details["n_embd"]))
-        n_layer_whole = max(1, int(details["n_layer_whole"]))  # no query leaves where windows hide
+        self._model = PipelineModel(n_layer, stored // n_layer, 4 * shape.n_embd)
+        n_layer_whole = max(1, shape.n_layer_whole)  # no query leaves where windows hide
         self._shape = shape_of(
             n_layer_whole,
-            int(details["n_head"]),
-            int(details["n_kv_head"]),
-            int(details["head_dim"]),
-            int(details["v_first"]),
+            shape.n_head,
+            shape.n_kv_head,
+            shape.head_dim,
+            shape.v_first,
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
         # with the pipeline in use
@@ -104,13 +104,17 @@ class PeerPlans:
             remote = False
         if remote:
             strategies += (layouts.REMOTE,)
-        queue_ms, own_queue_ms = self._queue.queue_ms("" if session is None else session.tenant)
+        queue_ms, own_queue_ms = self.queue.queue_ms("" if session is None else session.tenant)
         return msgspec.structs.replace(
             state,
             peers=tuple([self._peer(link) for _, link in sorted(self._peers.links.items())]),
             facts=msgspec.structs.replace(self.facts, queue_ms=queue_ms, own_queue_ms=own_queue_ms),
             strategies=strategies,
         )
+
+    def peer_names(self) -> list[str]:
+        """The peers that a turn may be moved to by name."""
+        return sorted(self._peers.links)
 
     def held(self, session: Session, tokens: int) -> tuple[Held, float]:
         """Which of the leading `tokens` of a session peers hold, as (peer, tokens), and the time
@@ -140,7 +144,7 @@ class PeerPlans:
         found = next(one for one in record.decision.outlooks if one.strategy == PIPELINED)
         n_tokens = record.request.prompt_tokens
         prompt = QueuedPrompt(record.tenant, n_tokens, own / stages[-1].end, found.alone_ms)
-        self._queue.begin(generation, prompt)
+        self.queue.begin(generation, prompt)
         return True
 
     async def prepare(self, turn: Turn, decisions: DecisionLog) -> None:
@@ -157,7 +161,7 @@ class PeerPlans:
             try:
                 await self._fill_prefix(turn, record)
             finally:
-                self._queue.end(turn.generation)
+                self.queue.end(turn.generation)
 
     def _arrange(self, session: Session, decision: Decision) -> None:
         """Have the session's pages placed as the decision says."""
@@ -201,10 +205,10 @@ class PeerPlans:
             tokens,
             session,
             deadline_s,
-            lambda: generation.cancelled or generation.finished,
-            lambda n_pages: self._queue.advance(generation, n_pages * PAGE_TOKENS),
+            lambda: generation.is_over,
+            lambda n_pages: self.queue.advance(generation, n_pages * PAGE_TOKENS),
         )
-        if why and not (generation.cancelled or generation.finished):
+        if why and not generation.is_over:
             self._again_at = time.monotonic() + FAILED_S
         ended, took_s = f": {why}" if why else "", time.monotonic() - began
         record.note(f"the pipeline computed {pages} pages in {took_s:.2f} s{ended}")

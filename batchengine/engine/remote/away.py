@@ -28,8 +28,9 @@ from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed
 from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.placement.move_report import MoveCause, MoveOutcome, MoveReport
 from batchengine.engine.remote.exchange import Exchange
-from batchengine.engine.remote.served import CREDIT_TOKENS, Spawn
+from batchengine.engine.remote.served import CREDIT_TOKENS
 from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Spawn
 from batchengine.engine.turns.turn import Turn
 from batchengine.peers.features import HOLDS, TURNS
 from batchengine.peers.link import PeerLink

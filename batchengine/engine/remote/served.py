@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from array import array
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from batchengine.core import (
@@ -26,6 +26,7 @@ from batchengine.core import (
 from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.remote.exchange import Exchange, tokens_of
 from batchengine.engine.state import EngineState
+from batchengine.engine.tasks import Spawn
 from batchengine.engine.turns.stream import Generation
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT
@@ -46,7 +47,6 @@ CREDIT_TOKENS = 256  # that may be sent before the owner allows more
 READ_S = 30.0  # for the tokens of a timeline to come
 
 Submit = Callable[[GenerationRequest], Generation]
-Spawn = Callable[[Coroutine[Any, Any, object], str], object]
 
 
 class ServedTurn:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchengine.core import ModelInfo
 from batchengine.engine.linked.holds import Misfit
-from batchengine.engine.linked.pages import LinkedPages
-from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.remote.away import AwayTurns
 from batchengine.engine.remote.exchange import misplaced
-from batchengine.engine.remote.served import ServedTurns, Spawn, Submit
-from batchengine.engine.state import EngineState
+from batchengine.engine.remote.served import ServedTurns
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
 from batchengine.peers.transitions import LinkState
@@ -27,25 +23,13 @@ from batchengine.wire.peer import (
     TurnGo,
     TurnTokens,
 )
-from kv_store.store import Store
 
 
 class RemoteTurns:
     """Turns that this daemon and its peers compute for each other."""
 
-    def __init__(
-        self,
-        state: EngineState,
-        store: Store,
-        peers: Peers,
-        linked: LinkedPages,
-        decisions: DecisionLog,
-        info: ModelInfo,
-        submit: Submit,
-        spawn: Spawn,
-    ) -> None:
-        self.away = AwayTurns(state, store, peers, linked, decisions, info, spawn)
-        self.served = ServedTurns(state, submit, info, spawn)
+    def __init__(self, away: AwayTurns, served: ServedTurns, peers: Peers) -> None:
+        self.away, self.served = away, served
         peers.subscribe(self._on_message, self._on_state)
 
     def __repr__(self) -> str:

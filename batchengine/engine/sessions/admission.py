@@ -78,7 +78,6 @@ def with_turn(request: GenerationRequest, state: EngineState) -> GenerationReque
     if not key or (session := state.sessions.get(name)) is None:
         return request
     for served, of in state.requests.items():
-        is_over = served.cancelled or served.finished
-        if of is session and not is_over and served.request.idempotency_key == key:
+        if of is session and not served.is_over and served.request.idempotency_key == key:
             return dataclasses.replace(request, request_id=served.turn_id)
     return request

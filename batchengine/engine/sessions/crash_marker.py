@@ -15,7 +15,7 @@ import stat
 NAME = "CRASH"  # `kv_store.fsck` allows a file of this name
 BYTES_MAX = 4096
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.sessions")
 
 
 class CrashMarker:

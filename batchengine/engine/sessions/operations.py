@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,7 @@ from batchengine.engine.turns.journal import IDLE, PARKED, RUNNING, Journal
 from batchengine.engine.turns.records import (
     ParkedMark,
     Rebase,
+    SessionFacts,
     SessionMeta,
     TimelineMark,
     encode,
@@ -47,11 +48,19 @@ from kv_store.errors import LedgerRefused, StoreError
 from kv_store.ledger import writes
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.sessions")
 
 BEFORE_TOKENS = 12  # shown before a difference: enough to find its position in the text
 ROLE_TOKENS_MAX = 32_768  # how far back the beginning of a message is searched
 DROP_WAIT_S = 30.0  # far longer than a step
+
+
+class Recorded(NamedTuple):
+    """What the ledger has, or will have, of a session."""
+
+    meta: SessionMeta
+    epoch: int
+    timeline: Sequence[int]
 
 
 class SessionOperations:
@@ -91,26 +100,14 @@ class SessionOperations:
         A request with the result of `tool_call_id` whose prompt continues the timeline continues
         the session. Raises BatchEngineError (404, 409, 503): then it does not.
         """
-        session = self._state.sessions.get((tenant, session_id))
-        while session is not None and session.key in self._state.moves:
-            await self._state.moved(session)
-            session = self._state.sessions.get((tenant, session_id))
-        facts = None if session is None else self._state.facts.get(session.key)
-        if session is None or facts is None or session.logged < 0:
-            if session is not None and self._state.is_busy(session):
-                raise errors.SESSION_IN_USE(session_id=session_id)  # it is read from the ledger
-            found = await self._recovery.record(tenant, session_id)
-            epoch, timeline = found.info.epoch, found.tokens
-            meta = session_meta(found.info.meta) if facts is None else facts.meta
-        else:
-            meta, epoch, timeline = facts.meta, session.logged_epoch, session.tokens
+        session, facts, (meta, epoch, timeline) = await self._known(tenant, session_id)
         before = meta, None if facts is None else facts.parks
         if tool_call_id:
             mark = TimelineMark.of(timeline)
             meta = with_call(meta, tool_call_id)
             meta = msgspec.structs.replace(meta, parked=None, mark=mark)
         is_busy = session is not None and self._state.is_busy(session)
-        state, parked = RUNNING if is_busy else PARKED, ParkedMark.now(tool_call_id or "")
+        status, parked = RUNNING if is_busy else PARKED, ParkedMark.now(tool_call_id or "")
         if not is_busy:
             meta = msgspec.structs.replace(meta, parked=parked)
         if facts is not None:
@@ -119,7 +116,7 @@ class SessionOperations:
         name = durable_name(tenant, session_id)
         try:
             await self._wait(
-                self._store.ledger.append(writes.SetMeta(name, epoch, state, encode(meta)))
+                self._store.ledger.append(writes.SetMeta(name, epoch, status, encode(meta)))
             )
         except (BatchEngineError, LedgerRefused) as error:
             if facts is not None and facts.meta is meta:
@@ -131,18 +128,36 @@ class SessionOperations:
         mark = (meta if facts is None else facts.meta).mark  # a turn may have ended meanwhile
         if tool_call_id and mark is not None:
             self._recovery.calls.add(tenant, tool_call_id, session_id, mark)
-        state = "parked"
+        told = "parked"
         if session is not None and facts is not None and self._state.is_busy(session):
-            state = "parks at the end of its turn"
+            told = "parks at the end of its turn"
             facts.parks = parked.tool_call_id
         elif session is not None:
             await self._parking.park(session, leave=True)
         return {
             "session_id": session_id,
-            "state": state,
+            "state": told,
             "tokens": len(timeline),
             "tool_calls": meta.calls,
         }
+
+    async def _known(
+        self, tenant: str, session_id: str
+    ) -> tuple[Session | None, SessionFacts | None, Recorded]:
+        """A session that is in memory, once it does not move, with its facts; and what is recorded
+        of it, if need be read from the ledger. Raises BatchEngineError (404, 409)."""
+        session = self._state.sessions.get((tenant, session_id))
+        while session is not None and session.key in self._state.moves:
+            await self._state.moved(session)
+            session = self._state.sessions.get((tenant, session_id))
+        facts = None if session is None else self._state.facts.get(session.key)
+        if session is not None and facts is not None and session.logged >= 0:
+            return session, facts, Recorded(facts.meta, session.logged_epoch, session.tokens)
+        if session is not None and self._state.is_busy(session):
+            raise errors.SESSION_IN_USE(session_id=session_id)  # it is read from the ledger
+        found = await self._recovery.record(tenant, session_id)
+        meta = session_meta(found.info.meta) if facts is None else facts.meta
+        return session, facts, Recorded(meta, found.info.epoch, found.tokens)
 
     async def fork(
         self, tenant: str, session_id: str, new_id: str, client_name: str
@@ -325,13 +340,13 @@ class SessionOperations:
 
     def _position_of(self, before: Sequence[int]) -> dict[str, Any]:
         """Return the text before the difference, and the role of the message that it is in."""
-        slot: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
+        position: dict[str, Any] = {"text_before": self._text_of(tuple(before[-BEFORE_TOKENS:]))}
         for index in range(len(before) - 1, max(-1, len(before) - 1 - ROLE_TOKENS_MAX), -1):
             if before[index] in self._outlines.marks:
                 role = self._outlines.role(before, index)
                 if role:
-                    return slot | {"inside": f"{role} message"}
-        return slot
+                    return position | {"inside": f"{role} message"}
+        return position
 
     def _text_of(self, tokens: tuple[int, ...]) -> str:
         return b"".join(self._text.piece(token) for token in tokens).decode(errors="replace")

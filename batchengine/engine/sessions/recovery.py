@@ -35,6 +35,7 @@ from batchengine.engine.turns.records import (
     SessionFacts,
     SessionMeta,
     TimelineMark,
+    TurnRecord,
     session_meta,
     turn_record,
     with_call,
@@ -58,7 +59,7 @@ from kv_store.ledger.continuity import INCARNATIONS
 from kv_store.ledger.queries import SessionInfo, SessionRecord, TurnInfo
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.reopen")
+log = logging.getLogger("batchengine.sessions")
 
 ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
 ROWS_MIN = 2  # of a page, that are copied rather than computed again
@@ -151,12 +152,12 @@ class SessionRecovery:
         self.calls.forget(tenant, session_id)
         self.families.forget(tenant, session_id)
 
-    # ------------------------------------------------------------------------------- look
+    # ------------------------------------------------------------------------------- load
 
     def must_load(self, session: Session, generation: Generation) -> bool:
         """Whether `load` must be called before this request may change the session."""
         request = generation.request
-        if request.session_id is None or generation.looked:
+        if request.session_id is None or generation.loaded:
             return False
         if session.logged < 0 or generation.resumes is not None:
             return True
@@ -169,7 +170,7 @@ class SessionRecovery:
 
         Raises BatchEngineError for a damaged history, a quarantined session, nothing to resume.
         """
-        generation.looked = True
+        generation.loaded = True
         found = await self._read_settled(session)
         if found is None:
             session.logged = NOT_LOGGED
@@ -492,7 +493,8 @@ def _shortfall(turn: Turn, facts: SessionFacts | None) -> tuple[str, str]:
 def _find(
     history: SessionRecord, session: Session, generation: Generation, is_changed: bool
 ) -> Continuation | None:
-    """Find the turn that this request repeats or resumes. Raises OTHER_REQUEST_OF_KEY."""
+    """Find the turn that this request repeats or resumes. A request that asks for it again gets the
+    seed that the turn was given. Raises OTHER_REQUEST_OF_KEY."""
     request, turns = generation.request, history.turns
     last = turns[-1] if turns else None
     if generation.resumes is not None and last is not None:
@@ -506,16 +508,14 @@ def _find(
             asked = turn_record(turn.sampling)
             if asked is None or not asked.asks_the_same(request):
                 raise errors.OTHER_REQUEST_OF_KEY()
-            sampling = msgspec.structs.replace(request.sampling, seed=asked.sampling.seed)
-            generation.request = dataclasses.replace(request, sampling=sampling)
+            generation.request = _with_seed_of(request, asked)
             end = min((later.prompt_start for later in turns[index + 1 :]), default=None)
             return _continuation(session, turn, end)
     if last is None or is_changed or request.sampling.logprobs >= 0:
         return None
     asked = turn_record(last.sampling)
     if asked is not None and request.is_retry and asked.asks_the_same(request):
-        sampling = msgspec.structs.replace(request.sampling, seed=asked.sampling.seed)
-        generation.request = request = dataclasses.replace(request, sampling=sampling)
+        generation.request = request = _with_seed_of(request, asked)
     if asked is None or not asked.says_the_same(request.sampling):
         return None
     if asked.constraint != request.constraint:
@@ -530,6 +530,12 @@ def _find(
         if request.form == FORM_RESPONSES and (ends or asked.stop != request.stop):
             return None  # nothing would be recorded of it, and a response is found by its turn
     return found
+
+
+def _with_seed_of(request: GenerationRequest, asked: TurnRecord) -> GenerationRequest:
+    """The request with the seed of a recorded turn."""
+    sampling = msgspec.structs.replace(request.sampling, seed=asked.sampling.seed)
+    return dataclasses.replace(request, sampling=sampling)
 
 
 def _continuation(session: Session, turn: TurnInfo, end: int | None = None) -> Continuation:

@@ -41,7 +41,7 @@ from batchengine.engine.turns.turn import Turn, TurnEnd
 from batchengine.session import LOG_UNKNOWN, NOT_LOGGED, Session, State
 from batchengine.text.frontend import TextFrontend
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.sessions")
 
 
 class Requests:
@@ -291,7 +291,7 @@ class Requests:
         line = self._state.lines.get(session.key)
         if line is not None and generation.is_superseded(line.waiting):
             generation.fail(errors.RESUMED_ELSEWHERE())
-        return generation.cancelled or generation.finished
+        return generation.is_over
 
     async def _load(self, session: Session, generation: Generation) -> None:
         """Load a session from the ledger. Raises BatchEngineError."""
@@ -375,8 +375,7 @@ class Requests:
         self._recovery.begin(turn, loop.lane)
         if turn.scores is not None:
             return  # see `Turn.reusable`
-        if (plans := self._dispatcher.plans) is not None:
-            await plans.prepare(turn, self._dispatcher.log)
+        await self._dispatcher.plans.prepare(turn, self._dispatcher.log)
 
         def is_worth_reading(tokens: int, cold_tokens: int, cold_bytes: int) -> bool:
             plan = self._dispatcher.restores.plan(turn, loop, tokens, cold_tokens, cold_bytes)
@@ -397,7 +396,7 @@ class Requests:
 
     def _enqueue(self, turn: Turn) -> None:
         generation, loop = turn.generation, self._state.home[turn.session.key]
-        if generation.cancelled or generation.finished:
+        if generation.is_over:
             turn.finish(TurnEnd("cancelled"))
             return
         if turn.scores is None:

@@ -28,7 +28,7 @@ from kv_store.ledger import writes
 from kv_store.ledger.continuity import arena_number
 from kv_store.store import Store
 
-log = logging.getLogger("batchengine.journal")
+log = logging.getLogger("batchengine.turns")
 
 TICK_S = 0.02  # level `turn`: interval of group commits
 REFUSED_S = 10.0  # between two log lines about refused records, which a full disk causes each tick
@@ -290,8 +290,8 @@ class Journal:
         loop = asyncio.get_running_loop()
 
         def settled() -> None:
-            errors = [f.exception() if f.done() else commit.exception() for f in mine]
-            error = next((error for error in errors if error is not None), None)
+            failures = [f.exception() if f.done() else commit.exception() for f in mine]
+            error = next((error for error in failures if error is not None), None)
             if error is not None:
                 session.logged = LOG_UNKNOWN
             then(error)

@@ -87,7 +87,7 @@ class Generation:
         self.computing: Session | None = None  # once its turn has begun
         self.recorded = asyncio.Event()  # its turn can be found, also after a crash; or it is over
         self.resumes: int | None = None  # a resume: tokens that its reader has already
-        self.looked = False  # `SessionRecovery.load` was called for it
+        self.loaded = False  # `SessionRecovery.load` was called for it
         self.continuation: Continuation | None = None
         self.stops = StopMatcher(request.stop, request.sampling.tokens_min)
         self.detokeniser = detokeniser()
@@ -101,7 +101,7 @@ class Generation:
         self._shown = 0  # tokens pushed, or known to the reader from an earlier stream
         self._durable = 0  # tokens of the completion that may be sent
         self._waiter: asyncio.Future[None] | None = None
-        self._over = False
+        self._is_drained = False
 
     def __repr__(self) -> str:
         return (
@@ -118,7 +118,7 @@ class Generation:
             raise StopAsyncIteration
         event = ready.popleft()
         if isinstance(event, DoneEvent | ErrorEvent):
-            self._over = True
+            self._is_drained = True
         self._check_room()
         return event
 
@@ -129,7 +129,7 @@ class Generation:
         taken = list(ready)
         ready.clear()
         if isinstance(taken[-1], DoneEvent | ErrorEvent):
-            self._over = True
+            self._is_drained = True
         self._check_room()
         return taken
 
@@ -138,7 +138,7 @@ class Generation:
         if self.cancelled:
             return
         self.cancelled = True
-        self._over = True
+        self._is_drained = True
         self.recorded.set()
         self._events.clear()
         self._resend = None
@@ -147,6 +147,11 @@ class Generation:
             self._on_cancel(self)
 
     # ---------------------------------------------------------------- what the engine calls
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs nothing more: its last event is queued, or its reader has gone."""
+        return self.cancelled or self.finished
 
     @property
     def full(self) -> bool:
@@ -164,10 +169,10 @@ class Generation:
             if self._shown <= (self.resumes or 0):
                 event = SkippedEvent(event.text)
             elif self._shown > self._durable:
-                if not self._over:
+                if not self._is_drained:
                     self._held.append(event)
                 return
-        if self._over:
+        if self._is_drained:
             return
         self._events.append(event)
         self._wake()
@@ -181,7 +186,7 @@ class Generation:
         self._durable = tokens
         first = self._shown - len(self._held)
         ready = min(tokens - first, len(self._held))
-        if ready > 0 and not self._over:
+        if ready > 0 and not self._is_drained:
             self._events.extend(self._held.popleft() for _ in range(ready))
             self._wake()
 
@@ -193,7 +198,7 @@ class Generation:
         if isinstance(event, ErrorEvent):
             self._held.clear()  # tokens that are not durable are never sent
         self.release()
-        if not self._over:
+        if not self._is_drained:
             self._events.append(event)
             self._wake()
 
@@ -207,7 +212,7 @@ class Generation:
 
     def show_prompt(self, events: PromptEvents) -> None:
         """Give the reader the tokens of the prompt, before any other."""
-        if not self._over:
+        if not self._is_drained:
             self._resend = events
             self._wake()
 
@@ -256,7 +261,7 @@ class Generation:
                     reason = "length"
                     break
         self._shown += shown
-        if not self._over:
+        if not self._is_drained:
             detokeniser, asked = self._new_detokeniser(), self.request
             stops = StopMatcher(asked.stop, asked.sampling.tokens_min)
             self._resend = Resend(tokens[:shown], self.resumes or 0, detokeniser, stops)
@@ -325,7 +330,7 @@ class Generation:
                 if await resend.fill() and not self.cancelled:
                     return resend.events
                 self._resend = None
-            elif self._events or self._over:
+            elif self._events or self._is_drained:
                 return self._events
             else:
                 await self._wait()

@@ -156,6 +156,27 @@ class Turn:
         return math.inf if scores is None or scores.is_complete else scores.rows
 
     @property
+    def is_scoring(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        return self.scores is not None and not self.scores.is_complete
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether its next token takes more than its pages here and one known step: pages at peers
+        or under way, a peer that computes it too, a prompt that is scored, masks that are late; or
+        it is a suspect."""
+        kv = self.session.kv
+        return bool(
+            kv.held
+            or kv.later
+            or kv.pending
+            or self.shared_with
+            or self.is_scoring
+            or self.session.suspect
+            or self.masks_are_slow
+        )
+
+    @property
     def awaits_mask(self) -> bool:
         """Whether the turn computes nothing before the mask of its next token is known: one that
         is late makes all entries of a step wait."""
@@ -198,7 +219,7 @@ class Turn:
             session.suspect,
             evictable,
             session.tenant,
-            self.scores is not None and not self.scores.is_complete,
+            self.is_scoring,
         )
         if not running:
             self.cached_row = row

@@ -198,7 +198,7 @@ class Cluster:
         cores = Machine.here().cores
         share = max(1, len(cores) // len(places))
         own = [cores[(index * share + i) % len(cores)] for i in range(share)]
-        lines = ["[[lane]]", f"cores = {own}", f"places = {OPEN_PAGES}", "[store]"]
+        lines = ["[[lane]]", f"cores = {own}", f"open_pages = {OPEN_PAGES}", "[store]"]
         lines += [f"budget_bytes = {self._kv_pages * self._page_bytes}"]
         lines += [f"free_floor_bytes = {FREE_FLOOR_BYTES}"]
         lines += ["[peers]", f"hold_bytes = {self._hold_pages * self._page_bytes}"]

@@ -219,7 +219,7 @@ def _room(config: Config, found: Findings) -> list[str]:
         return []
     budget = config.store.budget_bytes
     pages = sum(
-        one.places or open_pages(one.entries_max, budget, page_bytes) for one in config.lanes
+        one.open_pages or open_pages(one.entries_max, budget, page_bytes) for one in config.lanes
     )
     if pages * page_bytes <= free:
         return []

@@ -102,7 +102,7 @@ async def test_a_model_file_with_new_times_and_equal_bytes_is_accepted(
     own, prompt = with_own_model(site), words(34, 20)
     own, model = dataclasses.replace(own, cache_dir=site.folder / "cache"), own.model
     monkeypatch.setattr(scrub, "WATCH_S", 0.05)
-    caplog.set_level(logging.INFO, "batchengine.engine")
+    caplog.set_level(logging.INFO, "batchengine.audit")
 
     async with running_engine(own) as engine:
         before = identity_of(model)

@@ -59,7 +59,7 @@ async def test_sessions_that_share_a_prefix_count_its_pages_once(
     prompts = [[*prefix, *words(100 + i, 20)] for i in range(fleet)]
     page_bytes = await page_bytes_of(site.at("probe"))
     async with running_engine(
-        site, lanes=(lane(entries_max=fleet, places=48),), store__budget_bytes=60 * page_bytes
+        site, lanes=(lane(entries_max=fleet, open_pages=48),), store__budget_bytes=60 * page_bytes
     ) as engine:
         await read(engine.submit(request(prefix, 1)))
         await sealed(engine, 8)

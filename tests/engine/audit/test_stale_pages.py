@@ -357,7 +357,7 @@ async def test_an_idle_session_with_an_invalid_page_table_is_dropped_alone(
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.02)
     monkeypatch.setattr(housekeeping, "MAINTAIN_S", 0.05)
 
-    with caplog.at_level(logging.ERROR, "batchengine.background"):
+    with caplog.at_level(logging.ERROR, "batchengine.engine"):
         async with running_engine(site) as engine:
             first = await read(engine.submit(request(PROMPT, 9, session="s")))
             await read(engine.submit(request(PROMPT[:40], 2, session="other")))

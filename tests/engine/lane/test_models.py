@@ -137,7 +137,7 @@ def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(tmp_path: Pa
     """A step reads and computes less than a dense one of as many bytes; more with each session."""
     write_synthetic(tmp_path / "experts.gguf", SHAPE)
     info = inspect_model(load(None, {"model.path": str(tmp_path / "experts.gguf")}))
-    assert (info.details["n_expert"], info.details["n_expert_used"]) == (10, 3)
+    assert (info.shape.n_expert, info.shape.n_expert_used) == (10, 3)
     banks = SHAPE.n_layer * SHAPE.n_expert * 3 * SHAPE.n_embd * SHAPE.n_ff
     assert info.details["expert_params"] == banks
     assert info.details["expert_bytes"] == banks // 32 * 18

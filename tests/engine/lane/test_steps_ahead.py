@@ -212,7 +212,11 @@ async def test_a_page_of_a_step_ahead_may_be_that_of_a_session_at_rest(
     """The arena is full: the session that has rested longest gives its page up, none that runs."""
     resting, prompts = [words(10 + i, 100) for i in range(2)], [words(i, 240) for i in range(2)]
     async with running_engine(
-        site, lane__steps_in_flight=2, lane__draft_tokens_max=0, lane__entries_max=4, lane__places=4
+        site,
+        lane__steps_in_flight=2,
+        lane__draft_tokens_max=0,
+        lane__entries_max=4,
+        lane__open_pages=4,
     ) as engine:
         lane = engine.state.lanes[0]
         for i, prompt in enumerate(resting):

@@ -119,7 +119,7 @@ async def test_idle_sessions_release_their_pins_after_a_worker_death(
 ) -> None:
     """A new session finds room in a store of twelve pages that idle sessions hold."""
     async with running_engine(
-        site, store__budget_bytes=12 * PAGE_BYTES, lane__places=8, lane__entries_max=2
+        site, store__budget_bytes=12 * PAGE_BYTES, lane__open_pages=8, lane__entries_max=2
     ) as engine:
         for i in range(4):
             await read(engine.submit(request(words(40 + i, 800), 4, session=f"s{i}")))
@@ -222,7 +222,7 @@ async def test_a_store_without_room_serves_what_fits_the_arena(
     monkeypatch.setattr(seats, "STALL_ALONE_S", 0.3)
     prompts = [words(60 + i, 500 + 10 * i) for i in range(5)]
     async with running_engine(
-        site, lane__places=5, lane__entries_max=4, store__free_floor_bytes=1 << 50
+        site, lane__open_pages=5, lane__entries_max=4, store__free_floor_bytes=1 << 50
     ) as engine:
         assert engine.stats()["store"]["pages_total"] == 0
         names = [None, "a", None, "b", "c"]

@@ -41,7 +41,7 @@ async def test_a_killed_worker_costs_the_step_in_flight(site: Site, reference: R
         answers = await asyncio.gather(*readers)
         assert [a.tokens for a in answers] == [reference.tokens(p, 200) for p in prompts]
         assert engine.stats()["tokens_recomputed"] <= 3 * len(prompts)
-        assert engine.stats()["rows_adopted"] >= 3 * sum(len(p) % 256 for p in prompts) // 2
+        assert engine.stats()["rows_imported"] >= 3 * sum(len(p) % 256 for p in prompts) // 2
         await until(lambda: len(list((site.folder / "kv" / "arena").iterdir())) == 1)
 
 

@@ -32,7 +32,7 @@ async def parked(engine: Engine, name: str) -> Session:
 async def test_a_parked_session_loses_its_slot_and_no_row(site: Site, reference: Reference) -> None:
     """The tail is imported again after another session needed the whole arena."""
     prompt = words(1, 700)
-    async with running_engine(site, lane__places=8, lane__entries_max=2) as engine:
+    async with running_engine(site, lane__open_pages=8, lane__entries_max=2) as engine:
         first = await read(engine.submit(request(prompt, 30, session="s")))
         session = await parked(engine, "s")
         assert session.kv.parked is not None

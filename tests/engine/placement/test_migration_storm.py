@@ -107,7 +107,7 @@ async def storm(site: Site, seed: int, kills: int) -> dict[str, int]:
             name=name,
             threads=1,
             entries_max=ENTRIES_MAX,
-            places=14,
+            open_pages=14,
             chunk_tokens_max=CHUNK_TOKENS_MAX,
         )
         for name in ("left", "right")

@@ -177,7 +177,7 @@ async def test_a_parked_session_leaves_its_lane_and_is_found_by_its_tool_call(
         made = request([*history, *words(18, 20)], 10)
         return dataclasses.replace(made, tool_call_ids=("older", call))
 
-    async with running_engine(site, lane__places=12) as engine:
+    async with running_engine(site, lane__open_pages=12) as engine:
         asked = dataclasses.replace(request(start, 30, session="s"), park=True)
         one = await read(engine.submit(asked))
         await engine.park("", "s", "call-1")

@@ -250,7 +250,7 @@ def test_pages_of_another_model_are_dropped_when_they_fill_the_budget(store: Sto
     for pages, dropped in ((24, 0), (16, 1)):  # 16 slots: two thirds of the budget, or all
         again = Store.open(path, other, settings(pages))
         report = again.gc().result(20)
-        assert (report.extents_other_reprs, report.places_other_reprs) == (dropped, 4 * dropped)
+        assert (report.extents_other_reprs, report.slots_other_reprs) == (dropped, 4 * dropped)
         assert again.stat()["extent_bytes_other_reprs"] == (3 - dropped) * 4 * SIZE
         check_integrity(again)
         again.close()

@@ -116,7 +116,7 @@ def test_event_ids_begin_with_the_first_token() -> None:
     closing = made.finish(0, DoneEvent("stop", Usage()))
     assert [event.id for event in closing] == ["turn:6.1", ""]
     assert closing[-1].data == b"[DONE]"
-    assert made.failure(errors.STEP_MISMATCH())[0][1:] == ("error", "")
+    assert made.failure(errors.STEP_MISMATCH(what="digests"))[0][1:] == ("error", "")
 
 
 def test_only_the_last_choice_ends_the_stream() -> None:
@@ -162,7 +162,7 @@ class Batches:
 @pytest.mark.parametrize("count", [1, 3])
 async def test_sources_keep_batches_together_and_end_with_one_last_event(count: int) -> None:
     token, done = TokenEvent(1, "x"), DoneEvent("stop", Usage())
-    refusal = errors.STEP_MISMATCH()
+    refusal = errors.STEP_MISMATCH(what="digests")
 
     async def everything(*batches: Any) -> dict[int, list[Any]]:
         generations: Any = [Batches(*batches) for _ in range(count)]

@@ -236,7 +236,7 @@ def test_warming_shows_no_output() -> None:
 
 def test_a_failure_is_an_error_event_with_the_request() -> None:
     made = formatter([[]])
-    event = made.failure(errors.STEP_MISMATCH())[0]
+    event = made.failure(errors.STEP_MISMATCH(what="digests"))[0]
     body = json.loads(event.data)
     assert (event.name, body["type"], body["error"]["type"]) == ("error", "error", "api_error")
     assert body["request_id"] == "req_1234"
@@ -260,7 +260,7 @@ def test_threads_are_refused_in_the_words_that_make_the_sdk_send_all_messages() 
     assert (found["type"], found["param"]) == ("invalid_request_error", "thread")
     said = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     assert found["details"] == said
-    assert "details" not in cast("Any", error_object(errors.STEP_MISMATCH())["error"])
+    assert "details" not in cast("Any", error_object(errors.STEP_MISMATCH(what="digests"))["error"])
 
 
 def test_hostile_signatures_give_no_reasoning() -> None:

@@ -239,7 +239,9 @@ def test_a_failure_ends_the_open_item_and_says_what_clients_retry() -> None:
     made = ResponsesFormatter(job_of())
     made.opening()
     made.token(0, TokenEvent(1, "a"))
-    events = [json.loads(event.data) for event in made.failure(errors.STEP_MISMATCH())]
+    events = [
+        json.loads(event.data) for event in made.failure(errors.STEP_MISMATCH(what="digests"))
+    ]
     assert events[-1]["type"] == "response.failed"
     assert events[-1]["response"]["error"]["code"] == "server_error"
     assert events[-1]["response"]["output"][0]["status"] == "incomplete"

@@ -73,7 +73,7 @@ class Node(World):
                 threads=1,
                 tier="any",
                 entries_max=rng.choice([2, 4, 8]),
-                places=rng.choice([8, 16]),
+                open_pages=rng.choice([8, 16]),
                 chunk_tokens_max=rng.choice([128, 256]),
                 tokens_per_step=288,
             )

@@ -110,12 +110,9 @@ class Drafting:
         by tokens of the timeline alone.
         """
         session, generation = turn.session, turn.generation
-        kv, end = session.kv, len(session.tokens)
-        is_scored = turn.scores is not None and not turn.scores.is_complete
-        is_bound = kv.held or kv.later or kv.pending or turn.shared_with or is_scored
-        is_bound = is_bound or session.suspect or turn.drafts.is_off or turn.banned(end)
-        if (matcher := turn.matcher) is not None:
-            is_bound = is_bound or turn.masks_are_slow or not matcher.may_follow
+        end, matcher = len(session.tokens), turn.matcher
+        is_bound = turn.is_bound or turn.drafts.is_off or turn.banned(end)
+        is_bound = is_bound or (matcher is not None and not matcher.may_follow)
         if is_bound or not end % PAGE_TOKENS:
             return 0
         left = generation.request.tokens_max - generation.completion_tokens - 1

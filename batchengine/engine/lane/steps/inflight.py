@@ -149,7 +149,7 @@ class StepBuilder:
         if n_history:
             self._history.extend([*known[end - n_history :], *[0] * takes_sample])
         n_scored = best = 0
-        if (scores := turn.scores) is not None and not scores.is_complete:
+        if (scores := turn.scores) is not None and turn.is_scoring:
             followers, best = scores.wanted(start, end), scores.best
             n_scored = len(followers)
             self._scored.extend(followers)
@@ -249,12 +249,10 @@ def _is_plain(part: StepEntry, reach: Reach, n_tokens: int) -> bool:
     """Whether the next `n_tokens` of a session need nothing but their pages: they are the sample of
     this part, or known. A history would lack all samples but the last one."""
     turn, session = part.turn, part.turn.session
-    kv, end = session.kv, reach.end + n_tokens
+    end = reach.end + n_tokens
     is_next = end == len(session.tokens) + reach.samples and n_tokens == 1
     is_next = is_next and (reach.samples == 1 or not turn.history_tokens)
-    is_scored = turn.scores is not None and not turn.scores.is_complete
-    is_bound = kv.held or kv.later or kv.pending or kv.cut_off or turn.shared_with or is_scored
-    is_bound = is_bound or session.suspect or turn.masks_are_slow or turn.needs_match
+    is_bound = turn.is_bound or session.kv.cut_off or turn.needs_match
     return not is_bound and (is_next if part.wants else end <= len(session.tokens))
 
 
@@ -421,31 +419,37 @@ def _are_samples(
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
     """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
+    for what, fits in _checks(in_flight.step, in_flight, done):
+        if not fits:
+            raise errors.STEP_MISMATCH(what=what)
+
+
+def _checks(
+    step: wire.Step, in_flight: InFlightStep, done: wire.StepDone
+) -> Iterator[tuple[str, bool]]:
+    """Each part of an answer, and whether it fits; a later check takes the earlier ones for
+    granted."""
     without_rows = {*done.nonfinite, *done.unreachable, *done.unmasked}
-    asked = in_flight.step.import_rows
-    n_states = len(in_flight.step.save_states) + len(in_flight.step.load_states)
+    yield "entries without rows", without_rows <= set(range(len(in_flight.parts)))
+    yield "unreachable entries", all(step.entries[i].segments for i in done.unreachable)
+    yield "entries without masks", all(step.entries[i].masked for i in done.unmasked)
+    yield "samples", _are_samples(in_flight, done.rows, without_rows)
     scored = [
         (entry.session, entry.scored)
-        for index, entry in enumerate(in_flight.step.entries)
+        for index, entry in enumerate(step.entries)
         if entry.scored and index not in without_rows
     ]
-    if (
-        not _are_samples(in_flight, done.rows, without_rows)
-        or scored != [(scores.session, len(scores.logprobs) // 4) for scores in done.scores]
-        or any(
-            len(scores.best) != len(scores.best_logprobs) or len(scores.best) % len(scores.logprobs)
-            for scores in done.scores
-        )
-        or not without_rows <= set(range(len(in_flight.parts)))
-        or any(not in_flight.step.entries[index].segments for index in done.unreachable)
-        or any(not in_flight.step.entries[index].masked for index in done.unmasked)
-        or len(done.digests) != len(in_flight.step.digest)
-        or len(done.verified) != len(in_flight.verify)
-        or len(done.states) != n_states
-        or len(done.imported) != len(asked)
-        or any(
-            not 0 <= n <= import_rows.rows
-            for n, import_rows in zip(done.imported, asked, strict=True)
-        )
-    ):
-        raise errors.STEP_MISMATCH()
+    of_done = [(scores.session, len(scores.logprobs) // 4) for scores in done.scores]
+    yield "scored prompts", scored == of_done
+    are_choices = all(
+        len(scores.best) == len(scores.best_logprobs)
+        and not len(scores.best) % len(scores.logprobs)
+        for scores in done.scores
+    )
+    yield "choices of scored prompts", are_choices
+    yield "digests", len(done.digests) == len(step.digest)
+    yield "checked seals", len(done.verified) == len(in_flight.verify)
+    yield "states", len(done.states) == len(step.save_states) + len(step.load_states)
+    yield "imports", len(done.imported) == len(step.import_rows)
+    of_imports = zip(done.imported, step.import_rows, strict=True)
+    yield "imported rows", all(0 <= n <= asked.rows for n, asked in of_imports)

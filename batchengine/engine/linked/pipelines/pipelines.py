@@ -21,6 +21,7 @@ from typing import Any
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
+from batchengine.engine.lane.stage_queue import StageOwner
 from batchengine.engine.linked.lane_links import LaneLinks
 from batchengine.engine.linked.pipelines.stages import (
     OPEN_S,
@@ -29,7 +30,6 @@ from batchengine.engine.linked.pipelines.stages import (
     compute_stage,
 )
 from batchengine.engine.linked.pipelines.states import GatheredStates
-from batchengine.lanes.stage_queue import StageOwner
 from batchengine.peers.features import STAGES
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
@@ -47,7 +47,7 @@ from batchengine.wire.peer import (
     PipelineOpened,
 )
 
-log = logging.getLogger("batchengine.engine")
+log = logging.getLogger("batchengine.linked")
 
 LOOK_S = 0.25  # between two looks while there is no news
 RUNS_MAX = 4  # of this daemon's sessions at a time: others wait

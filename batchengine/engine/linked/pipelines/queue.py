@@ -79,7 +79,7 @@ class PipelineQueue:
 
     def _current(self) -> Iterator[QueuedPrompt]:
         for generation, prompt in list(self._prompts.items()):
-            if generation.finished or generation.cancelled:
+            if generation.is_over:
                 self.end(generation)
             else:
                 yield prompt

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,8 @@ import numpy as np
 
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.lanes.stage_queue import StageOwner, StageWork
+from batchengine.engine.lane.stage_queue import StageOwner, StageWork
+from batchengine.engine.tasks import Spawn
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
 from batchengine.wire import lane as wire
@@ -33,7 +34,6 @@ from batchengine.wire.peer import (
 OPEN_S = 5.0  # for every stage to open
 RUN_S_MAX = 600.0
 SERVED_MAX = 16  # stages for peers
-Spawn = Callable[[Coroutine[Any, Any, object], str], object]
 
 
 @dataclass(eq=False, slots=True)

@@ -257,7 +257,7 @@ class Families:
         if not self._state.is_busy(session):
             return []
         mine = (g for g, of in self._state.requests.items() if of is session)
-        return [g for g in mine if not (g.finished or g.cancelled)]
+        return [g for g in mine if not g.is_over]
 
     def _sessions(self, tenant: str, ids: Iterable[str]) -> list[Session]:
         """Return those of the sessions that are in memory."""

@@ -197,7 +197,7 @@ async def test_batch_prompts_that_come_together_all_go_through_the_pipeline(
     fix_speeds(monkeypatch)
     async with linked_engines(site, "ab") as engines:
         a = engines["a"]
-        plans, queue = a.running.plans, a.running.dispatcher.pipeline_queue
+        plans, queue = a.running.plans, a.running.plans.queue
         await until(lambda: plans.facts.pipeline is not None)
         prompts = [words(20 + index, 12 * PAGE_TOKENS + 7) for index in range(6)]
         asked = [request(prompt, 8, sla="batch") for prompt in prompts]

@@ -14,15 +14,18 @@ import pytest
 from batchengine.config import LaneConfig, RouterConfig, load
 from batchengine.core import BatchEngineError, GenerationRequest, Sla, SlaClass
 from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.placement.decision_log import DecisionRecord
+from batchengine.engine.lane.stage_queue import StageQueue
+from batchengine.engine.linked.pipelines.queue import PipelineQueue
+from batchengine.engine.placement.decision_log import DecisionLog, DecisionRecord
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator
 from batchengine.engine.placement.move_report import MoveCause, MoveReport
+from batchengine.engine.placement.plans import PeerPlans
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation
 from batchengine.engine.turns.turn import Turn
-from batchengine.lanes.stage_queue import StageQueue
 from batchengine.policy.cost import CostModel, StepCost
+from batchengine.policy.router import RouteState
 from batchengine.session import Session
 
 FAST = StepCost(2.0, 0.1, 0.2, 1e-4, 1e-6)
@@ -158,6 +161,25 @@ class DispatcherScene:
         return found
 
 
+class NoPeers:
+    """Plans of a daemon without peers."""
+
+    def with_peers(self, state: RouteState, *_: object, **__: object) -> RouteState:
+        return state
+
+    def held(self, *_: object) -> tuple[tuple[()], float]:
+        return (), 0.0
+
+    def peer_names(self) -> list[str]:
+        return []
+
+    def expect(self, *_: object) -> bool:
+        return False
+
+    def gather(self, session: Session) -> None:
+        return None
+
+
 def dispatcher_scene(monkeypatch: pytest.MonkeyPatch, **router: Any) -> DispatcherScene:
     config = dataclasses.replace(
         load(None, {"server.admin_socket": "/tmp/unused.sock"}), router=RouterConfig(**router)
@@ -167,7 +189,14 @@ def dispatcher_scene(monkeypatch: pytest.MonkeyPatch, **router: Any) -> Dispatch
     fast, bulk = FakeLoop("gpu", "fast", FAST), FakeLoop("cpu", "bulk")
     tables.lanes[:] = cast("list[LaneLoop]", [fast, bulk])
     migrator = SimpleNamespace()
-    dispatch = Dispatcher(tables, cast("Migrator", migrator), lambda work, _: spawned.append(work))
+    dispatch = Dispatcher(
+        tables,
+        cast("Migrator", migrator),
+        cast("PeerPlans", NoPeers()),
+        DecisionLog(),
+        PipelineQueue(),
+        lambda work, _: spawned.append(work),
+    )
     built = DispatcherScene(tables, dispatch, fast, bulk, spawned)
     monkeypatch.setattr(tables, "now_ms", lambda: built.now_ms)
     migrator.move = built.move

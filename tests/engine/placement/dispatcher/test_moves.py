@@ -48,7 +48,7 @@ def test_a_failed_migration_is_counted_and_the_session_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     h = dispatcher_scene(monkeypatch)
-    h.refusal = errors.STEP_MISMATCH()
+    h.refusal = errors.STEP_MISMATCH(what="digests")
     session = h.session("s", h.bulk)
     to = h.dispatch.choose(session, h.generation(session, "interactive"))
     moved = asyncio.run(h.dispatch.move(session, to, MoveCause.PROMOTION))
@@ -161,7 +161,7 @@ def test_a_promotion_that_failed_is_not_tried_again_at_once(
     turn = h.turn(session, "interactive", prompt=session.tokens)
     turn.generation.first_token_ms = h.now_ms
     h.bulk.running[session.key] = turn
-    h.refusal = errors.STEP_MISMATCH()
+    h.refusal = errors.STEP_MISMATCH(what="digests")
     for after_ms, n in ((0.0, 1), (1_000.0, 0), (5_000.0, 1)):
         h.now_ms += after_ms
         h.dispatch.tick()

@@ -14,9 +14,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from batchengine.config import LaneConfig
+from batchengine.engine.lane.seats import Seats
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy.cost import StepCost, prefill_ms, work_of
 from batchengine.wire import lane as wire
@@ -25,18 +26,6 @@ PIECE_MS = 400.0  # predicted time of one piece
 URGENT_PIECE_MS = 100.0  # while requests wait for it that are not throughput-tolerant
 DEADLINE_S = 60.0
 PIECES = (1024, 512, 256, 128, 64, 32)  # tokens
-
-
-class OtherWork(Protocol):
-    """What a lane computes beside stages."""
-
-    def have_urgent(self) -> bool:
-        """Whether some of it is not throughput-tolerant."""
-        ...
-
-    def owed_to_steps(self, tenant: str) -> float:
-        """Time of steps for each time of a stage that is `tenant`'s, at least 1."""
-        ...
 
 
 class StageOwner(NamedTuple):
@@ -123,8 +112,8 @@ class StageQueue:
             ]
         )
 
-    async def run(self, lane: Lane, cost: StepCost, others: OtherWork, *, idle: bool) -> bool:
-        """Compute a piece if one is due; `idle`: there are no `others` now.
+    async def run(self, lane: Lane, cost: StepCost, seats: Seats, *, idle: bool) -> bool:
+        """Compute a piece if one is due; `idle`: no turn has a seat now.
 
         Returns whether one was. Errors as of `Lane.answer`.
         """
@@ -133,11 +122,11 @@ class StageQueue:
             self._owed_ms = 0.0
         if self._owed_ms > 0.0 or (work := self._next()) is None:
             return False
-        limit_ms = URGENT_PIECE_MS if others.have_urgent() else PIECE_MS
+        limit_ms = URGENT_PIECE_MS if seats.have_urgent() else PIECE_MS
         step, payload = self._piece(work, cost, limit_ms)
         done = await lane.run_stage(step, payload, deadline_s=DEADLINE_S)
         self.pieces += 1
-        ratio = 1.0 if work.owner.peer else others.owed_to_steps(work.owner.tenant)
+        ratio = 1.0 if work.owner.peer else seats.owed_to_steps(work.owner.tenant)
         self._owed_ms += ratio * done.elapsed_us / 1000
         work.frontier += step.n_tokens
         if done.why and self._works.get(work.run) is work:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from array import array
 
 from batchengine.config import LaneConfig
-from batchengine.lanes.stage_queue import StageOwner, StageQueue, StageWork
+from batchengine.engine.lane.seats import Seats
+from batchengine.engine.lane.stage_queue import StageOwner, StageQueue, StageWork
 from batchengine.lanes.worker_process import Lane
 from batchengine.policy.cost import StepCost
 from batchengine.wire import lane as wire
@@ -28,8 +29,8 @@ class FakeLane(Lane):
         return wire.StageDone(step.run, 1000 * step.n_tokens, self.why)
 
 
-class Others:
-    """What the lane computes beside stages."""
+class Others(Seats):
+    """What the lane computes beside stages, alone."""
 
     def __init__(self, *, urgent: bool = False, owed: float = 1.0) -> None:
         self.urgent, self.owed = urgent, owed
