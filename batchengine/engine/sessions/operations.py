@@ -128,15 +128,15 @@ class SessionOperations:
         mark = (meta if facts is None else facts.meta).mark  # a turn may have ended meanwhile
         if tool_call_id and mark is not None:
             self._recovery.calls.add(tenant, tool_call_id, session_id, mark)
-        told = "parked"
+        shown = "parked"
         if session is not None and facts is not None and self._state.is_busy(session):
-            told = "parks at the end of its turn"
+            shown = "parks at the end of its turn"
             facts.parks = parked.tool_call_id
         elif session is not None:
             await self._parking.park(session, leave=True)
         return {
             "session_id": session_id,
-            "state": told,
+            "state": shown,
             "tokens": len(timeline),
             "tool_calls": meta.calls,
         }

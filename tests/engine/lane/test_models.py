@@ -139,11 +139,11 @@ def test_a_lane_begins_with_the_costs_of_the_experts_that_steps_use(tmp_path: Pa
     info = inspect_model(load(None, {"model.path": str(tmp_path / "experts.gguf")}))
     assert (info.shape.n_expert, info.shape.n_expert_used) == (10, 3)
     banks = SHAPE.n_layer * SHAPE.n_expert * 3 * SHAPE.n_embd * SHAPE.n_ff
-    assert info.details["expert_params"] == banks
-    assert info.details["expert_bytes"] == banks // 32 * 18
+    assert info.shape.expert_params == banks
+    assert info.shape.expert_bytes == banks // 32 * 18
     found = prior_cost(info, LANES[0], None)
-    dense_details = {**info.details, "n_expert": 0, "expert_bytes": 0}
-    dense = prior_cost(dataclasses.replace(info, details=dense_details), LANES[0], None)
+    dense_shape = dataclasses.replace(info.shape, n_expert=0, expert_bytes=0)
+    dense = prior_cost(dataclasses.replace(info, shape=dense_shape), LANES[0], None)
     assert found.fixed_ms < dense.fixed_ms
     read_ms = found.decode_entry_ms - found.prefill_token_ms
     assert read_ms > dense.decode_entry_ms - dense.prefill_token_ms
@@ -157,10 +157,10 @@ def test_a_window_makes_long_contexts_cheap(tmp_path: Path) -> None:
     shape = dataclasses.replace(PRESETS["gpt-oss-tiny"], n_vocab=2000)
     write_synthetic(tmp_path / "m.gguf", shape)
     info = inspect_model(load(None, {"model.path": str(tmp_path / "m.gguf")}))
-    assert info.details["n_layer_whole"] == 2
+    assert info.shape.n_layer_whole == 2
     found = prior_cost(info, LANES[0], None)
-    whole = {**info.details, "whole_kv_share": 1.0}
-    dense = prior_cost(dataclasses.replace(info, details=whole), LANES[0], None)
+    whole = dataclasses.replace(info.shape, whole_kv_share=1.0)
+    dense = prior_cost(dataclasses.replace(info, shape=whole), LANES[0], None)
     assert found.decode_kv_ms == pytest.approx(dense.decode_kv_ms / 2)
     assert found.prefill_token_ms == dense.prefill_token_ms
 

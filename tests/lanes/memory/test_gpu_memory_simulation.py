@@ -31,6 +31,7 @@ from batchengine.engine.lane.steps.inflight import (
     prepare_ahead,
     reaches_of,
 )
+from batchengine.engine.turns.turn import Turn
 from batchengine.kv.lane_kv import Chores
 from batchengine.kv.slots import Slots
 from batchengine.lanes.gpu import lane
@@ -174,7 +175,8 @@ class Player:
     """What a step asks of a turn that it computes, with the rows that its session should have."""
 
     history_tokens, scores, shared_with, sampling = 0, None, "", GREEDY
-    masks_are_slow = needs_match = False
+    masks_are_slow = needs_match = is_scoring = False
+    is_bound: Any = Turn.is_bound
 
     def __init__(self, session: Session, rng: random.Random) -> None:
         self.session, self.rows = session, bytearray()
