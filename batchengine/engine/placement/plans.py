@@ -71,13 +71,12 @@ class PeerPlans:
     ) -> None:
         self._keeper, self.send_away = keeper, send_away
         self._loop, self._peers, self._pipelines, self.queue = loop, peers, pipelines, queue
-        facts, shape = loop.lane.facts, info.shape
-        n_layer, payload = info.n_layer, 0 if facts is None else facts.payload_bytes
+        shape, n_layer = info.shape, info.n_layer
         self._is_whole = shape.is_whole  # no pipelines
-        self._kv_token_bytes = payload // PAGE_TOKENS
+        self._kv_token_bytes = shape.page_payload_bytes // PAGE_TOKENS
         stored = self._kv_token_bytes  # of a token, with its share of the states that are sent
-        if facts is not None and facts.state_bytes:
-            stored += facts.state_bytes // save_interval(facts.state_bytes, stored)
+        if shape.state_bytes:
+            stored += shape.state_bytes // save_interval(shape.state_bytes, stored)
         self._model = PipelineModel(n_layer, stored // n_layer, 4 * shape.n_embd)
         n_layer_whole = max(1, shape.n_layer_whole)  # no query leaves where windows hide
         self._shape = shape_of(
@@ -89,7 +88,12 @@ class PeerPlans:
         )
         self._planned_with: dict[str, tuple[float, ...]] = {}
         # with the pipeline in use
-        self.facts = LayoutFacts(self._shape, self._kv_token_bytes, unheld=keeper.unheld)
+        self.facts = LayoutFacts(
+            self._shape,
+            self._kv_token_bytes,
+            unheld=keeper.unheld,
+            state_bytes=shape.state_bytes,
+        )
         self._again_at = 0.0
 
     def with_peers(

@@ -87,6 +87,7 @@ class PeerState(msgspec.Struct, frozen=True, gc=False):
 
 class LayoutFacts(msgspec.Struct, frozen=True, gc=False):
     """What predictions need to know of the model, and the pipeline in use; None = there is none.
+    `state_bytes`: of the recurrent state that goes along with KV; 0 = the model has none.
     `unheld`: why peers hold none of its pages; None = they do. `queue_ms`: for how long the
     pipeline is kept by prompts that were given to it, on idle daemons; `own_queue_ms` of it by
     those of the tenant who asks."""
@@ -97,6 +98,7 @@ class LayoutFacts(msgspec.Struct, frozen=True, gc=False):
     unheld: Rejected | None = None
     queue_ms: float = 0.0
     own_queue_ms: float = 0.0
+    state_bytes: int = 0
 
 
 class LayoutTimes(msgspec.Struct, frozen=True, gc=False):
@@ -164,7 +166,8 @@ def gather_ms(held: Held, peers: Sequence[PeerState], kv_token_bytes: int) -> fl
 
 
 def on_peer(peer: PeerState, facts: LayoutFacts, work: LayoutWork, held: Held) -> LayoutTimes:
-    """Predict a peer's lane: KV that it does not hold is sent to it first, from here."""
+    """Predict a peer's lane: KV that it does not hold is sent to it first, from here, and behind it
+    the recurrent state."""
     why = not_usable(peer)
     if why is None and not peer.takes_turns:
         why = Rejected.NO_TURNS
@@ -176,7 +179,8 @@ def on_peer(peer: PeerState, facts: LayoutFacts, work: LayoutWork, held: Held) -
     rank, frontier, n_tokens, tokens_out, _ = work
     expected = predict(peer.load, rank, frontier, n_tokens, tokens_out)
     missing = max(0, frontier - there)
-    move_ms = peer.rtt_ms + missing * facts.kv_token_bytes / peer.bytes_per_ms
+    sent_bytes = missing * facts.kv_token_bytes + (facts.state_bytes if missing else 0)
+    move_ms = peer.rtt_ms + sent_bytes / peer.bytes_per_ms
     return LayoutTimes(expected.ttft_ms + move_ms, expected.tpot_ms, move_ms, (peer.name,))
 
 

@@ -356,6 +356,15 @@ def test_kv_that_a_peer_lacks_is_sent_to_it() -> None:
     assert cold.move_ms - warm.move_ms == pytest.approx(8192 * KV_BYTES / LAN)
 
 
+def test_a_recurrent_state_is_sent_behind_kv() -> None:
+    with_state = replace(FACTS, state_bytes=50_000_000)
+    work = layouts.LayoutWork(2, 10_000, 100, 50, 10_150)
+    times = [layouts.on_peer(peer(), facts, work, ()) for facts in (FACTS, with_state)]
+    assert times[1].move_ms - times[0].move_ms == pytest.approx(50_000_000 / LAN)
+    new = layouts.on_peer(peer(), with_state, work._replace(frontier=0), ())
+    assert new.move_ms == pytest.approx(0.1), "a prompt without KV has no state"
+
+
 # ---- divisions and gathering ----
 
 
