@@ -504,6 +504,11 @@ class ModelShape:
     table_params: int = 0
     table_bytes: int = 0
 
+    @property
+    def equal_heads(self) -> int:
+        """Query heads of every layer; 0 = layers differ in them."""
+        return self.n_head if self.has_equal_heads else 0
+
 
 @dataclass(slots=True)
 class ModelInfo:

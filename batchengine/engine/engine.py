@@ -29,10 +29,10 @@ from batchengine.core import (
     Stage,
 )
 from batchengine.engine import boot, report
-from batchengine.engine.boot import Launch, Running
 from batchengine.engine.lane.supervisor import store_error
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.remote import move
+from batchengine.engine.running import Launch, Running
 from batchengine.engine.sessions import directory
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kv_store.threads
-from batchengine.engine import boot as start_module
+from batchengine.engine import boot, running
 from kv_store import osio
 from kv_store.store import Store
 from tests.simulation.clock import VirtualLoop
@@ -339,14 +339,17 @@ def store_futures() -> Iterator[FutureSeam]:
 def starter_uses(store: StoreSeam, lane: Callable[..., Any]) -> Iterator[None]:
     """The engine builds its next parts from these."""
     names = {"Store": store, "Lane": lane, "TextFrontend": SimText}
-    before = {name: getattr(start_module, name) for name in names}
+    modules = (boot, running)
+    before = [
+        (of, name, getattr(of, name)) for of in modules for name in names if hasattr(of, name)
+    ]
     try:
-        for name, value in names.items():
-            setattr(start_module, name, value)
+        for of, name, _ in before:
+            setattr(of, name, names[name])
         yield
     finally:
-        for name, value in before.items():
-            setattr(start_module, name, value)
+        for of, name, value in before:
+            setattr(of, name, value)
 
 
 class Tape:
