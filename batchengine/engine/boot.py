@@ -1,6 +1,6 @@
 """Starts an engine: model facts, then tokenizer and workers at once, then the store, then lanes.
 
-Owns that order; `running.py` has the parts that result. The store opens after the workers
+Owns that order; `parts.py` has the parts that result. The store opens after the workers
 have loaded, since its descriptor has their identity. Refuses lanes that compute other numbers.
 """
 
@@ -28,8 +28,8 @@ from batchengine.engine.lane.supervisor import (
     store_error,
 )
 from batchengine.engine.linked.routes import why_unheld
-from batchengine.engine.model_info import inspect_model, tokenizer_hash
-from batchengine.engine.running import LaneFactory, Launch, Running
+from batchengine.engine.model_facts import inspect_model, tokenizer_hash
+from batchengine.engine.parts import LaneFactory, Launch, Running
 from batchengine.engine.turns.journal import Journal
 from batchengine.lanes.worker_process import Lane, LaneDied
 from batchengine.text.frontend import TextFrontend

@@ -30,9 +30,9 @@ from batchengine.core import (
 )
 from batchengine.engine import boot, report
 from batchengine.engine.lane.supervisor import store_error
+from batchengine.engine.parts import Launch, Running
 from batchengine.engine.placement.migration import OnPoint, pass_point
 from batchengine.engine.remote import move
-from batchengine.engine.running import Launch, Running
 from batchengine.engine.sessions import directory
 from batchengine.engine.state import EngineState
 from batchengine.engine.turns.stream import Generation

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import kv_store.threads
-from batchengine.engine import boot, running
+from batchengine.engine import boot, parts
 from kv_store import osio
 from kv_store.store import Store
 from tests.simulation.clock import VirtualLoop
@@ -339,7 +339,7 @@ def store_futures() -> Iterator[FutureSeam]:
 def starter_uses(store: StoreSeam, lane: Callable[..., Any]) -> Iterator[None]:
     """The engine builds its next parts from these."""
     names = {"Store": store, "Lane": lane, "TextFrontend": SimText}
-    modules = (boot, running)
+    modules = (boot, parts)
     before = [
         (of, name, getattr(of, name)) for of in modules for name in names if hasattr(of, name)
     ]

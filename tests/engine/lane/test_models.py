@@ -13,7 +13,7 @@ from gguf import GGUFValueType as ValueType
 
 from batchengine.config import LaneConfig, load
 from batchengine.core import Constraint, Sampling
-from batchengine.engine.model_info import inspect_model, prior_cost
+from batchengine.engine.model_facts import inspect_model, prior_cost
 from batchengine.policy.cost import StepWork
 from batchengine.session import State
 from bench.models.synthetic import PRESETS, write_synthetic

@@ -33,7 +33,7 @@ from batchengine.engine.linked.pages import LinkedPages
 from batchengine.engine.linked.pipelines import Pipelines, ServedStages
 from batchengine.engine.linked.pipelines.queue import PipelineQueue
 from batchengine.engine.linked.rows import LinkedRows
-from batchengine.engine.model_info import prior_cost
+from batchengine.engine.model_facts import prior_cost
 from batchengine.engine.placement.decision_log import DecisionLog
 from batchengine.engine.placement.dispatcher import Dispatcher
 from batchengine.engine.placement.migration import Migrator, OnPoint
