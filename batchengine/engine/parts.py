@@ -61,7 +61,7 @@ from batchengine.lanes.worker_process import Lane
 from batchengine.peers.peers import LocalFacts, Peers
 from batchengine.session import Session
 from batchengine.text.frontend import TextFrontend
-from batchengine.wire.peer import KvFormat
+from batchengine.wire.peer import KvFormat, PeerLoad
 from kv_store.store import Store
 
 STAGES_SHARE = 4  # stages for peers may take as much memory as a quarter of the KV budget
@@ -157,7 +157,7 @@ class Running:
         self.peers = Peers(
             launch.config.peers,
             _local_facts(made.info, store),
-            lambda: self.linked.load(state.peer_load),
+            self._load_for,
             secrets.randbits(64),
         )
         state.trouble_of += [lambda: made.text.trouble, lambda: self.peers.trouble]
@@ -229,6 +229,11 @@ class Running:
         self.housekeeping = Housekeeping(
             state, store, self.dispatcher, self.peers, self.linked_rows
         )
+
+    def _load_for(self, peer: str) -> PeerLoad:
+        """The load that a peer learns."""
+        lane = self.dispatcher.load_of(self.state.lanes[0])
+        return self.linked.load(self.state.peer_load, lane, peer)
 
     def _linked_facts(self, session: Session) -> dict[str, Any]:
         return {**self.linked_rows.of_session(session), **self.remote.facts(session)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import socket
@@ -64,10 +65,11 @@ class Peers:
         self,
         config: PeersConfig,
         facts: LocalFacts,
-        load: Callable[[], PeerLoad],
+        load: Callable[[str], PeerLoad],
         incarnation: int,
     ) -> None:
-        """`incarnation`: a random number below 2**64 of this run. It seeds the retry times too."""
+        """`load`: of this daemon, as the named peer learns it. `incarnation`: a random number below
+        2**64 of this run. It seeds the retry times too."""
         self.links: dict[str, PeerLink] = {}
         self.incarnation = incarnation
         self._config = config
@@ -216,9 +218,8 @@ class Peers:
 
     def _tick(self, *, with_heartbeat: bool) -> None:
         now = time.monotonic()
-        load = self._load() if with_heartbeat and self.links else None
-        for link in list(self.links.values()):
-            link.tick(now, load)
+        for name, link in list(self.links.items()):
+            link.tick(now, self._load(name) if with_heartbeat else None)
 
     async def _watch(self) -> None:
         """Look at the folder every WATCH_S until cancelled."""
@@ -258,7 +259,7 @@ class Peers:
         log.info("peer %s at %s", peer.name, peer.address)
         return PeerLink(
             peer,
-            self._hello,
+            functools.partial(self._hello, peer.name),
             self.incarnation,
             self._dial,
             self._on_message,
@@ -272,7 +273,7 @@ class Peers:
             task.cancel()
         link.close(why)
 
-    def _hello(self) -> Hello:
+    def _hello(self, to: str) -> Hello:
         facts = self._facts
         return Hello(
             _name(self._identity),
@@ -281,7 +282,7 @@ class Peers:
             facts.arith_id,
             facts.repr_id,
             FEATURES,
-            self._load(),
+            self._load(to),
             facts.kv,
         )
 

@@ -15,7 +15,7 @@ import msgspec
 from batchengine.core import LOGPROBS_MAX, Sampling, SlaClass
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 4
+VERSION = 5
 ONE_WAY, REQUEST, REPLY = 0, 1, 2  # of `attempt` in the header
 TEXT_CHARS_MAX = 256
 LAYERS_MAX = 4096
@@ -40,7 +40,9 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     them, and the owners of those sessions are to take them back. `hold_bytes_free` is what it could
     keep in addition; below 0 its own sessions need so much of that room, and the owners are to take
     pages back. `other_bytes_free`: the same, of pages of other models, which get whole extents of
-    the store and no room that its own sessions have, also at rest.
+    the store and no room that its own sessions have, also at rest. `prefill_ms`: predicted time of
+    prefill that its first lane has still to do, by class, with that of more urgent ones;
+    `stage_ms`: of the stages of pipelines there, without those of the receiver.
     """
 
     requests_running: Count = 0
@@ -53,6 +55,8 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     leaves: bool = False
     hold_bytes_free: Difference = 0
     other_bytes_free: Difference = 0
+    prefill_ms: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
+    stage_ms: Count = 0
 
 
 class KvFormat(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -16,7 +16,7 @@ from tests.peers.scene import FACTS
 async def main(folder: str, port: int, incarnation: int) -> None:
     """Print the port, then keep the links until the process is killed."""
     config = PeersConfig(listen=f"127.0.0.1:{port}", dir=folder)
-    peers = Peers(config, FACTS, PeerLoad, incarnation)
+    peers = Peers(config, FACTS, lambda _: PeerLoad(), incarnation)
     peers.bind()
     await peers.look()
     print(peers.port, flush=True)

@@ -86,7 +86,7 @@ async def node(
     config = PeersConfig(
         listen=f"127.0.0.1:{port}", name="" if tls else name, dir=str(folder / name), tls=tls
     )
-    peers = Peers(config, facts, lambda: load or PeerLoad(), incarnation)
+    peers = Peers(config, facts, lambda _: load or PeerLoad(), incarnation)
     states = list[tuple[str, LinkState, LinkState]]()
     messages = list[tuple[PeerLink, PeerFrame]]()
     peers.subscribe(

@@ -102,13 +102,13 @@ class StageQueue:
         if work is not None and all(other.owner != work.owner for other in self._works.values()):
             self._owners.remove(work.owner)
 
-    def left_ms(self, cost: StepCost) -> float:
-        """Predict how long the stages for peers still take."""
+    def left_ms(self, cost: StepCost, peer: str = "") -> float:
+        """Predict how long the stages for peers still take, or those for one of them."""
         return sum(
             [
                 work.layer_share * prefill_ms(cost, work.frontier, work.n_tokens - work.frontier)
                 for work in self._works.values()
-                if work.owner.peer
+                if work.owner.peer and peer in ("", work.owner.peer)
             ]
         )
 

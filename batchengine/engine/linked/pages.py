@@ -23,6 +23,7 @@ from batchengine.engine.tasks import Spawn
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import Peers
 from batchengine.peers.transitions import LinkState
+from batchengine.policy.cost import LaneLoad
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerLoad
 from kv_store import keys
@@ -45,7 +46,7 @@ class LinkedPages:
         spawn: Spawn,
         n_head: int,
     ) -> None:
-        loop = state.lanes[0]
+        loop = self._loop = state.lanes[0]
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
         self.given = HoldsGiven(bytes_max)
         self.taken = HoldsTaken(store, loop, peers.links, links)
@@ -79,13 +80,18 @@ class LinkedPages:
     def __repr__(self) -> str:
         return f"<LinkedPages {self.given!r} {self.taken!r}>"
 
-    def load(self, load: PeerLoad) -> PeerLoad:
-        """The load that peers learn, with what is held for them."""
+    def load(self, load: PeerLoad, lane: LaneLoad, to: str) -> PeerLoad:
+        """The load that peer `to` learns, with what is held for peers, and with the work of the
+        first lane but its stages for that peer."""
         free = others_free = 0
         if not self._why_not():
             free, others_free = self.given.bytes_free, self.formats.bytes_free(self.given)
+        first, second, third, fourth = map(round, lane.prefill_ms)
+        others_ms = lane.stage_ms - self._loop.stages.left_ms(lane.cost, to)
         return msgspec.structs.replace(
             load,
+            prefill_ms=(first, second, third, fourth),
+            stage_ms=max(0, round(others_ms)),
             pages_held=self.given.n_pages,
             hold_bytes_free=free,
             other_bytes_free=others_free,

@@ -92,6 +92,10 @@ class Dispatcher:
             return state
         return self.plans.with_peers(state, session, remote=remote)
 
+    def load_of(self, loop: LaneLoop) -> cost.LaneLoad:
+        """Return the estimated load of a lane."""
+        return self._lanes.of(loop).load
+
     def _known(
         self, session: Session, home: LaneLoop, prompt: tuple[int, ...]
     ) -> router.RouteSession:

@@ -141,6 +141,7 @@ class LaneViews:
             loop.context_max,
             self._queue.changes,
             loop.stages.pieces,
+            len(loop.stages),
         )
         counted = self._counted.get(loop)
         if counted is not None:

@@ -258,6 +258,8 @@ class PeerPlans:
                 seated=load.requests_running,
                 waiting=load.requests_waiting,
                 step_ms=cost.fixed_ms + cost.decode_entry_ms * entries,
+                prefill_ms=tuple(map(float, load.prefill_ms)),
+                stage_ms=float(load.stage_ms),
             ),
             load.kv_free_bytes,
             (link.rtt_us or 0.0) / 1000,

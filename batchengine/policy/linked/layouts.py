@@ -193,8 +193,9 @@ def through_pipeline(
 ) -> LayoutTimes:
     """Predict a prompt that goes through the pipeline for a session that decodes on a lane here.
 
-    `here` is the load of that lane. A stage that has other work is at half speed. The prompt waits
-    for those that the pipeline computes before it, and for prefill that waits at a peer; each stage
+    `here` is the load of that lane. A stage that has other work is at half speed, also where a peer
+    computes stages of other daemons. The prompt waits for those that the pipeline computes before
+    it, and for prefill that waits at a peer; each stage
     first gets the KV that its layers have up to `work.frontier`. The first token comes no sooner
     than this lane computes a prompt's last token.
     """
@@ -206,18 +207,18 @@ def through_pipeline(
     used: list[str] = []
     peer_ms = kv_ms = 0.0
     for stage in plan.stages:
-        load = here
+        load, beside_ms = here, 0.0
         if stage.push is not None:  # not this daemon's own
             peer = by_name.get(stage.name)
             why = not_usable(peer)
             if peer is None or why is not None:
                 return LayoutTimes(peers=(stage.name,), rejected=why)
             used.append(stage.name)
-            load = peer.load
+            load, beside_ms = peer.load, peer.load.stage_ms
             of_stage = facts.kv_token_bytes * (stage.end - stage.first) / plan.stages[-1].end
             kv_ms = max(kv_ms, work.frontier * of_stage / peer.bytes_per_ms)
             peer_ms = max(peer_ms, wait_ms(load, work.rank))
-        slowdown.append(SHARED if load.seated or load.waiting else 1.0)
+        slowdown.append(SHARED if load.seated or load.waiting or beside_ms else 1.0)
     blocks = pipeline.blocks_of(PromptWork(work.frontier, work.n_tokens), plan.chunk_tokens, 1)
     found = pipeline.times(plan.stages, blocks, slowdown)
     alone = pipeline.times(plan.stages, blocks)  # whether it is filled does not depend on loads

@@ -97,6 +97,8 @@ async def test_prompts_of_one_owner_come_one_after_another_and_owners_have_turns
     for each in (first, work(2, 512), late, work(4, 512, peer="b")):
         queue.add(each)
     assert queue.left_ms(COST) == 1024 + 2 * 512 * 256 * 1e-6  # those of b
+    assert queue.left_ms(COST, "b") == queue.left_ms(COST)
+    assert queue.left_ms(COST, "c") == 0.0
     first.arrived = 256  # another piece comes later
     runs = list[int]()
     for _ in range(3):

@@ -264,6 +264,8 @@ def test_a_busy_or_lost_stage_is_not_used() -> None:
     asked = request(2, 20 * PLAN.chunk_tokens)
     busy = peer(load=load(CPU, decodes=4, prefill_ms=20_000.0))
     assert outlook(route(asked, None, state(busy)), LOCAL, PIPELINE).why is Rejected.SLOWER
+    others = peer(load=replace(load(CPU), stage_ms=20_000.0))  # stages of another daemon
+    assert outlook(route(asked, None, state(others)), LOCAL, PIPELINE).why is Rejected.SLOWER
     lost = route(asked, None, state(peer("c"), peer(state="suspect")))
     assert outlook(lost, LOCAL, PIPELINE).why is Rejected.SUSPECT
     gone = route(asked, None, state(peer("c")))

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from batchengine.config import LaneConfig
 from batchengine.core import PAGE_TOKENS
 from batchengine.engine import Engine
+from batchengine.engine.lane.stage_queue import StageOwner, StageWork
 from batchengine.engine.linked.pipelines import Pipelines
 from batchengine.session import Session
 from batchengine.wire.peer import OpenPipeline, PipelineEnded, PipelineGo, PipelineOpened
@@ -188,6 +190,30 @@ async def test_a_batch_prompt_goes_through_the_pipeline_and_explain_says_so(
         assert rejected(found) == "only for throughput-tolerant requests"
         found = await decision(words(13, 40), "batch")
         assert rejected(found) == "the prompt does not fill the pipeline"
+
+
+async def test_a_peer_reports_prefill_and_the_stages_of_other_daemons(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fix_speeds(monkeypatch)
+    async with linked_engines(site, "ab", lanes=SLOW) as engines:
+        a, b = engines["a"], engines["b"]
+        link, stages = a.running.peers.links["b"], b.state.lanes[0].stages
+        await until(lambda: link.load.stage_ms == 0 and not any(link.load.prefill_ms))
+        for run, peer in ((9001, "a"), (9002, "c")):  # whose rows do not come
+            tokens = array("i", words(run, 2048))
+            stages.add(StageWork(run, 0.5, 2048, 256, tokens, owner=StageOwner(peer)))
+        one_ms = stages.left_ms(b.state.lanes[0].cost.cost, "c")
+        await until(lambda: link.load.stage_ms > 0)
+        assert 0.9 * one_ms < link.load.stage_ms < 1.1 * one_ms
+        for run in (9001, 9002):
+            stages.remove(run)
+        await until(lambda: link.load.stage_ms == 0)
+        reading = asyncio.ensure_future(read(b.submit(request(words(40, 3000), 4))))
+        await until(lambda: link.load.prefill_ms[-1] > 0)
+        assert link.load.prefill_ms[0] == 0  # the request is of class standard
+        await reading
+        await until(lambda: not any(link.load.prefill_ms))
 
 
 async def test_batch_prompts_that_come_together_all_go_through_the_pipeline(
