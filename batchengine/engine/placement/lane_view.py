@@ -134,6 +134,7 @@ class LaneViews:
         rows = max(loop.assigned, len(loop.running) + len(loop.waiting))
         mark = (
             loop.meter.steps,
+            loop.cost.cost,
             loop.assigned,
             rows,
             loop.up,
