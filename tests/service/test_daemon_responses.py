@@ -165,6 +165,45 @@ def test_a_response_that_is_asked_for_again_has_the_id_of_the_first(
         assert client.responses.retrieve(begun[0].id).status == "cancelled"
 
 
+def test_what_has_ended_is_shown_and_not_computed(
+    pocket_path: Path, cache_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A response that its client cancelled, and one behind which its conversation went on."""
+    with client_of(pocket_path, tmp_path_factory.mktemp("r"), cache_dir) as (client, _):
+        asked: dict[str, Any] = {"model": client.models.list().data[0].id, "temperature": 0}
+        long = {**asked, "max_output_tokens": 3000, "extra_body": {"ignore_eos": True}}
+        begun = client.responses.create(input="Hi", background=True, **long)
+        time.sleep(0.3)
+        ended = client.responses.cancel(begun.id)
+        assert ended.status == "cancelled"
+        assert ended.usage is not None
+        assert 0 < ended.usage.output_tokens < 3000
+        for _ in range(2):
+            found = client.responses.retrieve(begun.id)
+            assert (found.status, found.usage, found.output) == (
+                "cancelled", ended.usage, ended.output,
+            )  # fmt: skip
+            with client.responses.retrieve(begun.id, stream=True) as events:
+                *_, last = events
+            assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+            assert (last.response.usage, last.response.output) == (ended.usage, ended.output)
+        with client.responses.retrieve(begun.id, stream=True, starting_after=4) as events:
+            assert next(iter(events)).sequence_number == 5
+        first = client.responses.create(input="Once", max_output_tokens=20, **asked)
+        with client.responses.retrieve(first.id, stream=True) as events:
+            before = [event.to_dict() for event in events]
+        client.responses.create(input="Go", previous_response_id=first.id, **asked)
+        with client.responses.retrieve(first.id, stream=True) as events:
+            after = [event.to_dict() for event in events]
+        assert [event["type"] for event in after] == [event["type"] for event in before]
+        assert after[-1]["response"]["output"] == first.to_dict()["output"]
+        with client.responses.create(input="Hi", stream=True, **long) as stream:
+            created = next(iter(stream))
+            client.responses.cancel(created.response.id)
+            *_, last = stream
+        assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+
+
 def running(client: openai.OpenAI) -> int:
     """How many requests of this client are computed or wait."""
     queue: Any = client.get(str(client.base_url.copy_with(path="/api/queue")), cast_to=object)

@@ -8,9 +8,11 @@ when it is next asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -20,9 +22,14 @@ from batchengine import errors
 from batchengine.core import (
     FORM_RESPONSES,
     BatchEngineError,
+    DoneEvent,
+    GenerationEvent,
     Kind,
     PastTurn,
     QueuedEvent,
+    TokenEvent,
+    Usage,
+    Waiting,
 )
 from service.engine_api import EngineApi, GenerationApi, check_serving
 from service.http import relay
@@ -53,6 +60,7 @@ from service.protocols.responses.formatter import (
 log = logging.getLogger("batchengine.service")
 
 TOKENS_SLICE = 256  # of an answer that are read between two chances for other tasks
+CANCEL_LOOKS, CANCEL_LOOK_S = 500, 0.02  # for the end of a turn that was cancelled
 
 
 async def read(
@@ -168,6 +176,34 @@ async def _go_on(service: Service, past: PastTurn) -> None:
     _finish_alone(service, live)
 
 
+class PastGeneration:
+    """A turn that has ended, as events of its texts: nothing is computed."""
+
+    def __init__(self, past: PastTurn) -> None:
+        request = self.request = past.request
+        self.request_id = self.turn_id = request.request_id
+        self.session_id = request.session_id
+        self.recorded = asyncio.Event()
+        self.recorded.set()
+        named = request.session_id or ""
+        usage = Usage(len(request.prompt), past.cached_tokens, past.tokens, session_id=named)
+        *tokens, rest = past.texts
+        self._left: deque[GenerationEvent] = deque([TokenEvent(0, text) for text in tokens])
+        self._left.append(DoneEvent(past.finish_reason, usage, rest))
+
+    async def events(self) -> list[GenerationEvent]:
+        """The next events; [] once the last one was taken."""
+        return [self._left.popleft() for _ in range(min(TOKENS_SLICE, len(self._left)))]
+
+    def waiting(self) -> Waiting:
+        """It waits for nothing."""
+        return Waiting()
+
+    def cancel(self) -> None:
+        """Give no further event."""
+        self._left.clear()
+
+
 # ---- the routes ----
 
 
@@ -204,17 +240,22 @@ async def _stream(request: web.Request, service: Service, past: PastTurn) -> web
     check_changes(request.headers)
     asked, tenant = past.request, request[CALLER].tenant
     assert asked.session_id is not None
+    alone = _says(asked.echo.encode(), "background")
     skip = _events_shown(request.query.get("starting_after"))
     for live in service.live.values():  # before its first token it is not in the ledger
         if live.begun is not None and live.job.requests[0].request_id == asked.request_id:
             await live.begun.wait()
             break
+    is_cancelled = past.finish_reason == "cancelled" and alone  # else its client has left
+    is_kept = bool(past.finish_reason) and (is_cancelled or not past.is_last)
     with service.admit(tenant):
-        generation = await service.engine.resume(tenant, asked.session_id, 0, asked.request_id)
+        if is_kept and not past.is_running:
+            generation, alone = PastGeneration(past), False
+        else:
+            generation = await service.engine.resume(tenant, asked.session_id, 0, asked.request_id)
         live = service.enter(Live(_job(service, past), [generation], time.monotonic()))
         formatter = ResponsesFormatter(live.job, skip, past if past.ended_s else None)
     request[HEADERS]["x-batchengine-session-id"] = asked.session_id
-    alone = _says(live.job.echo, "background")
     return await _shown(request, formatter, live, in_background=alone)
 
 
@@ -239,8 +280,20 @@ async def _cancel(request: web.Request) -> web.Response:
     service, past = await _past(request)
     if past.is_running and not past.finish_reason:
         service.cancel(past.request.request_id)
-        past = dataclasses.replace(past, is_running=False, finish_reason="cancelled")
+        past = await _cancelled(service.engine, past)
     return await _answer(service, past)
+
+
+async def _cancelled(engine: EngineApi, past: PastTurn) -> PastTurn:
+    """A cancelled turn once it has ended, which it does within a step; one that had not begun is
+    in no ledger."""
+    tenant, turn_id = past.request.tenant, past.request.request_id
+    with contextlib.suppress(BatchEngineError):
+        for _ in range(CANCEL_LOOKS):
+            if (await engine.past_turn(tenant, turn_id, has_texts=False)).finish_reason:
+                return await engine.past_turn(tenant, turn_id)
+            await asyncio.sleep(CANCEL_LOOK_S)
+    return dataclasses.replace(past, is_running=False, finish_reason="cancelled")
 
 
 async def _delete(request: web.Request) -> web.Response:

@@ -1,7 +1,6 @@
 """Events of a generation as the stream or the whole object of OpenAI Responses.
 
-Owns the response object: the fields of its request, its items, its status and usage. The
-log-probabilities of a stream are in the deltas alone, of a whole answer in its messages.
+Owns the response object: the fields of its request, its items, its status and usage.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from functools import cached_property
 
 import msgspec
 
+from batchengine import errors
 from batchengine.core import BatchEngineError, DoneEvent, Kind, PastTurn, TokenEvent, TokenLogprob
 from service.protocols.formatter import Formatter, SseEvent
 from service.protocols.openai.envelope import (
@@ -150,23 +150,25 @@ class ResponsesFormatter(Formatter):
 
     def failure(self, error: BatchEngineError) -> list[SseEvent]:
         chunks = self._items.close("incomplete")
-        fields: Chunk = {"status": "failed", "error": error_fields(error)}
+        name, fields = "failed", {"status": "failed", "error": error_fields(error)}
+        if error.code == errors.CANCELLED.code:  # as `_cancel` of the routes answers
+            name, fields = "incomplete", ended("cancelled", 0)
         response = self._head | fields | {"output": self._items.done}
-        chunks.append({"type": "response.failed", "response": response})
+        chunks.append({"type": f"response.{name}", "response": response})
         return self._last_events(chunks)
 
     def _token(self, index: int, event: TokenEvent, parts: Sequence[OutputPart]) -> list[SseEvent]:
         if self._warms:
             return []
-        logprobs = [] if event.logprob is None else [msgspec.Raw(_logprob_item(event))]
-        chunks = self._items.push(parts, logprobs)
-        return self._events(chunks)
+        if event.logprob is not None:
+            self._early.append(_logprob_item(event))
+        return self._events(self._push(parts))
 
     def _skip(self, index: int, parts: Sequence[OutputPart]) -> None:
         self._sent += len(self._items.push(parts, []))
 
     def _finish(self, index: int, parts: Sequence[OutputPart]) -> list[SseEvent]:
-        chunks = [] if self._warms else self._items.push(parts, [])
+        chunks = [] if self._warms else self._push(parts, is_last=True)
         status = self._status()
         chunks += self._items.close("completed" if status == "completed" else "incomplete")
         response = self._ended(status)
@@ -183,13 +185,8 @@ class ResponsesFormatter(Formatter):
         answer = self.answers[0]
         super().collect(index, event)
         if not self._warms:
-            self._items.push(answer.parts, [])
+            self._push(answer.parts, is_last=isinstance(event, DoneEvent))
         answer.parts.clear()
-        if self._items.in_message:
-            self._items.logprobs[-1].extend(self._early)
-            self._early.clear()
-        elif self._items.is_begun:
-            self._early.clear()  # of reasoning or of a call
 
     def whole(self) -> Iterator[bytes]:
         status = self._status()
@@ -221,6 +218,16 @@ class ResponsesFormatter(Formatter):
         return _encode({**self._head, **ended(status, past.ended_s), **facts})
 
     # ---- inner ----
+
+    def _push(self, parts: Sequence[OutputPart], *, is_last: bool = False) -> list[Chunk]:
+        """The events of parts: log-probabilities of tokens that showed nothing stand with the next
+        text of their message. Reasoning and calls have none."""
+        chunks, items = self._items.push(parts, self._early), self._items
+        if items.in_message and is_last:
+            items.logprobs[-1] += self._early
+        if items.is_begun and (is_last or not items.in_message):
+            self._early.clear()
+        return chunks
 
     @cached_property
     def _turn_id(self) -> str:

@@ -75,16 +75,19 @@ class OutputItems:
         """Whether an item grows."""
         return self._item is not None
 
-    def push(self, parts: Iterable[OutputPart], logprobs: list[msgspec.Raw]) -> list[Chunk]:
-        """The events of `parts`; the first text has the log-probabilities of its token."""
+    def push(self, parts: Iterable[OutputPart], logprobs: list[bytes]) -> list[Chunk]:
+        """The events of `parts`; the first text takes the log-probabilities, which it removes from
+        the list."""
         events: list[Chunk] = []
         for part in parts:
             match part:
                 case Text(text):
                     if not self.in_message:
                         events += self._begin_message()
-                    events.append(self._grow(text) | {"logprobs": logprobs})
-                    logprobs = []
+                    shown: Fields = {"logprobs": list(map(msgspec.Raw, logprobs))}
+                    events.append(self._grow(text) | shown)
+                    self.logprobs[-1] += logprobs
+                    logprobs.clear()
                 case Reasoning(text):
                     if not self.in_reasoning:
                         events += self._begin_reasoning()
@@ -118,11 +121,14 @@ class OutputItems:
             events.append({"type": f"{_INPUT}.done", **at, **place, "input": text})
         else:
             form, part = self._form, _part(self._form, text)
+            logprobs: Fields = {}
+            if kind == "message":
+                logprobs["logprobs"] = list(map(msgspec.Raw, self.logprobs[-1]))
+            part |= logprobs
             item[form.field] = [part]
             if kind == "reasoning" and self._encrypts:
                 item["encrypted_content"] = encrypted(text)
             here = {**at, **place, f"{form.field}_index": 0}
-            logprobs: Fields = {"logprobs": []} if kind == "message" else {}
             events.append({"type": f"response.{form.text}.done", **here, "text": text, **logprobs})
             events.append({"type": f"response.{form.part}.done", **here, "part": part})
         if "status" in item:

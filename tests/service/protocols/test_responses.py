@@ -31,6 +31,7 @@ from batchengine.core import (
     Usage,
 )
 from service.protocols import requests
+from service.protocols.formatter import SseEvent
 from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
 from service.protocols.protocol import PromptLimits
 from service.protocols.responses import items, schema, tools
@@ -261,6 +262,31 @@ def test_logprobs_of_a_whole_answer_are_those_of_its_text() -> None:
     made.collect(0, DoneEvent("stop", Usage()))
     part = json.loads(b"".join(made.whole()))["output"][1]["content"][0]
     assert [one["token"] for one in part["logprobs"]] == ["2", "3"]
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole_answer() -> None:
+    made = ResponsesFormatter(job_of())
+    made.answers[0].parser = Scripted([[Reasoning("h")], [], [Text("ab")], [], [Text("c")], []])
+    made.opening()
+    events = list[SseEvent]()
+    for number in range(6):
+        logprob = TokenLogprob(number, b"%d" % number, -0.5)
+        events += made.token(0, TokenEvent(number, "x", logprob))
+    events += made.finish(0, DoneEvent("stop", Usage()))
+    found = [json.loads(event.data) for event in events]
+
+    def tokens(logprobs: list[Any]) -> list[str]:
+        return [one["token"] for one in logprobs]
+
+    deltas = [tokens(e["logprobs"]) for e in found if e["type"].endswith("output_text.delta")]
+    assert deltas == [["2"], ["3", "4"]]
+    by_kind = {event["type"]: event for event in found}
+    for part in (
+        by_kind["response.output_text.done"],
+        by_kind["response.content_part.done"]["part"],
+        by_kind["response.completed"]["response"]["output"][1]["content"][0],
+    ):
+        assert tokens(part["logprobs"]) == ["2", "3", "4", "5"]
 
 
 # ---- input ----
