@@ -433,7 +433,8 @@ INTERNAL_ERROR = Problem("BE1719", Kind.INTERNAL, _DEFECT,
     "retry; if it happens again, report it with the log")
 MALFORMED_HTTP = Problem("BE1720", Kind.INVALID, "malformed_http",
     "the request is not well-formed HTTP/1.1",
-    fix="send one Host header, printable headers below 8 KiB, and no conflicting lengths")
+    fix="send one Host header, at most 128 headers, printable and below 8 KiB each, no conflicting"
+    " lengths, and no Expect but 100-continue")
 UNKNOWN_FIELD = Problem("BE1721", Kind.INVALID, "unknown_parameter",
     "{param} is not a known field here", fix="leave it out; GET /openapi.json has every field")
 UNKNOWN_FIELDS = Problem("BE1722", Kind.INVALID, "unknown_parameter",

@@ -142,6 +142,10 @@ def run(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `batchengine ps | head`
         drop_output()
         return 0
+    except SystemExit as end:  # the same, of a page of help
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        return 0
     except Exception as error:
         if debug:
             raise
@@ -174,7 +178,8 @@ def _usage(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> tuple[str
             return f"Unknown option: {option}.", f"write it as `batchengine serve {ours}`"
     if command == " sessions" and isinstance(error, cyclopts.UnusedCliTokensError):
         return text, "name a command, such as `batchengine sessions show SESSION`"
-    return text, f"see `batchengine{command} --help`"
+    named = "" if command == " help" else command
+    return text, f"see `batchengine{named} --help`"
 
 
 def _command_of(arguments: Sequence[str]) -> str:

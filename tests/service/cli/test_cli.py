@@ -290,6 +290,15 @@ def test_output_that_cannot_be_written_is_said_and_no_letter_stops_a_command() -
     assert subprocess.run(closed, cwd=ROOT, stderr=subprocess.PIPE).stderr == b""
 
 
+def test_a_page_of_help_whose_reader_leaves_is_no_failure() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "batchengine", "serve", "--help"]
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_process_ends_with_the_code_of_its_error() -> None:
     done = cli("serve", "/nowhere/x.gguf")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
