@@ -109,7 +109,7 @@ class FakeGeneration:
         if not engine.records_late:
             self.recorded.set()
         self.cancelled = asyncio.Event()
-        self.finished = False
+        self.finished = self.is_cut = False
         self.is_queued = False
         self._events = engine.script(self)
         self._next: asyncio.Future[GenerationEvent | None] | None = None
@@ -126,6 +126,7 @@ class FakeGeneration:
         return Waiting(3, 42_000.0) if self.is_queued else Waiting(0, None, 8, 8)
 
     def cancel(self) -> None:
+        self.is_cut = self.is_cut or not self.finished
         self.cancelled.set()
 
 
@@ -215,7 +216,8 @@ class FakeEngine:
             if asked.request_id == turn_id and asked.tenant == tenant and asked.session_id:
                 texts = (*self.reply[: asked.tokens_max], "") if has_texts else ("",)
                 reason = "stop" if generation.finished else ""
-                running = not generation.finished
+                reason = "cancelled" if generation.is_cut else reason
+                running = not reason
                 ended_s = ENDED_S if generation.finished else 0
                 return PastTurn(
                     asked, len(self.reply), texts, reason, True, running, True, ended_s,
