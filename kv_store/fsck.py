@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from kv_store import keys, osio
-from kv_store.arenas.arena import ARENA_NAME, ArenaFile, delete_arena
+from kv_store.arenas.arena import ARENA_NAME, POISON, ArenaFile, delete_arena
 from kv_store.errors import StoreCorrupt, StoreError, StoreMissing
 from kv_store.layout import PAGE_TOKENS, PageLayout
 from kv_store.ledger import continuity, writes
@@ -44,6 +44,7 @@ Progress = Callable[[int, int], None]  # pages read, pages to read
 Fix = Callable[[sqlite3.Connection], object]
 _TURN_QUERY = "SELECT session, id, prompt_start, prompt_end, seed, status FROM turn"
 _OURS = {"LOCK", "BALLAST", "CRASH", "meta.db", "meta.db-wal", "ext", "arena", STATES_DIR}
+_WRONG_BYTES = "its bytes fail their sealed checksum"
 SCRATCH = "fsck-"  # folders of this program inside the store
 U32_MAX = 0xFFFFFFFF
 
@@ -267,7 +268,10 @@ def _check_store_row(check: _Check, db: sqlite3.Connection) -> None:
     report = check.report
     report.store_uuid, report.epoch, report.clean = row[0].hex(), int(row[1]), bool(row[2])
     if not report.clean:
-        check.remark("info", "the store was not closed", "its last owner was killed")
+        why = "its last owner was killed"
+        if check.traces.opening.closed:  # in LOCK, which needs no free space
+            why += ", or could not write that it had stopped (a full disk)"
+        check.remark("info", "the store was not closed", why)
     check.lost = check.traces.lost(report.epoch, report.clean)
     if check.lost:
         check.remark(
@@ -452,7 +456,10 @@ def _check_page(
         return
     check.counts["pages"] += 1
     why = _why_bad(check, info, fd, row)
-    if why:
+    if why == _WRONG_BYTES and bytes(check.buffer) == bytes([POISON]) * info.page_bytes:
+        check.counts["pages_evicted"] += 1
+        _free_page(check, db, page_id, "")
+    elif why:
         check.counts["pages_bad"] += 1
         _free_page(check, db, page_id, why)
     else:
@@ -482,14 +489,15 @@ def _why_bad(check: _Check, info: ExtentInfo, fd: int, row: PageRow) -> str:
     uuid = bytes.fromhex(check.report.store_uuid)
     seed = keys.sealed_seed(uuid, *row.ref, row.key, layout.layout_id)
     if keys.sealed_checksum(data, seed) != row.checksum:
-        return "its bytes fail their sealed checksum"
+        return _WRONG_BYTES
     if keys.payload_digest(data) != row.digest:
         return "its recorded payload digest is damaged"
     return ""
 
 
 def _free_page(check: _Check, db: sqlite3.Connection, page_id: Any, why: str) -> None:
-    """Report a page that cannot be used; repair leaves a free row with the next generation."""
+    """Report a page that cannot be used; repair leaves a free row with the next generation. No
+    `why`: it was evicted, and its slot overwritten."""
     found = db.execute("SELECT gen, repr_id FROM page WHERE page_id = ?", (page_id,)).fetchone()
     gen, repr_id = found if found is not None else (0, b"")
     sound = type(gen) is int and 0 <= gen < U32_MAX
@@ -502,7 +510,11 @@ def _free_page(check: _Check, db: sqlite3.Connection, page_id: Any, why: str) ->
         )
 
     repair = "its manifest row is deleted; it is recomputed when it is needed"
-    check.find("error", f"page {page_id} is bad", why, repair, fix)
+    if why:
+        check.find("error", f"page {page_id} is bad", why, repair, fix)
+        return
+    why = "the ledger's disk was full, or its owner was killed before the next commit"
+    check.find("warning", f"page {page_id} was evicted, and kept its row", why, repair, fix)
 
 
 def _drop_extent(

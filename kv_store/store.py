@@ -28,7 +28,7 @@ from operator import mul
 from kv_store import osio
 from kv_store.arenas.arena import ARENA_NAME, LANE_NAME, Arena, delete_arena
 from kv_store.arenas.orphaned import ORPHANED_SHARE, OrphanedArenas
-from kv_store.errors import StoreCorrupt, StoreGone, StoreLocked, StoreUnsupported
+from kv_store.errors import StoreCorrupt, StoreFull, StoreGone, StoreLocked, StoreUnsupported
 from kv_store.layout import Descriptor
 from kv_store.ledger import continuity, writes
 from kv_store.ledger.ledger import Ledger, Opener, Replay, connect, is_damage
@@ -285,12 +285,18 @@ class Store:
             slots += self.core.drop_oldest_foreign()
             extents += 1
         evicted, tails = map(sum, zip(*found, strict=True))
-        limits = self._settings
-        sessions, turns = self.ledger.prune(
-            limits.sessions_max, keep, bytes_max=limits.ledger_bytes_max
-        )
+        limits, sessions, turns = self._settings, 0, 0
+        with contextlib.suppress(StoreFull):  # its rows stay; the other parts are deleted
+            sessions, turns = self.ledger.prune(
+                limits.sessions_max, keep, bytes_max=limits.ledger_bytes_max
+            )
         self.ledger.commit()  # also where there was nothing to prune
         return GcReport(evicted, tails, extents, slots, sessions, turns)
+
+    def give_disk_space(self) -> Future[int]:
+        """Delete the extents of other models, or else the one of this model that has the fewest
+        pages: room for the ledger on a full disk. Resolves to the number of extents."""
+        return self.core.thread.submit(self.core.give_disk_space)
 
     @property
     def tier(self) -> str:
@@ -363,6 +369,10 @@ class Store:
             "ballast": self._reserve.trouble or "ok",
         }
         return numbers | {f"{name}_total": n for name, n in core.counters.items()}
+
+    def end_reading(self) -> None:
+        """End the page thread: from here on arenas may be deleted, and nothing is sealed."""
+        self.core.thread.close()
 
     def close(self) -> None:
         """Write what is pending, mark the store clean, release the lock."""

@@ -41,7 +41,6 @@ from batchengine.peers.transitions import LinkState
 from batchengine.policy.router import BULK, FAST
 from batchengine.text.frontend import TextFrontend
 from kv_store.errors import StoreError
-from kv_store.ledger.ledger import COMPACT_BYTES_MAX
 
 log = logging.getLogger("batchengine.engine")
 
@@ -437,9 +436,7 @@ class Engine:
                 each = [dataclasses.asdict(one) for one in found]
                 return {name: sum([one[name] for one in each]) for name in each[0]}
             if op == "gc":
-                collected = await self.running.maintenance.collect()
-                await asyncio.wrap_future(store.ledger.clean(COMPACT_BYTES_MAX))
-                return dataclasses.asdict(collected)
+                return await self.running.maintenance.collect_all()
         except StoreError as error:
             raise store_error(errors.STORE_FAILED, error) from error
         raise ValueError(f"{op} is none of stat, verify and gc")

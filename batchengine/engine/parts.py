@@ -261,9 +261,12 @@ class Running:
         lanes = self.state.lanes
         await asyncio.gather(*(loop.lane.close() for loop in lanes))
         self.crash_marker.close()
-        await asyncio.to_thread(self.store.close)
-        for loop in lanes:
-            loop.kv.close()  # after the store, whose page thread may still read an arena
+        await asyncio.to_thread(self.store.end_reading)
+        try:
+            for loop in lanes:  # first: a full disk has room for the last commit then
+                loop.kv.close()
+        finally:
+            await asyncio.to_thread(self.store.close)
         await self.grammars.close()
         await self.text.close()
 

@@ -170,7 +170,7 @@ class Arena:
                 raise StoreFull(
                     f"no room for an arena of {slots} open pages",
                     why=f"it needs {shape.file_bytes >> 20} MiB",
-                    fix="free disk space, or set fewer open pages ([[lane]] places)",
+                    fix="free disk space, or set fewer open pages ([[lane]] open_pages)",
                 ) from error
             raise
         return cls(path, fd, shape, arena_id, incarnation)

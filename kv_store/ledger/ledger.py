@@ -444,7 +444,9 @@ class Ledger:
         except sqlite3.DatabaseError as error:
             if _is_full(error):
                 raise StoreFull(
-                    "the disk is full: the ledger's log cannot be begun again"
+                    "the disk is full: the ledger cannot be rewritten",
+                    why="that takes as much free space as the ledger is large",
+                    fix="free disk space where the store lies, then try again",
                 ) from error
             raise self._latch(error) from error
         self._log_bytes = 0

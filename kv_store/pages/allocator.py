@@ -18,7 +18,7 @@ import numpy as np
 
 from kv_store import keys
 from kv_store.arenas.arena import POISON
-from kv_store.errors import StaleRef, StoreCorrupt, StoreError, StoreFull
+from kv_store.errors import StaleRef, StoreCorrupt, StoreError
 from kv_store.layout import Descriptor
 from kv_store.ledger import writes
 from kv_store.pages.core import BudgetSpent, StoreCore
@@ -28,6 +28,7 @@ from kv_store.pages.index import (
     FAILURES_MAX,
     RESIDENT,
     SLICE_PAGES,
+    UNPUBLISHED,
     Page,
     PageEvent,
     PageIndex,
@@ -286,21 +287,26 @@ class SlotAllocator:
 
     def take(self) -> Page | NoRoom:
         """Take a slot: (1) evict to stay under the fill limit, (2) take a free slot, (3) evict for
-        one when no extent can be added, (4) refuse."""
+        one when no extent can be added, (4) refuse.
+
+        While the ledger finds no room no page can be published, and the row of an evicted one stays
+        until it does: none is evicted under the fill limit, and a single one where no slot is left.
+        """
+        is_full = self.core.ledger.stats.is_full
         cap = self.slots_max
         high = max(1, cap * FILL_MAX_PERCENT // 100)
         low = min(high - 1, cap * EVICT_TO_PERCENT // 100)
         used = self.index.used - self.leaving
-        if used >= high:
+        if used >= high and not is_full:
             self.evict(min(EVICT_BATCH, used - low))
         page = self.index.take_free()
         if page is None or not self.on_demand:
             self.grow_ahead()
         if page is not None:
             return page
-        if self.is_growing or self.leaving:
+        if self.is_growing or self.leaving or (is_full and self.index.count(*UNPUBLISHED)):
             return NoRoom.GROWING
-        share = len(self.index) * (100 - EVICT_TO_PERCENT) // 100
+        share = 1 if is_full else len(self.index) * (100 - EVICT_TO_PERCENT) // 100
         if self.evict(max(1, min(EVICT_BATCH, share))) and (page := self.index.take_free()):
             return page
         return NoRoom.FULL
@@ -338,7 +344,7 @@ class SlotAllocator:
                 (bad if is_bad else free).append(ref)
                 rows |= {row.index: row for row in self.extent_row(ref.page_id)}
         if free or bad:
-            self._append(
+            self.core.append(
                 *rows.values(),
                 writes.FreePages(tuple(free)),
                 writes.RetirePages(tuple(bad), self.repr_id),
@@ -377,16 +383,7 @@ class SlotAllocator:
         stay pinned until exit, and no later run may find its bytes. Needs no lock."""
         refs = tuple(PageRef(one.ref.page_id, one.ref.gen + 1) for one in pages if one.listed)
         if refs:
-            self._append(writes.FreePages(refs))
-
-    def _append(self, *rows: writes.Op) -> None:
-        """Write rows by the next commit; when the disk is full, by the first one with room."""
-
-        def written(done: Future[int]) -> None:
-            if isinstance(done.exception(), StoreFull):
-                self._append(*rows)
-
-        self.core.ledger.append(*rows).add_done_callback(written)
+            self.core.append(writes.FreePages(refs))
 
     def let_go(self, pages: Sequence[Retracted], leaving: bool = False) -> None:
         """Give the pins of retracted pages back, in slices (takes the lock)."""

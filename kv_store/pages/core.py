@@ -201,10 +201,30 @@ class StoreCore:
             self.forget_extent(info)
         self.extents.drop(info)
 
+    def give_disk_space(self) -> int:
+        """Delete the extents of representations that are not open, or else one extent (page
+        thread); returns how many."""
+        count = len(self.foreign)
+        while self.foreign:
+            self.drop_oldest_foreign()
+        if not count:
+            count = int(any(pool.give_extent() for pool in self.pools))
+        self.ledger.commit()
+        return count
+
     def forget_extent(self, info: ExtentInfo) -> None:
         """Delete the rows of an extent and of its pages."""
         self.unrecorded.pop(info.index, None)
-        self.ledger.append(writes.DropExtent(info.index, info.first_page_id, info.slots))
+        self.append(writes.DropExtent(info.index, info.first_page_id, info.slots))
+
+    def append(self, *rows: writes.Op) -> None:
+        """Write rows by the next commit; when the disk is full, by the first one with room."""
+
+        def written(done: Future[int]) -> None:
+            if isinstance(done.exception(), StoreFull):
+                self.append(*rows)
+
+        self.ledger.append(*rows).add_done_callback(written)
 
     def record_extent(self, row: writes.AddExtent) -> None:
         """Write the row of an extent; `retry_rows` tries again if a full disk refuses it."""

@@ -82,6 +82,7 @@ TRANSITIONS: dict[PageState, dict[PageEvent, PageState]] = {
     _S.BAD: {},
 }
 RESIDENT = frozenset({_S.PUBLISHED, _S.LISTED, _S.LOADING})
+UNPUBLISHED = _S.RESERVED, _S.SEALING, _S.SEALED  # of tickets: their slots are freed if it fails
 EVICTABLE = frozenset({_S.PUBLISHED, _S.LISTED})
 SUPERSEDED = -(1 << 31)  # a priority below every caller's: evicted first
 SLICE_PAGES = 64  # looked at under one hold of the store's lock

@@ -6,6 +6,7 @@ or one of a newer program · 3 a daemon holds it.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -110,10 +111,19 @@ def gc(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
         lambda: [
             f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
             f" tails, {found['extents_other_reprs']:,} extents of other models,"
-            f" {found['sessions']:,} sessions, {found['turns']:,} turns"
+            f" {found['sessions']:,} sessions, {found['turns']:,} turns",
+            *_given_lines(found),
         ],
     )
+    if found["left"]:
+        fix = "free disk space where the store lies, then run `batchengine store gc` again"
+        raise errors.STORE_FULL(what="the ledger is not smaller", why=found["left"], fix=fix)
     return 0
+
+
+def _given_lines(found: dict[str, Any]) -> list[str]:
+    n = found["extents_given"]
+    return [f"{n:,} extents of KV were deleted to make room for the ledger"] if n else []
 
 
 def _op(socket: str | None, op: str) -> dict[str, Any]:
@@ -219,6 +229,8 @@ def _check(path: Path, repair: bool, *, quiet: bool) -> FsckReport:
         if _is_denied(path):
             row, what, fix = errors.STORE_UNUSABLE, f"cannot read the store {path}", ""
             why = "permission denied"
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            fix = "free disk space where the store lies: the check copies the ledger"
         if isinstance(error, StoreLocked):
             fix = "stop that daemon first, or have it check itself: `batchengine store verify`"
         fix = fix or "name the folder given to serve --store, as the user who runs the daemon"
@@ -247,7 +259,7 @@ def _print_report(report: FsckReport) -> None:
         for name, count in sorted(report.counts.items())
         if name not in ("errors", "warnings", "infos")
     )
-    print(f"  closed {'in order' if report.clean else 'by a crash'}; {counts or 'empty'}")
+    print(f"  {'' if report.clean else 'not '}closed in order; {counts or 'empty'}")
     for finding in report.findings:
         print(f"  {finding.severity:<8} {finding.what}: {finding.why}")
         print(f"           {'done' if report.repaired else 'repair'}: {finding.repair}")

@@ -15,6 +15,7 @@ import pytest
 
 import kv_store.osio as osio
 from bench.processes.store_check import check_integrity
+from kv_store.arenas.arena import Arena
 from kv_store.errors import LedgerError, StoreCorrupt, StoreError, StoreFull
 from kv_store.keys import ROOT_KEY
 from kv_store.pages.allocator import NoRoom
@@ -291,6 +292,12 @@ def test_a_destroyed_ledger_is_set_aside_and_the_store_starts_empty(
 
 
 # -- full disks and I/O errors ----------------------------------------------------------------
+
+
+def test_an_arena_without_room_names_the_setting(tmp_path: Path) -> None:
+    files = failing_files({"fallocate": 1}, errno.ENOSPC)
+    with pytest.raises(StoreFull, match="open_pages"):
+        Arena.create(str(tmp_path / "cpu.1"), LAYOUT, 4, files=files)
 
 
 def test_without_room_for_extents_the_store_serves_but_caches_nothing(tmp_path: Path) -> None:

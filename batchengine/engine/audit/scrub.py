@@ -9,6 +9,7 @@ compared once a minute.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -25,7 +26,8 @@ from batchengine.engine.lane.loop import LaneLoop
 from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
-from kv_store.errors import StoreError
+from kv_store.errors import StoreError, StoreFull
+from kv_store.ledger.ledger import COMPACT_BYTES_MAX
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.maintenance import GcReport, ScrubResult
 from kv_store.store import Store
@@ -40,6 +42,8 @@ FAILED_S = 60.0  # after a round that failed
 GC_S = 300.0
 LEDGER_S = 5.0  # between two looks at the ledger's size: clients may fill it quickly
 WATCH_S = 60.0
+UNMAP_S = 0.2
+UNMAPS_MAX = 10  # tries to rewrite the ledger after extents were deleted for it
 
 
 class Maintenance:
@@ -182,6 +186,29 @@ class Maintenance:
         stat = self._store.ledger.stats
         self._collected = stat.sessions, stat.session_bytes
         return report
+
+    async def collect_all(self) -> dict[str, Any]:
+        """Collect garbage and rewrite the ledger. If the disk has no room for that, extents are
+        deleted for it: their number is `extents_given`. `left`: why the ledger was not rewritten,
+        "" = it was."""
+        collected, given = await self.collect(), 0
+        left = await self._rewrite()
+        if left:
+            given = await asyncio.wrap_future(self._store.give_disk_space())
+            for _ in range(UNMAPS_MAX if given else 0):  # a worker may still map what was deleted
+                left = await self._rewrite()
+                if not left:
+                    break
+                await asyncio.sleep(UNMAP_S)
+        return {**dataclasses.asdict(collected), "extents_given": given, "left": left}
+
+    async def _rewrite(self) -> str:
+        """Rewrite the ledger; why the disk has no room for it, "" = it was done."""
+        try:
+            await asyncio.wrap_future(self._store.ledger.clean(COMPACT_BYTES_MAX))
+        except StoreFull as error:
+            return f"{error.what}: {error.why}"
+        return ""
 
     def _is_ledger_crowded(self) -> bool:
         """Whether the ledger is larger than a limit, and garbage collection may help by now."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+from concurrent.futures import Future
 
 import pytest
 
@@ -16,8 +17,10 @@ from batchengine.core import BatchEngineError
 from batchengine.engine import Engine
 from batchengine.engine.audit import scrub
 from batchengine.engine.lane import recompute
+from kv_store.errors import StoreFull
 from kv_store.ledger import writes
 from kv_store.pages.index import PageRef
+from kv_store.store import Store
 from tests.support.engines import (
     Answer,
     Reference,
@@ -340,6 +343,47 @@ async def test_only_the_command_rewrites_the_ledger(
         assert await free_pages() > 100
         await engine.store_op("gc")
         assert await free_pages() == 0
+
+
+async def test_the_command_deletes_extents_when_the_ledger_has_no_room(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub, "UNMAP_S", 0.0)
+    async with running_engine(site) as engine:
+        store, room = engine.running.store, [False, False, True]
+
+        def clean(_: int = 0) -> Future[None]:
+            done: Future[None] = Future()
+            if room.pop(0):
+                done.set_result(None)
+            else:
+                done.set_exception(StoreFull("the ledger cannot be rewritten"))
+            return done
+
+        monkeypatch.setattr(store.ledger, "clean", clean)
+        extents = len(store.pages.allocator.infos)
+        found = await engine.store_op("gc")
+        assert (found["extents_given"], found["left"]) == (1, "")
+        assert len(store.pages.allocator.infos) == extents - 1
+        room += [False] * 20
+        assert "cannot be rewritten" in (await engine.store_op("gc"))["left"]
+
+
+async def test_arenas_are_deleted_before_the_ledger_is_closed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk their bytes are the room for its last commit."""
+    arenas = [["none was seen"]]
+
+    def closed(store: Store) -> None:
+        arenas[0] = os.listdir(os.path.join(store.path, "arena"))
+        close(store)
+
+    close = Store.close
+    monkeypatch.setattr(Store, "close", closed)
+    async with running_engine(site) as engine:
+        await read(engine.submit(request(words(40, 9), 2, session="a")))
+    assert arenas == [[]]
 
 
 # ------------------------------------------------------------------------------------ health

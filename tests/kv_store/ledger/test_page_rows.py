@@ -3,7 +3,9 @@ is published in an extent without a row. Also with pins, and on a full disk."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,7 +20,9 @@ from kv_store.fsck import fsck
 from kv_store.keys import ROOT_KEY
 from kv_store.layout import PAGE_TOKENS
 from kv_store.ledger import writes
+from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import FAILURES_MAX, PageRef, PageState
+from kv_store.pages.pool import Ticket
 from kv_store.store import Store
 from tests.support import kv_scene
 from tests.support.kv_workload import (
@@ -416,3 +420,91 @@ def test_an_extent_recorded_late_reuses_no_number(tmp_path: Path, store: Store) 
     store.ledger.commit()
     with pytest.raises(LedgerRefused, match="another"):
         refused.result(20)
+
+
+def test_a_full_ledger_evicts_no_pages_for_some_that_it_cannot_publish(
+    store: Store, lane: Lane, room: list[bool]
+) -> None:
+    for name in range(28):
+        lane.add_chain(tokens_of(10 + name, 1))
+    evicted = store.counters["pages_evicted"]
+    room[0] = False
+    with pytest.raises(StoreFull):
+        store.ledger.commit().result(20)
+    for name in range(8):
+        with pytest.raises(StoreFull):
+            lane.add_chain(tokens_of(50 + name, 1))
+    found = [store.pages.reserve(ROOT_KEY, tokens_of(60 + name, 1), SALT) for name in range(5)]
+    assert found.pop() is NoRoom.GROWING, "a slot is freed once a ticket of another has failed"
+    for ticket in found:
+        assert isinstance(ticket, Ticket)
+        store.pages.abort(ticket)
+    assert store.counters["pages_evicted"] == evicted
+    room[0] = True
+
+
+def test_pages_evicted_on_a_full_disk_are_never_served_and_no_error(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    """Their slots are overwritten, or have other pages, while their rows stay."""
+    lane.add_chain(tokens_of(1, 3))
+    room[0] = False
+    evict(store, 3)
+    with pytest.raises(StoreFull):
+        lane.add_chain(tokens_of(2, 1))  # into one of the slots, and freed again
+    while store.core.thread.submit(store.pages.allocator.poison_one).result(20):
+        pass
+    path = left_behind(store, tmp_path / "crashed")
+    report = fsck(path)
+    assert report.ok, report.findings
+    assert (report.counts["pages_evicted"], report.counts["pages_bad"]) == (3, 0)
+    with next_run(path) as again:
+        listed = again.pages.match_prefix(tokens_of(1, 3), SALT)
+        assert again.pages.load(listed).result(20) == [False] * 3
+        assert again.pages.match_prefix(tokens_of(1, 3), SALT) == []
+    assert fsck(path, repair=True).ok
+    assert not fsck(path).counts["pages_evicted"]
+    room[0] = True
+
+
+def test_slots_with_other_pages_behind_their_rows_are_never_served(
+    store: Store, lane: Lane, room: list[bool], tmp_path: Path
+) -> None:
+    (ref,) = lane.add_chain(IDS)
+    room[0] = False
+    evict(store, 1)
+    ticket = lane.seal(ROOT_KEY, tokens_of(2, 1))
+    assert ticket.page is not None
+    assert ticket.page.page_id == ref.page_id
+    with next_run(left_behind(store, tmp_path / "crashed")) as again:
+        listed = again.pages.match_prefix(IDS, SALT)
+        assert listed == [ref]
+        assert again.pages.load(listed).result(20) == [False]
+        assert again.pages.match_prefix(IDS, SALT) == []
+    room[0] = True
+    store.pages.abort(ticket)
+
+
+def test_extents_are_deleted_to_make_room_on_a_full_disk(
+    tmp_path: Path, store: Store, lane: Lane, room: list[bool]
+) -> None:
+    lane.add_chain(IDS)
+    count = len(store.pages.allocator.infos)
+    room[0] = False
+    assert store.give_disk_space().result(20) == 1
+    assert len(os.listdir(tmp_path / "s" / "ext")) == count - 1
+    with pytest.raises(StoreFull):
+        store.ledger.commit().result(20)
+    room[0] = True
+    store.ledger.commit().result(20)
+    assert rows(store, "SELECT count(*) FROM extent") == [(count - 1,)]
+
+
+def test_an_owner_that_could_not_write_its_end_is_not_called_killed(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with next_run(path):
+        pass
+    with closing(sqlite3.connect(path / "meta.db")) as db, db:
+        db.execute("UPDATE store SET clean = 0")
+    (finding,) = fsck(path).findings
+    assert "full disk" in finding.why
