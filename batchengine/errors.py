@@ -573,6 +573,13 @@ NO_ROOM_AT_PEERS = Problem("BE2308", Kind.UNAVAILABLE, "kv_full",
     "send it again later, or shorten the prompt or max_tokens; `batchengine peers status` shows"
     " which peers are away",
     details=("request_id",), retry_ms=5000)
+NO_ROOM_BESIDE_PEERS = Problem("BE2309", Kind.UNAVAILABLE, "kv_full",
+    "there is no room for the KV of this request now",
+    "it has {pages} of up to {pages_max} pages, {held} of them with peers; {lent} pages of this"
+    " store are kept for peers, and peers would keep {free} more",
+    "send it again later, or shorten the prompt or max_tokens; a lower [peers] hold_bytes keeps"
+    " less for peers",
+    details=("request_id",), retry_ms=5000)
 
 # ----------------------------------------------------------------------------------- 24: sessions
 SESSION_DAMAGED = Problem("BE2401", Kind.INTERNAL, "session_damaged",

@@ -42,7 +42,8 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     pages back. `other_bytes_free`: the same, of pages of other models, which get whole extents of
     the store and no room that its own sessions have, also at rest. `prefill_ms`: predicted time of
     prefill that its first lane has still to do, by class, with that of more urgent ones;
-    `stage_ms`: of the stages of pipelines there, without those of the receiver.
+    `stage_ms`: of the stages of pipelines there, without those of the receiver. `hold_bytes_max`:
+    pages of the receiver that it keeps at most, if it keeps no others.
     """
 
     requests_running: Count = 0
@@ -57,6 +58,7 @@ class PeerLoad(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     other_bytes_free: Difference = 0
     prefill_ms: tuple[Count, Count, Count, Count] = (0, 0, 0, 0)
     stage_ms: Count = 0
+    hold_bytes_max: Count = 0
 
 
 class KvFormat(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

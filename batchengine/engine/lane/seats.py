@@ -52,6 +52,7 @@ class Seats:
         self.pages_barred = 0  # of these, for which the disk has no room now
         self.pages_beyond = 0  # that sessions have with peers, or may have in addition
         self.pages_beyond_free = 0  # of these, the ones that no session has yet
+        self.pages_beyond_sure = 0  # the same in whole super-pages, less what peers want back
         self.pages_beyond_max = 0  # that sessions could have with peers that keep nothing else
         self.why_none_beyond = ""  # why peers hold no pages of this model; "" = they do, or none is
         self._cut_off: dict[Turn, float] = {}  # until when a turn waits for its holders, in ms
@@ -128,19 +129,27 @@ class Seats:
 
     def pages_needed(self, ahead: int = 0) -> int:
         """Most pages of this daemon that one turn needs for its present work and `ahead` pages
-        more, of the turns for which it has room if it keeps none for peers."""
-        needed, room = 0, self.pages_budget - self.pages_barred
-        for turn in self.turns:
-            n_pages = min(pages_for(len(turn.session.tokens) + 1), turn.pages_max)
-            if n_pages <= room:
-                n_pages = min(n_pages + ahead, turn.pages_max, room)
-                needed = max(needed, n_pages - turn.session.kv.n_held)
-        return needed
+        more, of the turns for which it has room if it keeps none for peers. A turn that needs peers
+        counts with what they do not take now, if this daemon has room for that."""
+        return self._needed(ahead, 0)
 
     @property
     def pages_lacking(self) -> int:
         """Pages kept for peers that the present work of a turn needs; at most 0 if none does."""
-        return self.pages_needed() - self.pages_now - self.pages_beyond_free
+        return self._needed(0, self.pages_beyond_free) - self.pages_now
+
+    def _needed(self, ahead: int, beyond: int) -> int:
+        """`pages_needed`, if peers take `beyond` pages of a turn that the store could hold."""
+        needed, room = 0, self.pages_budget - self.pages_barred
+        for turn in self.turns:
+            n_pages, n_held = pages_for(len(turn.session.tokens) + 1), turn.session.kv.n_held
+            n_pages = min(n_pages, turn.pages_max)
+            if n_pages <= room:
+                n_here = min(n_pages + ahead, turn.pages_max, room) - n_held - beyond
+                needed = max(needed, n_here)
+            elif (n_here := n_pages - n_held - self.pages_beyond_sure) <= room:
+                needed = max(needed, n_here)
+        return needed
 
     def too_large(self, turn: Turn) -> BatchEngineError:
         """Return why a waiting turn cannot run: never here, or not with what peers have now."""
@@ -312,8 +321,7 @@ class Seats:
         ]
 
     def _refuse(self, turn: Turn) -> None:
-        pages, request_id = len(turn.session.kv.codes), turn.generation.request_id
-        self.fail(turn, errors.NO_ROOM(pages=pages, request_id=request_id))
+        self.fail(turn, _no_room(self, turn))
 
     def _only_holder(self, able: list[Turn]) -> Turn | None:
         """The one of these turns that has every slot of the arena, while no other has a page, and
@@ -418,3 +426,20 @@ class Seats:
             waiting=self._waiting_rows,
             tenants=tenants,
         )
+
+
+def _no_room(seats: Seats, turn: Turn) -> BatchEngineError:
+    """Why a turn that has begun finds no page; on a full disk that is the disk, else perhaps pages
+    for peers."""
+    kv, request_id = turn.session.kv, turn.generation.request_id
+    needs_peers = kv.n_held > 0 or turn.pages_max > seats.pages_budget
+    if seats.pages_barred or not (seats.pages_lent or needs_peers):
+        return errors.NO_ROOM(pages=len(kv.codes), request_id=request_id)
+    return errors.NO_ROOM_BESIDE_PEERS(
+        pages=len(kv.codes),
+        held=kv.n_held,
+        pages_max=turn.pages_max,
+        lent=seats.pages_lent,
+        free=seats.pages_beyond_free,
+        request_id=request_id,
+    )

@@ -16,6 +16,7 @@ model, no weights (WEAVER, ATC '25: attention offloaded into a process that runs
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import Counter
@@ -76,10 +77,9 @@ class PageFormat:
     def cost_bytes(self) -> int:
         """Bytes of the store's budget that a page takes: extents of another model are not whole
         pages of this one."""
-        extent_bytes = self.pool.core.budget.extent_bytes
-        if self.shape is None or self.page_bytes > extent_bytes:
+        if self.shape is None:
             return self.page_bytes
-        return extent_bytes // (extent_bytes // self.page_bytes)
+        return _cost_bytes(self.page_bytes, self.pool.core.budget.extent_bytes)
 
     def unpin(self, ref: PageRef) -> None:
         """Give one pin of a page back."""
@@ -441,6 +441,23 @@ class PageFormats:
         left = idle // extent_bytes * extent_bytes + max(0, self.other_bytes - in_use)
         return min(holds.bytes_free, left)
 
+    def bytes_max(self, link: PeerLink | None, bound: int) -> int:
+        """What could be kept of a peer's pages if nothing else were, of `bound` bytes in all."""
+        budget = self._store.core.budget
+        if link is None or link.facts is None or not link.is_of_other_model:
+            return min(bound, budget.budget_bytes)
+        kv, facts = link.facts.kv, link.facts
+        if kv is None:
+            return 0
+        try:
+            descriptor = _read(kv, (facts.model_hash, facts.arith_id, facts.repr_id))
+        except HoldRefused:
+            return 0
+        page_bytes = descriptor.layout.page_bytes
+        unit = max(budget.extent_bytes, page_bytes)
+        bound = min(bound, budget.budget_bytes // unit * unit)
+        return bound // _cost_bytes(page_bytes, budget.extent_bytes) * page_bytes
+
     def return_room(self, now: float, holds: HoldsGiven) -> None:
         """Delete the extents of other models that have no page in use, every RETURN_S, unless pages
         are on their way: an extent may be new for them."""
@@ -465,6 +482,14 @@ def _bytes_of(text: str) -> bytes:
         return b""
 
 
+def _cost_bytes(page_bytes: int, extent_bytes: int) -> int:
+    """Bytes of whole extents that a page of another model takes."""
+    return (
+        extent_bytes // (extent_bytes // page_bytes) if page_bytes <= extent_bytes else page_bytes
+    )
+
+
+@functools.lru_cache(maxsize=MODELS_MAX)
 def _read(kv: KvFormat, ids: tuple[str, str, str]) -> Descriptor:
     """The descriptor that a peer sent, if it is that of its Hello. Raises HoldRefused."""
     try:

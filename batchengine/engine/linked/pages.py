@@ -48,7 +48,7 @@ class LinkedPages:
     ) -> None:
         loop = self._loop = state.lanes[0]
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
-        self.given = HoldsGiven(bytes_max)
+        self.given, self._bytes_max = HoldsGiven(bytes_max), bytes_max
         self.taken = HoldsTaken(store, loop, peers.links, links)
         self.pages = PeerPages(store, peers.links)
         self.states = PeerStates(store, state.lanes, spawn)
@@ -95,6 +95,7 @@ class LinkedPages:
             pages_held=self.given.n_pages,
             hold_bytes_free=free,
             other_bytes_free=others_free,
+            hold_bytes_max=self.formats.bytes_max(self._peers.links.get(to), self._bytes_max),
         )
 
     async def erase(self, tokens: Sequence[int], salt: bytes, kept: int) -> None:

@@ -33,7 +33,7 @@ from batchengine.policy.linked.routes import (
     plan_route,
 )
 from batchengine.session import Loss, Session, State
-from batchengine.session_kv import full_pages
+from batchengine.session_kv import full_pages, whole_superpages
 from batchengine.wire.frames import PAYLOAD_BYTES_MAX
 from kv_store.layout import PageLayout
 
@@ -122,7 +122,7 @@ class RouteKeeper:
             self._loop.seats.pages_short.set()
 
     def on_room(self, hook: Callable[[int], object]) -> None:
-        """Have it called at each look, and now, with how many pages all peers have in all."""
+        """Have it called at each look, and now, with how many pages all peers keep at most."""
         self._on_room = hook
         hook(self._pages_of_peers())
 
@@ -139,7 +139,8 @@ class RouteKeeper:
         self._look_at_waits(now)
         rooms = self._rooms(now)
         seats = self._loop.seats
-        free = sum([max(0, room.free_pages) for room in rooms if room.usable and not room.leaves])
+        taking = [room for room in rooms if room.usable and not room.leaves]
+        free = sum([max(0, room.free_pages) for room in taking])
         resting = self._resting()
         self._free = Counter(
             {
@@ -151,7 +152,9 @@ class RouteKeeper:
         for session in resting:
             for segment in session.kv.held:
                 self._free[segment.peer] += segment.n_pages
-        seats.pages_beyond_free = free + sum([session.kv.n_held for session in resting])
+        rested = sum([session.kv.n_held for session in resting])
+        seats.pages_beyond_free = free + rested
+        seats.pages_beyond_sure = rested + sum([whole_superpages(r.free_pages) for r in taking])
         self._beyond = [(at, pages) for at, pages in self._beyond if now - at < BEYOND_S]
         self._beyond.append((now, free + self._taken.n_pages))
         seats.pages_beyond = max([pages for _, pages in self._beyond])
@@ -263,17 +266,16 @@ class RouteKeeper:
         )
 
     def _pages_of_peers(self) -> int:
-        """Pages that all peers have in all, those of other models half as many; UNKNOWN_PAGES while
-        one has not said so."""
+        """Pages that all peers keep at most, in whole super-pages; UNKNOWN_PAGES while one has not
+        said so."""
         if self.unheld is not None:
             return 0
-        bytes_of = [
-            (link.load.kv_bytes >> link.is_of_other_model) * link.state.is_open
-            for link in self._peers.values()
-        ]
-        if not all(bytes_of):
+        links = self._peers.values()
+        if not all(link.state.is_open and link.load.kv_bytes for link in links):
             return UNKNOWN_PAGES
-        return sum([n_bytes // self._page_bytes for n_bytes in bytes_of])
+        return sum(
+            [whole_superpages(link.load.hold_bytes_max // self._page_bytes) for link in links]
+        )
 
     def _room(self, link: PeerLink, n_moving: int) -> PeerRoom:
         load = link.load

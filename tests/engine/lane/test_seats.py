@@ -67,6 +67,23 @@ def test_a_turn_is_refused_for_good_only_if_peers_could_never_have_room(scene: S
     scene.run(fits)
 
 
+def test_a_turn_that_needs_peers_lacks_what_is_kept_for_them(scene: Scene) -> None:
+    """Only while peers would take the rest of it: else the pages would be given back in vain."""
+    lane = scene.seats
+    lane.pages_budget, lane.pages_lent, lane.pages_beyond = 8, 6, 5
+    turn = scene.begin(scene.session(1), words(1, 2800), 2)  # 11 pages
+    assert (lane.pages_needed(), lane.pages_lacking) == (0, -2)
+    lane.pages_beyond_free, lane.pages_beyond_sure = 5, 4
+    assert (lane.pages_needed(), lane.pages_needed(9), lane.pages_lacking) == (7, 7, 5)
+    lane.pages_beyond_sure = -4  # they want back what they have
+    assert (lane.pages_needed(), lane.pages_lacking) == (0, -2)
+    lane.pages_beyond_sure = 4
+    lane._refuse(turn)
+    assert turn.end is not None
+    assert turn.end.error is not None
+    assert "6 pages of this store are kept for peers" in turn.end.error.why
+
+
 def test_a_turn_that_nothing_can_help_fails(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits alone for pages that peers do not give; its own open pages are of no use to it."""
     scene.seats.pages_budget, scene.seats.pages_beyond = 4, 20

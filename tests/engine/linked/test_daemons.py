@@ -85,7 +85,7 @@ async def test_a_context_is_what_the_store_holds_until_there_are_peers(site: Sit
             a.knows(b)
             b.knows(a)
             await until(lambda: a.beyond() >= 4)
-            both = 256 * (a.pages() + b.pages())
+            both = 256 * (a.pages() + 4)  # b keeps half of its store, in whole super-pages
             assert (info.context_tokens, info.context_bound) == (both, ContextBound.PEERS)
             assert (await read(a.engine.submit(long))).error is None
             await a.engine.drop("", "s")
@@ -184,7 +184,7 @@ async def test_a_holder_has_room_for_its_own_turns(site: Site, reference: Refere
         assert answer.tokens == reference.tokens(own, 10)
         with pytest.raises(BatchEngineError, match="BE1203") as caught:
             b.engine.submit(request(words(42, 256 * 60), 10))
-        assert caught.value.fix.endswith(ContextBound.PEERS), "with all that both have, too"
+        assert caught.value.fix.endswith(ContextBound.STORE), "a keeps no whole super-page for b"
         seats = a.state.lanes[0].seats
         await until(lambda: not a.linked.taken.n_pages and seats.pages_beyond_free >= 10)
         more = [*ids, 77]

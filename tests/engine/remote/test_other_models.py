@@ -295,6 +295,29 @@ async def test_a_format_that_cannot_be_is_refused(tmp_path: Path, link: PeerLink
     store.close()
 
 
+@pytest.mark.parametrize("rows", [32, 96])
+async def test_a_load_says_how_many_pages_of_another_model_fit(tmp_path: Path, rows: int) -> None:
+    """Whole extents of the store have room for fewer of them than their bytes say."""
+    store = Store.open(tmp_path / "s", descriptor(), settings(pages=32, extent_pages=4))
+    formats, link = (
+        PageFormats(store),
+        link_of(replace(SAID, layout=PageLayout.uniform(3, 3, rows))),
+    )
+    budget = store.core.budget
+    for bound in (budget.budget_bytes // 2, budget.budget_bytes * 2):
+        holds = HoldsGiven(min(bound, budget.budget_bytes))
+        holds.peer_up("p", 7)
+        made = await formats.of(link, holds)
+        n_pages = formats.bytes_max(link, bound) // made.page_bytes
+        assert holds.reserve(HoldName("p", 7, 1), 1, n_pages, made) == 0
+        assert n_pages > 0
+        with pytest.raises(HoldRefused, match="there is room for"):
+            holds.reserve(HoldName("p", 7, 1), 1, 1, made)
+    assert formats.bytes_max(link_of("{}"), budget.budget_bytes) == 0
+    assert formats.bytes_max(None, 1000) == 1000
+    store.close()
+
+
 async def test_an_extent_that_comes_late_is_not_taken_back(tmp_path: Path) -> None:
     """The disk is slow, and the pages for which it is made are on their way."""
 
