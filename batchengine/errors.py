@@ -574,7 +574,7 @@ NO_ROOM_AT_PEERS = Problem("BE2308", Kind.UNAVAILABLE, "kv_full",
     " which peers are away",
     details=("request_id",), retry_ms=5000)
 NO_ROOM_BESIDE_PEERS = Problem("BE2309", Kind.UNAVAILABLE, "kv_full",
-    "there is no room for the KV of this request now",
+    "there is no room for the KV of this request beside pages of peers",
     "it has {pages} of up to {pages_max} pages, {held} of them with peers; {lent} pages of this"
     " store are kept for peers, and peers would keep {free} more",
     "send it again later, or shorten the prompt or max_tokens; a lower [peers] hold_bytes keeps"

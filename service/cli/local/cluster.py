@@ -27,7 +27,7 @@ from service.cli.options import POCKET, Debug, table_lines
 
 NODES_MIN, NODES_MAX = 2, 8
 KV_PAGES = 12  # of 256 tokens, that a daemon keeps
-HOLD_PAGES = 8  # of them, for sessions of its peers at most
+HOLD_PAGES = 12  # of them, for sessions of its peers at most: three super-pages
 FREE_FLOOR_BYTES = 256 << 20  # of disk: what the demonstration adds is small
 OPEN_PAGES = 6  # in addition, while they are computed
 TURN_PAGES = 4  # by which the long conversation grows in a turn
