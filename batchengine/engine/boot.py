@@ -15,10 +15,7 @@ from pathlib import Path
 
 from batchengine import errors
 from batchengine.config import Config
-from batchengine.core import (
-    BatchEngineError,
-    Stage,
-)
+from batchengine.core import BatchEngineError, Stage
 from batchengine.engine.audit.model_files import identity_of
 from batchengine.engine.context import ContextLimit
 from batchengine.engine.lane.loop import LaneLoop

@@ -363,7 +363,7 @@ class Engine:
 
     def peer_names(self) -> list[str]:
         """Names of the peers, whether they are linked now or not."""
-        return [] if self._running is None else sorted(self._running.peers.links)
+        return [] if self._running is None else self._running.plans.peer_names()
 
     def lanes(self) -> list[dict[str, Any]]:
         """One row per lane."""

@@ -48,7 +48,8 @@ class LinkedPages:
     ) -> None:
         loop = self._loop = state.lanes[0]
         bytes_max = state.config.peers.hold_bytes or state.config.store.budget_bytes // 2
-        self.given, self._bytes_max = HoldsGiven(bytes_max), bytes_max
+        self._bytes_max = bytes_max  # that of `given` shrinks with what its own sessions leave
+        self.given = HoldsGiven(bytes_max)
         self.taken = HoldsTaken(store, loop, peers.links, links)
         self.pages = PeerPages(store, peers.links)
         self.states = PeerStates(store, state.lanes, spawn)

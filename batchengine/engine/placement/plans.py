@@ -117,7 +117,7 @@ class PeerPlans:
         )
 
     def peer_names(self) -> list[str]:
-        """The peers that a turn may be moved to by name."""
+        """Names of the peers, whether they are linked now or not."""
         return sorted(self._peers.links)
 
     def held(self, session: Session, tokens: int) -> tuple[Held, float]:

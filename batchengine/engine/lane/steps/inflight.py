@@ -419,17 +419,15 @@ def _are_samples(
 
 def check_answer(in_flight: InFlightStep, done: wire.StepDone) -> None:
     """Raise STEP_MISMATCH unless every part of the answer fits the frame that was sent."""
-    for what, fits in _checks(in_flight.step, in_flight, done):
+    for what, fits in _checks(in_flight, done):
         if not fits:
             raise errors.STEP_MISMATCH(what=what)
 
 
-def _checks(
-    step: wire.Step, in_flight: InFlightStep, done: wire.StepDone
-) -> Iterator[tuple[str, bool]]:
+def _checks(in_flight: InFlightStep, done: wire.StepDone) -> Iterator[tuple[str, bool]]:
     """Each part of an answer, and whether it fits; a later check takes the earlier ones for
     granted."""
-    without_rows = {*done.nonfinite, *done.unreachable, *done.unmasked}
+    step, without_rows = in_flight.step, {*done.nonfinite, *done.unreachable, *done.unmasked}
     yield "entries without rows", without_rows <= set(range(len(in_flight.parts)))
     yield "unreachable entries", all(step.entries[i].segments for i in done.unreachable)
     yield "entries without masks", all(step.entries[i].masked for i in done.unmasked)
