@@ -91,7 +91,8 @@ from kernels._native import (
 
 KINDS = (
     "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k", "q6_k", "mxfp4",
-    "iq4_xs", "q3_k", "q2_k", "f16", "bf16", "f32",
+    "iq4_xs", "q3_k", "q2_k", "iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m",
+    "f16", "bf16", "f32",
 )  # fmt: skip
 
 __all__ = [
@@ -187,6 +188,7 @@ LATER_PARTS = {
     "iq4_xs": "cb6de38e6a8b65dd319237156adee82d0184342b17dab2b3bcc64700b25f81f5",
     "q3_k": "41dd1d83d395d9d380a895b9da9902b273b59a45bd33b8a5e5c52de3525a2d62",
     "q2_k": "dc35d3eb1e627e1427c097657127ead68011fa6fcb6b420e8a5daadb67d3b519",
+    "codebooks": "1afd04e31fbb2429021aa2b5deae0bf6973ada2a27c71a0601536aa777ef2199",
     "gating": "f42103545a198f48637104999a67b17f354291c478024bc44dde8596ce9aded6",
     "choices": "10fa221b6d0ecb23f0876796a830d4875dc51dbf9939843f3643d7ea6c937ebe",
     "biased_softmax": "75a02932b70e0dc7cba8ecd2092d16372a6ac6105fa48622f885073f2eac341c",

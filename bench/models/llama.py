@@ -12,13 +12,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from llama_cpp import llama_cpp as C
 
 from bench.models.llama_state import SequenceState
 
 F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
 
 KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
 FLASH_OFF, FLASH_ON = 0, 1
@@ -44,6 +47,37 @@ def quantise(path: Path, to: Path, file_type: int) -> None:
     params.ftype, params.nthread = file_type, 1
     if C.llama_model_quantize(os.fsencode(path), os.fsencode(to), ctypes.byref(params)):
         raise RuntimeError(f"llama.cpp cannot quantise {path}")
+
+
+def _ggml() -> ctypes.CDLL:
+    """Its library of tensors."""
+    return ctypes.CDLL(str(Path(llama_cpp.__file__).parent / "lib" / "libggml-base.so"))
+
+
+def blocks_of(values: F32, kind: GGMLQuantizationType) -> U8:
+    """Rows of floats as its quantiser writes them; every weight is as important as any other."""
+    rows, cols = values.shape
+    items, n_bytes = GGML_QUANT_SIZES[kind]
+    blocks = np.empty((rows, cols // items * n_bytes), np.uint8)
+    importance = np.ones(cols, np.float32)
+    quantise_chunk = _ggml().ggml_quantize_chunk
+    quantise_chunk.restype = ctypes.c_size_t
+    counts = [ctypes.c_int64(n) for n in (0, rows, cols)]
+    source, to, weights = (a.ctypes.data_as(ctypes.c_void_p) for a in (values, blocks, importance))
+    written = quantise_chunk(ctypes.c_int(kind), source, to, *counts, weights)
+    if written != blocks.size:
+        raise RuntimeError(f"{written} bytes of {kind.name}, not {blocks.size}")
+    return blocks
+
+
+def values_of(blocks: U8, kind: GGMLQuantizationType) -> F32:
+    """Rows of blocks as floats, as it reads them."""
+    items, n_bytes = GGML_QUANT_SIZES[kind]
+    values = np.empty((len(blocks), blocks.shape[1] // n_bytes * items), np.float32)
+    read = getattr(_ggml(), f"dequantize_row_{kind.name.lower()}")
+    given = [a.ctypes.data_as(ctypes.c_void_p) for a in (blocks, values)]
+    read(*given, ctypes.c_int64(values.size))
+    return values
 
 
 class LlamaModel:

@@ -11,6 +11,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from bench.models.tensors import CODEBOOK_KINDS
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -355,7 +357,7 @@ TYPES = {
     name: gguf.GGMLQuantizationType[name.upper()]
     for name in (
         "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl", "q4_k", "q5_k",
-        "q6_k", "mxfp4", "iq4_xs", "q3_k", "q2_k",
+        "q6_k", "mxfp4", "iq4_xs", "q3_k", "q2_k", *CODEBOOK_KINDS,
     )
 }  # fmt: skip
 

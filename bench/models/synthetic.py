@@ -25,7 +25,7 @@ import numpy.typing as npt
 from batchengine.weights.architectures import ARCHITECTURES
 from bench.models import synthetic_gemma4, synthetic_hybrid, synthetic_mla
 from bench.models.shapes import PRESETS, TYPES, RandomTensor, Shape
-from bench.models.tensors import block_width
+from bench.models.tensors import BLOCK_BYTES, block_width, put_scales
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
@@ -42,12 +42,18 @@ TEMPLATE = (
 LONG_FACTOR = 1.19  # of cosines and sines, of a context 40 times as long as the first
 _FALLBACKS = {  # of rows that are not whole superblocks
     "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl", "q3_k": "q4_0",
-    "q2_k": "q4_0",
+    "q2_k": "q4_0", "iq3_xxs": "iq4_nl", "iq3_s": "iq4_nl", "iq2_xxs": "iq4_nl", "iq2_xs": "iq4_nl",
+    "iq2_s": "iq4_nl", "iq1_s": "iq4_nl", "iq1_m": "iq4_nl",
+}  # fmt: skip
+CODEBOOK_SPREADS = {  # standard deviation of the weights of random blocks with d = 1
+    "iq3_xxs": 142, "iq3_s": 140, "iq2_xxs": 53.4, "iq2_xs": 55.9, "iq2_s": 56.4, "iq1_s": 7.2,
+    "iq1_m": 7.2,
 }  # fmt: skip
 _FILE_TYPES = {
     "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q2_k": 10,
     "q3_k": 12, "q4_k": 15, "q5_k": 17, "q6_k": 18, "iq4_nl": 25, "iq4_xs": 30, "bf16": 32,
-    "mxfp4": 38,
+    "mxfp4": 38, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq1_s": 24, "iq3_s": 26, "iq2_s": 28,
+    "iq1_m": 31,
 }  # fmt: skip
 
 
@@ -431,6 +437,9 @@ def random_matrix(
     elif kind == "mxfp4":  # scales are powers of two
         size = np.log2(spread / 5.85 * rng.uniform(0.6, 1.4, n_blocks))
         parts = [(128 + np.rint(size)).astype(np.uint8).reshape(n_blocks, 1), raw(16)]
+    elif kind in CODEBOOK_SPREADS:  # odd factors of four or three bits, the same for 16 or 32
+        parts = [raw(BLOCK_BYTES[kind]).copy()]
+        put_scales(kind, parts[0], scales(CODEBOOK_SPREADS[kind]))
     elif kind == "q6_k":
         parts = [raw(192), raw(16), half(scales(18.5 * 74.0))]
     elif kind in ("q4_k", "q5_k"):

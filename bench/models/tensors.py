@@ -14,13 +14,16 @@ U8 = NDArray[np.uint8]
 BLOCK_BYTES = {
     "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24, "q8_0": 34, "iq4_nl": 18,
     "q4_k": 144, "q5_k": 176, "q6_k": 210, "mxfp4": 17, "iq4_xs": 136,
-    "q3_k": 110, "q2_k": 84,
+    "q3_k": 110, "q2_k": 84, "iq3_xxs": 98, "iq3_s": 110, "iq2_xxs": 66, "iq2_xs": 74, "iq2_s": 82,
+    "iq1_s": 50, "iq1_m": 56,
 }  # fmt: skip
-SUPERBLOCK_KINDS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
-# Where a block's scales stand, if not at its start alone: d, then m or dmin.
+CODEBOOK_KINDS = ("iq3_xxs", "iq3_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq1_s", "iq1_m")
+SUPERBLOCK_KINDS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs", *CODEBOOK_KINDS)
+# Where a block's scales stand, if not at its start alone: d, then m or dmin. Of iq1_m it is where
+# four words begin, whose upper four bits are d.
 SCALES_AT = {
     "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "q3_k": (108,),
-    "q2_k": (80, 82),
+    "q2_k": (80, 82), "iq1_m": (48,),
 }  # fmt: skip
 
 
@@ -36,7 +39,26 @@ def scale_bytes(kind: str) -> NDArray[np.bool_]:
     found = np.zeros(BLOCK_BYTES[kind], np.bool_)
     for at in SCALES_AT.get(kind, (0,)):
         found[at : at + (1 if kind == "mxfp4" else 2)] = True
+    if kind == "iq1_m":
+        found[48:] = [False, True] * 4
     return found
+
+
+def put_scales(
+    kind: str, blocks: U8, values: NDArray[np.float16] | np.float16, which: int = 0
+) -> None:
+    """Sets d, or the minimum if `which` is 1, of blocks [..., byte]; values as many as these, or
+    one for all."""
+    at = SCALES_AT.get(kind, (0,))[which]
+    halves = np.broadcast_to(values, blocks.shape[:-1])
+    if kind != "iq1_m":
+        raw = np.frombuffer(halves.tobytes(), np.uint8)
+        blocks[..., at : at + 2] = raw.reshape(*halves.shape, 2)
+        return
+    bits = halves.copy().view(np.uint16)
+    for i in range(4):
+        upper = (bits >> 4 * i & 15).astype(np.uint8) << 4
+        blocks[..., at + 2 * i + 1] = blocks[..., at + 2 * i + 1] & 15 | upper
 
 
 def aligned(count: int) -> U8:
@@ -67,11 +89,11 @@ def random_tensor(kind: str, rows: int, cols: int, rng: np.random.Generator) -> 
         blocks[:, 0] = 115 + blocks[:, 0] % 8
         blocks[draw < 0.1, 0] %= 3
         return blocks.reshape(-1)
-    for at in SCALES_AT.get(kind, (0,)):
+    for which in range(len(SCALES_AT.get(kind, (0,)))):
         scales = (rng.standard_normal(len(blocks)) * 0.01).astype(np.float16)
         scales[rng.random(len(blocks)) < 0.05] = np.float16(2.0**-23)
         scales[rng.random(len(blocks)) < 0.05] = np.float16(0)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
+        put_scales(kind, blocks, scales, which)
     return blocks.reshape(-1)
 
 

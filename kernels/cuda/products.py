@@ -9,6 +9,8 @@ from kernels.cuda.gpu import Argument, Gpu
 from kernels.cuda.memory import Activations, Scratch
 
 FLOATS = ("f16", "bf16", "f32")
+# Kinds that are multiplied by the kernels of another one, which is packed in the same way.
+PACKED_AS = {"iq2_xxs": "iq2_s", "iq2_xs": "iq2_s", "iq1_s": "iq1_m"}
 STORE, ADD, RELU2, GATE = range(4)  # what follows a product: `Then` of products.h
 GATE_OF = {"silu": GATE, "oai": GATE + 1, "gelu": GATE + 2}  # by activation
 LIMITED = GATE + 3  # silu within a limit
@@ -141,7 +143,7 @@ class Products:
         columns, blocks = (n, 1) if pairs is None else (pairs.columns, pairs.portions_max)
         name = "few" if columns <= FEW_TOKENS else "few2"
         self._gpu.launch(
-            f"linear_{name}_{matrix.kind}",
+            f"linear_{name}_{kernel_of(matrix.kind)}",
             (blocks, -(-matrix.rows // (TILE_ROWS * each)), 1),
             threads,
             [*_quantised(x, matrix, n, out), *gate, *_sorted(pairs), each],
@@ -163,7 +165,8 @@ class Products:
         parts = -(-segments // each)
         partials = self._partials.reserve(4 * segments * n * matrix.rows) if parts > 1 else 0
         arguments = [*_quantised(x, matrix, n, out), partials, each, *_sorted(pairs)]
-        self._gpu.launch(f"linear_{name}_{matrix.kind}", (*grid, parts), MANY_THREADS, arguments)
+        kernel = f"linear_{name}_{kernel_of(matrix.kind)}"
+        self._gpu.launch(kernel, (*grid, parts), MANY_THREADS, arguments)
         if parts > 1:
             rest = [partials, segments, matrix.rows, n, *out]
             blocks = n, -(-matrix.rows // THREADS), 1
@@ -185,6 +188,11 @@ class Products:
         arguments = [*weights, x.values, x.stride, x.scale, n, *out, *_sorted(pairs)]
         name = ("linear", "linear_many")[index]
         self._gpu.launch(f"{name}_{matrix.kind}", grid, threads, arguments)
+
+
+def kernel_of(kind: str) -> str:
+    """The kind whose kernels multiply matrices of this one."""
+    return PACKED_AS.get(kind, kind)
 
 
 def _quantised(x: Activations, matrix: MatrixAt, n: int, out: OutputAt) -> list[Argument]:

@@ -28,6 +28,7 @@ from bench.models.tensors import (
     SUPERBLOCK_KINDS,
     aligned,
     packed,
+    put_scales,
     random_tensor,
     random_values,
 )
@@ -477,12 +478,14 @@ def test_a_block_without_scale_adds_nothing(pool: k.Pool, level: str, kind: str)
     rows, cols = 5, 512
     tensor = random_tensor(kind, rows, cols, np.random.default_rng(0))
     blocks = tensor.reshape(rows, -1, BLOCK_BYTES[kind])
-    at = SCALES_AT.get(kind, (0,))[0]
-    blocks[:, :, at : at + 2] = 0
-    blocks[:, 1::2, at + 1] = 0x80
+    if kind == "mxfp4":
+        blocks[:, :, 0] = 0
+        blocks[:, 1::2, 1] = 0x80
+    else:
+        put_scales(kind, blocks[:, ::2], np.float16(0.0))
+        put_scales(kind, blocks[:, 1::2], np.float16(-0.0))
     if len(SCALES_AT.get(kind, ())) == 2:
-        at = SCALES_AT[kind][1]
-        blocks[:, :, at : at + 2] = 0
+        put_scales(kind, blocks, np.float16(0), 1)
     matrix = packed(pool, kind, tensor, rows, cols)
     k.set_isa(level)
     for size in (2.0**95, 2.0**-89, 1.0):
@@ -529,11 +532,11 @@ def test_pack_reports_the_first_bad_scale(pool: k.Pool, kind: str, bad: float) -
     tensor = random_tensor(kind, rows, cols, np.random.default_rng(1))
     table = tensor.reshape(rows, -1)
     half = np.array([bad], np.float16).view(np.uint8)
-    scale = np.array([255], np.uint8) if kind == "mxfp4" else half
     for row, slot in ((33, 1), (17, 1), (17, 0)):  # every earlier one takes precedence
-        if kind in BLOCK_BYTES:
-            at = slot * BLOCK_BYTES[kind] + SCALES_AT.get(kind, (0,))[0]
-            table[row, at : at + len(scale)] = scale
+        if kind == "mxfp4":
+            table[row, slot * BLOCK_BYTES[kind]] = 255
+        elif kind in BLOCK_BYTES:
+            put_scales(kind, table.reshape(rows, -1, BLOCK_BYTES[kind])[row, slot], np.float16(bad))
         else:
             value = np.array([bad], np.float32)
             as_bytes = {"f16": half, "f32": value.view(np.uint8), "bf16": value.view(np.uint8)[2:]}

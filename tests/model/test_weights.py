@@ -220,13 +220,13 @@ def test_the_error_of_an_unknown_storage_type_names_tensor_and_types(tmp_path: P
     write_synthetic(path, replace(TINY, n_embd=256))
 
     def edit(_: Any, tensors: dict[str, Any]) -> None:
-        kind = reference.GGMLQuantizationType.IQ3_S
-        tensors["blk.0.ffn_gate.weight"] = (np.zeros((TINY.n_ff, 110), np.uint8), kind)
+        kind = reference.GGMLQuantizationType.TQ2_0
+        tensors["blk.0.ffn_gate.weight"] = (np.zeros((TINY.n_ff, 66), np.uint8), kind)
 
     with GgufFile(edited(path, edit)) as file, pytest.raises(BatchEngineError) as caught:
         plan_tensors(file, read_spec(file))
     assert caught.value.code == "BE1326"
-    for word in ("blk.0.ffn_gate.weight", "the type IQ3_S", "Q5_0", "Q4_K, Q5_K", "llama-quantize"):
+    for word in ("blk.0.ffn_gate.weight", "the type TQ2_0", "Q5_0", "Q4_K, Q5_K", "llama-quantize"):
         assert word in str(caught.value)
 
 
@@ -587,7 +587,8 @@ def test_the_error_of_a_nonfinite_scale_names_tensor_row_and_block(
 # kind -> byte offset inside row 3 of a block's scale (or of a number) that becomes infinite
 SCALE_AT = {
     "q4_1": 2, "q5_0": 22, "q5_1": 2, "q8_0": 34, "iq4_nl": 18, "q4_k": 2, "q5_k": 0, "q6_k": 208,
-    "mxfp4": 17, "iq4_xs": 0, "q3_k": 108, "q2_k": 82, "f16": 10, "bf16": 10, "f32": 12,
+    "mxfp4": 17, "iq4_xs": 0, "q3_k": 108, "q2_k": 82, "iq3_xxs": 0, "iq2_s": 0, "f16": 10,
+    "bf16": 10, "f32": 12,
 }  # fmt: skip
 
 

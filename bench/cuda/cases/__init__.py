@@ -31,6 +31,7 @@ from bench.cuda.cases.rows import gates_case, values_case
 from bench.cuda.cases.sample import sample_case, take_samples_case
 from bench.cuda.cases.values import Differs, compare, packed_with_bytes, rows_of
 from kernels.cuda.gpu import Gpu
+from kernels.cuda.products import PACKED_AS
 
 __all__ = [
     "Attention",
@@ -71,7 +72,7 @@ def cases() -> dict[str, Case]:
         "take samples": take_samples_case,
         "select experts": select_case,
     }
-    for kind in kernels.KINDS:
+    for kind in (kind for kind in kernels.KINDS if kind not in PACKED_AS):
         table[f"linear {kind}"] = partial(linear_case, kind=kind)
         table[f"embed {kind}"] = partial(embed_case, kind=kind)
         table[f"experts {kind}"] = partial(experts_case, kind=kind)

@@ -19,7 +19,7 @@ from bench.cuda.cases.values import (
 from bench.models.tensors import SUPERBLOCK_KINDS
 from kernels.cuda.gpu import Gpu
 from kernels.cuda.ops import KIND_INDEX
-from kernels.cuda.products import ADD, FLOATS, GATE_OF, LIMITED, RELU2, STORE
+from kernels.cuda.products import ADD, FLOATS, GATE_OF, LIMITED, RELU2, STORE, kernel_of
 
 
 def quantise_case(gpu: Gpu, pool: kernels.Pool, rng: np.random.Generator) -> None:
@@ -134,11 +134,12 @@ def linear_case(
     segments = -(-cols // 1024)
     each = segments if shape else int(rng.integers(1, segments + 1))  # segments of a block
     groups = -(-tiles // 4), -(-segments // each)
+    kernel = kernel_of(kind)
     shapes = {
-        f"linear_few_{kind}": ((eights, tiles, 1), 32 * int(rng.integers(4, 9))),
-        f"linear_few2_{kind}": ((-(-tokens // 16), tiles, 1), 32 * int(rng.integers(4, 9))),
-        f"linear_some_{kind}": ((-(-tokens // 32), *groups), 128),
-        f"linear_many_{kind}": ((-(-tokens // 64), *groups), 128),
+        f"linear_few_{kernel}": ((eights, tiles, 1), 32 * int(rng.integers(4, 9))),
+        f"linear_few2_{kernel}": ((-(-tokens // 16), tiles, 1), 32 * int(rng.integers(4, 9))),
+        f"linear_some_{kernel}": ((-(-tokens // 32), *groups), 128),
+        f"linear_many_{kernel}": ((-(-tokens // 64), *groups), 128),
     }
     if kind in FLOATS:
         shapes = {

@@ -96,12 +96,13 @@ struct SuperblockScales {
         to.minimum[b] = _mm512_mul_ps(halves_at(unit.m), bytes_at(unit.min[i]));
     }
 };
+template <int HALVINGS>
 struct SignedScales {
     using Packed = PackedIQ4_XS;
     static constexpr FoldKind FOLD = FoldKind::scale;
     SIMD_FN void put_scales(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
         to.scale[b] =
-            _mm512_mul_ps(halves_at(unit.d), _mm512_cvtepi32_ps(signed_bytes_at(unit.scale[i])));
+            _mm512_mul_ps(table_scale<HALVINGS>(unit), _mm512_cvtepi32_ps(signed_bytes_at(unit.scale[i])));
     }
 };
 
@@ -117,7 +118,7 @@ struct UnpackBlocks : Scales {
 
 // Kinds with a sub-scale for each 16 k, which is multiplied with the weights: |product| <= 4096, so it is
 // 128 * its upper part plus a lower one of seven bits.
-template <class Packed_, int ZERO>
+template <class Packed_, class Meaning>
 struct UnpackHalves {
     using Packed = Packed_;
     static constexpr int PARTS = 2;
@@ -126,11 +127,10 @@ struct UnpackHalves {
         to.scale[b] = _mm512_load_ps(unit.d);
         repeat<GROUPS>(EACH(g) {
             constexpr size_t half = g / (GROUPS / 2);
-            const __m512i low_half = _mm512_and_si512(signed_bytes_at(unit.scale[2 * i + half]),
+            const __m512i low_half = _mm512_and_si512(sub_scale(unit, 2 * i + half),
                                                       _mm512_set1_epi32(0xFFFF));
             const __m512i scale = _mm512_or_si512(low_half, _mm512_slli_epi32(low_half, 16));
-            const __m512i bytes =
-                _mm512_sub_epi8(unsigned_weights<g>(unit.block[i]), _mm512_set1_epi8(ZERO));
+            const __m512i bytes = Meaning::weights(unsigned_weights<g>(unit.block[i]));
             const __m512i even = _mm512_mullo_epi16(
                 _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8), scale);
             const __m512i odd = _mm512_mullo_epi16(_mm512_srai_epi16(bytes, 8), scale);
@@ -185,11 +185,19 @@ struct Unpack<WeightsQ4_K> : UnpackBlocks<SuperblockScales<PackedQ4_K>, put_nibb
 template <>
 struct Unpack<WeightsQ5_K> : UnpackBlocks<SuperblockScales<PackedQ5_K>, put_five_bits<0>> {};
 template <>
-struct Unpack<WeightsIQ4_XS> : UnpackBlocks<SignedScales, put_nibbles<Entry<IQ4_VALUES>>> {};
+struct Unpack<WeightsIQ4_XS> : UnpackBlocks<SignedScales<0>, put_nibbles<Entry<IQ4_VALUES>>> {};
 template <>
-struct Unpack<WeightsQ6_K> : UnpackHalves<PackedQ6_K, 32> {};
+struct Unpack<WeightsIQ3_XXS> : UnpackBlocks<SignedScales<1>, put_nibbles<Entry<IQ3_XXS_VALUES>>> {};
 template <>
-struct Unpack<WeightsQ3_K> : UnpackHalves<PackedQ3_K, 4> {};
+struct Unpack<WeightsIQ3_S> : UnpackBlocks<SignedScales<0>, put_nibbles<Entry<IQ3_S_VALUES>>> {};
+template <>
+struct Unpack<WeightsQ6_K> : UnpackHalves<PackedQ6_K, Number<32>> {};
+template <>
+struct Unpack<WeightsQ3_K> : UnpackHalves<PackedQ3_K, Number<4>> {};
+template <>
+struct Unpack<WeightsIQ2> : UnpackHalves<PackedIQ2, Entry<IQ2_VALUES>> {};
+template <>
+struct Unpack<WeightsIQ1> : UnpackHalves<PackedIQ2, Entry<IQ1_VALUES>> {};
 template <>
 struct Unpack<WeightsQ2_K> : UnpackQ2_K {};
 

@@ -185,18 +185,23 @@ SIMD_FN int32x4_t signed_bytes_at(const int8_t* bytes) {
     return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(vcreate_u8(four)))));
 }
 
-// As SuperUnit, without a minimum.
-struct WeightsIQ4_XS : Unit<PackedIQ4_XS> {
+// As SuperUnit, without a minimum; d counts 2^-HALVINGS times.
+template <const int8_t (&VALUES)[16], int HALVINGS>
+struct TableUnit : Unit<PackedIQ4_XS> {
     static constexpr size_t BLOCKS = 8;
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
-        return values_of<G>(IQ4_VALUES, of(unit).q[i][G % 4][row]);
+        return values_of<G>(VALUES, of(unit).q[i][G % 4][row]);
     }
     SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
-        return vmulq_f32(halves_at(of(unit).d + row),
-                         vcvtq_f32_s32(signed_bytes_at(of(unit).scale[i] + row)));
+        const float32x4_t scaled = vmulq_f32(
+            halves_at(of(unit).d + row), vcvtq_f32_s32(signed_bytes_at(of(unit).scale[i] + row)));
+        return HALVINGS == 0 ? scaled : vmulq_n_f32(scaled, 1.0f / (1 << HALVINGS));
     }
 };
+struct WeightsIQ4_XS : TableUnit<IQ4_VALUES, 0> {};
+struct WeightsIQ3_XXS : TableUnit<IQ3_XXS_VALUES, 1> {};
+struct WeightsIQ3_S : TableUnit<IQ3_S_VALUES, 0> {};
 
 // A scale for each 16 k.
 template <class Packed>
@@ -228,21 +233,42 @@ struct WeightsQ6_K : HalvesUnit<PackedQ6_K> {
     }
 };
 
+// Weights of three bits.
+template <int G>
+SIMD_FN uint8x16_t three_bits(const PackedQ3_K::Block& from, size_t row) {
+    constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+    uint8x16_t low = vld1q_u8(from.low[G % 4 / 2][row]), top = vld1q_u8(from.top[row]);
+    if constexpr (at > 0) low = vshrq_n_u8(low, at > 0 ? at : 1);
+    if constexpr (G < 2) top = vshlq_n_u8(top, G < 2 ? 2 - G : 1);
+    if constexpr (G > 2) top = vshrq_n_u8(top, G > 2 ? G - 2 : 1);
+    return vorrq_u8(vandq_u8(low, vdupq_n_u8(3)), vandq_u8(top, vdupq_n_u8(4)));
+}
+
 // Weights less 4, as signed bytes.
 struct WeightsQ3_K : HalvesUnit<PackedQ3_K> {
     template <int G>
     SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
-        const PackedQ3_K::Block& from = of(unit).block[i];
-        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
-        uint8x16_t low = vld1q_u8(from.low[G % 4 / 2][row]), top = vld1q_u8(from.top[row]);
-        if constexpr (at > 0) low = vshrq_n_u8(low, at > 0 ? at : 1);
-        if constexpr (G < 2) top = vshlq_n_u8(top, G < 2 ? 2 - G : 1);
-        if constexpr (G > 2) top = vshrq_n_u8(top, G > 2 ? G - 2 : 1);
-        const uint8x16_t weights =
-            vorrq_u8(vandq_u8(low, vdupq_n_u8(3)), vandq_u8(top, vdupq_n_u8(4)));
-        return vsubq_u8(weights, vdupq_n_u8(4));
+        return vsubq_u8(three_bits<G>(of(unit).block[i], row), vdupq_n_u8(4));
     }
 };
+
+// Entries of a table, as signed bytes; a scale is an odd number.
+template <const int8_t (&VALUES)[16]>
+struct WeightsThreeBits : HalvesUnit<PackedIQ2> {
+    template <int G>
+    SIMD_FN uint8x16_t dword(const uint8_t* unit, size_t i, size_t row) {
+        return vqtbl1q_u8(vreinterpretq_u8_s8(vld1q_s8(VALUES)),
+                          three_bits<G>(of(unit).block[i], row));
+    }
+    SIMD_FN int32x4_t subscale(const uint8_t* unit, size_t sub, size_t row) {
+        const uint32x4_t both = bytes_at(of(unit).scale[sub / 2] + row);
+        const uint32x4_t stored =
+            sub % 2 ? vshrq_n_u32(both, 4) : vandq_u32(both, vdupq_n_u32(15));
+        return vreinterpretq_s32_u32(vaddq_u32(vshlq_n_u32(stored, 1), vdupq_n_u32(1)));
+    }
+};
+struct WeightsIQ2 : WeightsThreeBits<IQ2_VALUES> {};
+struct WeightsIQ1 : WeightsThreeBits<IQ1_VALUES> {};
 
 // A scale and a minimum for each 16 k.
 struct WeightsQ2_K : Unit<PackedQ2_K> {

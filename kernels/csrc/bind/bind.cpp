@@ -52,7 +52,9 @@ void bind_isa(nb::module_& module) {
         "golden_records_of",
         [](Pool& pool, const std::string& part) {
             Golden golden;
-            if (part == "gating")
+            if (part == "codebooks")
+                golden_codebooks(pool, golden);
+            else if (part == "gating")
                 golden_gating(pool, golden);
             else if (part == "choices")
                 golden_choices(pool, golden);
@@ -80,8 +82,8 @@ void bind_isa(nb::module_& module) {
         },
         nb::arg("pool"), nb::arg("part"),
         nb::sig("def golden_records_of(pool: Pool, part: str) -> list[tuple[str, bytes]]"),
-        "The same of a part that arith_id does not cover: a kind of weights, \"gating\", "
-        "\"choices\", \"biased_softmax\", \"heads\", \"many_tokens\", \"wide_heads\", \"values\", "
+        "The same of a part that arith_id does not cover: a kind of weights, "
+        "\"codebooks\", \"gating\", \"choices\", \"biased_softmax\", \"heads\", \"many_tokens\", \"wide_heads\", \"values\", "
         "\"limits\", \"branches\", \"mamba2\" or \"short_conv\".");
     module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
                "RN(a*b + c) in binary32, by the fmaf of the C library.");

@@ -133,9 +133,10 @@ struct Activations {
 
 // The float kinds come last: they read the activations themselves, not their int8 form.
 enum class Kind : int {
-    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, q2_k, f16, bf16, f32
+    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, q2_k, iq3_xxs, iq3_s, iq2_xxs,
+    iq2_xs, iq2_s, iq1_s, iq1_m, f16, bf16, f32
 };
-constexpr int KIND_COUNT = 16;
+constexpr int KIND_COUNT = 23;
 
 // A view of packed weights (pack.h has the layout); the buffer belongs to the caller.
 struct Matrix {

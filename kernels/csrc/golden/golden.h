@@ -17,6 +17,8 @@
 namespace batchengine {
 
 constexpr Kind LATER_KINDS[] = {Kind::iq4_xs, Kind::q3_k, Kind::q2_k};
+constexpr Kind CODEBOOKS[] = {Kind::iq3_xxs, Kind::iq3_s, Kind::iq2_xxs, Kind::iq2_xs,
+                              Kind::iq2_s,   Kind::iq1_s, Kind::iq1_m};  // later, too, in one part
 
 struct Golden {
     void add(const std::string& name, const void* bytes, size_t count) {
@@ -55,6 +57,7 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
 void golden_attention(Pool& pool, Golden& golden);  // norm, rope, kv8, attention
 void golden_linear(Pool& pool, Golden& golden);     // quantisation and the linear kernels
 void golden_later_kind(Pool& pool, Kind kind, Golden& golden);  // one of LATER_KINDS
+void golden_codebooks(Pool& pool, Golden& golden);  // CODEBOOKS
 void golden_sample(Pool& pool, Golden& golden);     // sampling
 void golden_experts(Pool& pool, Golden& golden);    // mixtures of experts
 void golden_recurrent(Pool& pool, Golden& golden);  // gated delta networks and gates

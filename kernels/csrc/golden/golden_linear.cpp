@@ -17,6 +17,16 @@ constexpr size_t COLS = 1280;  // five superblocks: one whole segment of 1024 an
 constexpr size_t ROWS = 37;
 constexpr size_t TOKENS = 19;
 
+// Of a block of IQ1_M: the fp16 scale in its last two bytes goes into the upper four bits of its last four words.
+void spread_scale(uint8_t* block) {
+    uint16_t words[4], scale;
+    std::memcpy(words, block + 48, 8);
+    scale = words[3];
+    for (unsigned i = 0; i < 4; ++i)
+        words[i] = static_cast<uint16_t>((words[i] & 0x0FFFu) | (scale >> 4 * i & 15u) << 12);
+    std::memcpy(block + 48, words, 8);
+}
+
 }  // namespace
 
 std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSource& source) {
@@ -48,6 +58,9 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
         {Kind::q4_k, 144, {0, 2}}, {Kind::q5_k, 176, {0, 2}}, {Kind::q6_k, 210, {208}},
         {Kind::iq4_xs, 136, {0}},  {Kind::q3_k, 110, {108}},
         {Kind::q2_k, 84, {80, 82}},
+        {Kind::iq3_xxs, 98, {0}},  {Kind::iq3_s, 110, {0}},   {Kind::iq2_xxs, 66, {0}},
+        {Kind::iq2_xs, 74, {0}},   {Kind::iq2_s, 82, {0}},    {Kind::iq1_s, 50, {0}},
+        {Kind::iq1_m, 56, {54}},
     };
     for (const Scales& scales : SCALES) {
         if (kind != scales.kind) continue;
@@ -56,6 +69,7 @@ std::vector<uint8_t> random_tensor(Kind kind, size_t rows, size_t cols, GoldenSo
                 const float tiny = i % 61 == 7 ? 0x1p-23f : 0.0f;
                 const bool special = i % 61 == 7 || i % 61 == 19;
                 put_half(block + at, special ? tiny : source.unit() * 0x1p-5f);
+                if (kind == Kind::iq1_m) spread_scale(bytes.data() + block);
             }
         return bytes;
     }
@@ -134,7 +148,8 @@ void golden_linear(Pool& pool, Golden& golden) {
     golden.add("quantise q", inputs.x.q.data(), inputs.x.q.size());
     golden.add("quantise scale", inputs.x.scale.data(), inputs.x.scale.size() * sizeof(float));
     for (int i = 0; i < KIND_COUNT; ++i)
-        if (std::ranges::count(LATER_KINDS, static_cast<Kind>(i)) == 0)
+        if (std::ranges::count(LATER_KINDS, static_cast<Kind>(i)) == 0 &&
+            std::ranges::count(CODEBOOKS, static_cast<Kind>(i)) == 0)
             golden_kind(pool, static_cast<Kind>(i), inputs, golden);
 }
 
@@ -143,9 +158,11 @@ void golden_later_kind(Pool& pool, Kind kind, Golden& golden) {
     golden_kind(pool, kind, inputs, golden);
 }
 
+namespace {
+
 // More token groups than one call of a level's kernel takes, the last one ragged. One thread has all of them: pieces
 // of many threads may have too few.
-void golden_many_tokens(Golden& golden) {
+void golden_many(const std::vector<Kind>& kinds, Golden& golden) {
     Pool pool(1, {}, 0);
     constexpr size_t tokens = (RUN_GROUPS_MAX + 4) * GROUP_TOKENS + 5, rows = 20;
     GoldenSource source{0x3A2E};
@@ -155,9 +172,7 @@ void golden_many_tokens(Golden& golden) {
     in.row(tokens - 2)[500] = ca::canonical_nan();
     Activations x(tokens, COLS, false);
     quantise(pool, in, tokens, x);
-    for (int i = 0; i < KIND_COUNT; ++i) {
-        const Kind kind = static_cast<Kind>(i);
-        if (kind >= Kind::f16) continue;
+    for (const Kind kind : kinds) {
         const std::vector<uint8_t> tensor = random_tensor(kind, rows, COLS, source);
         Buffer<uint8_t> packed(packed_bytes(kind, rows, COLS));
         pack(pool, kind, rows, COLS, tensor.data(), packed.data());
@@ -165,6 +180,21 @@ void golden_many_tokens(Golden& golden) {
         linear(pool, x, {{&matrix, nullptr}}, tokens, out);
         golden.add(std::string("linear of many ") + kind_name(kind), out, tokens);
     }
+}
+
+}  // namespace
+
+void golden_many_tokens(Golden& golden) {
+    std::vector<Kind> kinds;
+    for (int i = 0; i <= static_cast<int>(Kind::q2_k); ++i) kinds.push_back(static_cast<Kind>(i));
+    golden_many(kinds, golden);
+}
+
+// Each way to pack, and each product with few and with many tokens.
+void golden_codebooks(Pool& pool, Golden& golden) {
+    Inputs inputs(pool);
+    for (const Kind kind : CODEBOOKS) golden_kind(pool, kind, inputs, golden);
+    golden_many({Kind::iq3_xxs, Kind::iq3_s, Kind::iq2_s, Kind::iq1_m}, golden);
 }
 
 }  // namespace batchengine

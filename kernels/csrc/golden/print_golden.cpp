@@ -147,6 +147,7 @@ void print_level(Pool& pool) {
     golden_experts(pool, golden);
     golden_recurrent(pool, golden);
     for (const Kind kind : LATER_KINDS) golden_later_kind(pool, kind, golden);
+    golden_codebooks(pool, golden);
     golden_gating(pool, golden);
     golden_choices(pool, golden);
     golden_biased_softmax(pool, golden);

@@ -139,14 +139,15 @@ struct FiveBitWeights {
     }
 };
 
-// The values of MXFP4 plus 16: 4 to 28.
-struct MXFP4Weights {
+// The values of a table plus ZERO, which makes them unsigned.
+template <const int8_t (&VALUES)[16], int ZERO>
+struct TableWeights {
     template <int G>
     SIMD_FN __m256i dword(const uint8_t* block) {
         const __m256i packed = load32(block + 64 * (G % 4));
         const __m256i indices =
             _mm256_and_si256(G < 4 ? packed : _mm256_srli_epi16(packed, 4), _mm256_set1_epi8(15));
-        const __m256i table = _mm256_add_epi8(table_of(MXFP4_VALUES), _mm256_set1_epi8(16));
+        const __m256i table = _mm256_add_epi8(table_of(VALUES), _mm256_set1_epi8(ZERO));
         return _mm256_shuffle_epi8(table, indices);
     }
 };
@@ -167,6 +168,26 @@ struct FiveBitDots {
         });
         UNROLL for (int n = 0; n < N; ++n)
             sums[n] = _mm256_add_epi32(widen(pairs[0][n]), widen(pairs[1][n]));
+    }
+};
+
+// Two dwords of six bits add up in int16.
+template <class Weights>
+struct SixBitDots {
+    static constexpr int OFFSETS = 4;
+    template <int N>
+    SIMD_FN void dot_block(__m256i (&sums)[N], const uint8_t* block, const int8_t* q) {
+        UNROLL for (int n = 0; n < N; ++n) sums[n] = _mm256_setzero_si256();
+        repeat<4>(EACH(g) {
+            const __m256i w0 = Weights::template dword<g>(block);
+            const __m256i w1 = Weights::template dword<g + 4>(block);
+            UNROLL for (int n = 0; n < N; ++n) {
+                const int8_t* x = q + n * BLOCK_WIDTH;
+                __m256i pairs = _mm256_maddubs_epi16(w0, every_dword(x + 4 * g));
+                add_words(pairs, _mm256_maddubs_epi16(w1, every_dword(x + 4 * (g + 4))));
+                add_dwords(sums[n], widen(pairs));
+            }
+        });
     }
 };
 
@@ -204,7 +225,7 @@ struct WeightsMXFP4 {
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t i, size_t row,
                        const Panel& x, size_t cell, size_t) {
-        using Dots = FiveBitDots<MXFP4Weights>;
+        using Dots = FiveBitDots<TableWeights<MXFP4_VALUES, 16>>;  // 4 to 28
         const auto& four = *reinterpret_cast<const PackedMXFP4*>(unit);
         __m256i sums[N];
         Dots::dot_block<N>(sums, vectors_at(four, i, row), x.q + cell * BLOCK_WIDTH);
@@ -264,20 +285,27 @@ SIMD_FN __m256i signed_bytes_at(const int8_t* p) {
 
 // As Superblock, without a minimum: d * scale is exact in fp32, and so is its product with an activation
 // scale.
-struct WeightsIQ4_XS {
+template <class Dots, int HALVINGS>
+struct TableSuperblock {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ4_XS);
     template <int N>
     SIMD_FN void block(__m256 (&acc)[N], const uint8_t* unit, size_t b, size_t row,
                        const Panel& x, size_t cell, size_t) {
         const auto& super = *reinterpret_cast<const PackedIQ4_XS*>(unit);
         __m256i sums[N];
-        TableDots::dot_block<N>(sums, vectors_at(super, b, row), x.q + cell * BLOCK_WIDTH);
+        Dots::template dot_block<N>(sums, vectors_at(super, b, row), x.q + cell * BLOCK_WIDTH);
+        add_offsets<Dots>(sums, x.offset + cell);
         const __m256 factor = _mm256_cvtepi32_ps(signed_bytes_at(super.scale[b] + row));
-        scale_in<N>(acc, sums, _mm256_mul_ps(halves_at(super.d + row), factor), x.scale + cell);
+        __m256 dw = _mm256_mul_ps(halves_at(super.d + row), factor);
+        if constexpr (HALVINGS > 0) dw = _mm256_mul_ps(dw, _mm256_set1_ps(1.0f / (1 << HALVINGS)));
+        scale_in<N>(acc, sums, dw, x.scale + cell);
     }
 };
+struct WeightsIQ4_XS : TableSuperblock<TableDots, 0> {};
+struct WeightsIQ3_XXS : TableSuperblock<SixBitDots<TableWeights<IQ3_XXS_VALUES, 32>>, 1> {};
+struct WeightsIQ3_S : TableSuperblock<FiveBitDots<TableWeights<IQ3_S_VALUES, 16>>, 0> {};
 
-// Q6_K and Q3_K: a scale for each 16 k. Weights::half adds the product of such a half of a block.
+// A scale for each 16 k. Weights::half adds the product of such a half of a block.
 template <class Weights, class Packed>
 struct HalvesUnit {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
@@ -333,19 +361,21 @@ struct WeightsQ6_K : HalvesUnit<WeightsQ6_K, PackedQ6_K> {
     }
 };
 
+// Weights of three bits: dword G of eight rows.
+template <int G>
+SIMD_FN __m256i three_bits(const PackedQ3_K::Block& from, size_t row) {
+    constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
+    const __m256i low = _mm256_srli_epi16(load32(from.low[G % 4 / 2][row]), at);
+    const __m256i packed = load32(from.top[row]);
+    const __m256i top = G < 2 ? _mm256_slli_epi16(packed, G < 2 ? 2 - G : 0)
+                              : _mm256_srli_epi16(packed, G < 2 ? 0 : G - 2);
+    return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(3)),
+                           _mm256_and_si256(top, _mm256_set1_epi8(4)));
+}
+
 // A half of a block adds up in int16 with its offset (4*7*127*2 + 4*127*16 = 15240), which the low words hold;
 // its scale then takes the place of ones.
 struct WeightsQ3_K : HalvesUnit<WeightsQ3_K, PackedQ3_K> {
-    template <int G>
-    SIMD_FN __m256i weights(const PackedQ3_K::Block& from, size_t row) {
-        constexpr int at = G % 2 == 0 ? (G < 4 ? 4 : 6) : (G < 4 ? 2 : 0);
-        const __m256i low = _mm256_srli_epi16(load32(from.low[G % 4 / 2][row]), at);
-        const __m256i packed = load32(from.top[row]);
-        const __m256i top = G < 2 ? _mm256_slli_epi16(packed, G < 2 ? 2 - G : 0)
-                                  : _mm256_srli_epi16(packed, G < 2 ? 0 : G - 2);
-        return _mm256_or_si256(_mm256_and_si256(low, _mm256_set1_epi8(3)),
-                               _mm256_and_si256(top, _mm256_set1_epi8(4)));
-    }
     // out += scale * (offset + dot of 16 k); an offset of half a block is -32 times its sum.
     template <int N, int G>
     SIMD_FN void half(__m256i (&out)[N], const PackedQ3_K& super, size_t i, size_t row,
@@ -354,7 +384,7 @@ struct WeightsQ3_K : HalvesUnit<WeightsQ3_K, PackedQ3_K> {
         UNROLL for (int n = 0; n < N; ++n)
             pairs[n] = _mm256_set1_epi32(offsets[n] >> 3 & 0xFFFF);
         repeat<4>(EACH(g) {
-            const __m256i w = weights<G + g>(super.block[i], row);
+            const __m256i w = three_bits<G + g>(super.block[i], row);
             UNROLL for (int n = 0; n < N; ++n)
                 add_words(pairs[n],
                           _mm256_maddubs_epi16(w, every_dword(q + n * BLOCK_WIDTH + 4 * (G + g))));
@@ -364,6 +394,42 @@ struct WeightsQ3_K : HalvesUnit<WeightsQ3_K, PackedQ3_K> {
         UNROLL for (int n = 0; n < N; ++n) add_dwords(out[n], _mm256_madd_epi16(pairs[n], both));
     }
 };
+
+// Two dwords add up in int16, as |w| times x with the sign of w (2*43*127*2 = 21844); a scale then takes the place
+// of ones.
+template <const int8_t (&VALUES)[16]>
+struct WeightsThreeBits : HalvesUnit<WeightsThreeBits<VALUES>, PackedIQ2> {
+    // out += scale * (dot of 16 k)
+    template <int N, int G>
+    SIMD_FN void half(__m256i (&out)[N], const PackedIQ2& super, size_t i, size_t row,
+                      const int8_t* q, const int32_t*) {
+        const __m128i both =
+            _mm_loadl_epi64(reinterpret_cast<const __m128i*>(super.scale[i] + row));
+        const __m256i stored = _mm256_and_si256(
+            _mm256_srli_epi32(_mm256_cvtepu8_epi32(both), G), _mm256_set1_epi32(15));
+        const __m256i scale =
+            _mm256_add_epi32(_mm256_slli_epi32(stored, 1), _mm256_set1_epi32(1));
+        const __m256i twice = _mm256_or_si256(scale, _mm256_slli_epi32(scale, 16));
+        const __m256i table = table_of(VALUES);
+        repeat<2>(EACH(two) {
+            constexpr int first = G + 2 * two;
+            const __m256i w0 = _mm256_shuffle_epi8(table, three_bits<first>(super.block[i], row));
+            const __m256i w1 =
+                _mm256_shuffle_epi8(table, three_bits<first + 1>(super.block[i], row));
+            const __m256i size0 = _mm256_abs_epi8(w0), size1 = _mm256_abs_epi8(w1);
+            UNROLL for (int n = 0; n < N; ++n) {
+                const int8_t* x = q + n * BLOCK_WIDTH + 4 * first;
+                __m256i pairs =
+                    _mm256_maddubs_epi16(size0, _mm256_sign_epi8(every_dword(x), w0));
+                add_words(pairs, _mm256_maddubs_epi16(
+                                     size1, _mm256_sign_epi8(every_dword(x + 4), w1)));
+                add_dwords(out[n], _mm256_madd_epi16(pairs, twice));
+            }
+        });
+    }
+};
+struct WeightsIQ2 : WeightsThreeBits<IQ2_VALUES> {};
+struct WeightsIQ1 : WeightsThreeBits<IQ1_VALUES> {};
 
 // A scale and a minimum for each 16 k. Both halves of a block add up in int16 (4*3*127*2 = 3048); a scale then takes
 // the place of ones, and so does a minimum beside the sums of the activations.

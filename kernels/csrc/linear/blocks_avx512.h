@@ -304,11 +304,19 @@ SIMD_FN __m512i signed_bytes_at(const int8_t* p) {
     return _mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
+// d of a superblock of nibbles with a table, times 2^-HALVINGS.
+template <int HALVINGS>
+SIMD_FN __m512 table_scale(const PackedIQ4_XS& super) {
+    const __m512 d = halves_at(super.d);
+    return HALVINGS == 0 ? d : _mm512_mul_ps(d, _mm512_set1_ps(1.0f / (1 << HALVINGS)));
+}
+
 // As Superblock, without a minimum: d * scale is exact in fp32, and so is its product with an activation
-// scale.
-struct WeightsIQ4_XS {
+// scale. Sums start at -8 * S << SHIFT, which the table's values are made unsigned by.
+template <const int8_t (&VALUES)[16], int SHIFT, int HALVINGS>
+struct TableSuperblock {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ4_XS);
-    using Dots = NibbleDots<Table<IQ4_VALUES, 128>>;
+    using Dots = NibbleDots<Table<VALUES, 8 << SHIFT>>;
 
     template <int R>
     struct Unpacked {
@@ -320,7 +328,7 @@ struct WeightsIQ4_XS {
     template <int R>
     SIMD_FN void unpack_scales(const uint8_t* const (&unit)[R], Unpacked<R>& to) {
         UNROLL for (int r = 0; r < R; ++r)
-            to.super_d[r] = halves_at(reinterpret_cast<const PackedIQ4_XS*>(unit[r])->d);
+            to.super_d[r] = table_scale<HALVINGS>(*reinterpret_cast<const PackedIQ4_XS*>(unit[r]));
     }
     template <int R, int N, bool FIRST>
     SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
@@ -334,8 +342,8 @@ struct WeightsIQ4_XS {
                     scales.super_d[r], _mm512_cvtepi32_ps(signed_bytes_at(super->scale[b])));
         }
         Sums<R, N> sums;
-        start<4>(sums, x.offset + cell);
-        Dots::dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
+        start<SHIFT>(sums, x.offset + cell);
+        Dots::template dot_block<R, N>(sums, block, x.q + cell * BLOCK_WIDTH);
         scale_in(acc, sums, scales.d[b], x.scale + cell);
     }
     template <int R, int N>
@@ -346,6 +354,10 @@ struct WeightsIQ4_XS {
         sub_block<R, N, true>(acc, unit, scales, b, x, cell, halves);
     }
 };
+
+struct WeightsIQ4_XS : TableSuperblock<IQ4_VALUES, 4, 0> {};
+struct WeightsIQ3_XXS : TableSuperblock<IQ3_XXS_VALUES, 2, 1> {};
+struct WeightsIQ3_S : TableSuperblock<IQ3_S_VALUES, 1, 0> {};
 
 // Weights of dword g (four k of 16 rows): low nibble or high nibble, plus two upper bits.
 template <int G>
@@ -373,8 +385,21 @@ SIMD_FN __m512i unsigned_weights(const PackedQ3_K::Block& from) {
     return _mm512_and_si512(both, _mm512_set1_epi8(7));
 }
 
-// Q6_K and Q3_K: a scale for each 16 k. Sums start at the offset of a half << SHIFT.
-template <class Packed, int SHIFT>
+// The scale of 16 k.
+template <class Packed>
+SIMD_FN __m512i sub_scale(const Packed& super, size_t sub) {
+    return signed_bytes_at(super.scale[sub]);
+}
+SIMD_FN __m512i sub_scale(const PackedIQ2& super, size_t sub) {
+    const __m128i both = _mm_load_si128(reinterpret_cast<const __m128i*>(super.scale[sub / 2]));
+    const __m512i wide = _mm512_cvtepu8_epi32(both);
+    const __m512i stored = sub % 2 ? _mm512_srli_epi32(wide, 4)
+                                   : _mm512_and_si512(wide, _mm512_set1_epi32(15));
+    return _mm512_add_epi32(_mm512_slli_epi32(stored, 1), _mm512_set1_epi32(1));
+}
+
+// A scale for each 16 k. Sums start at the offset of a half << SHIFT.
+template <class Packed, int SHIFT, class Meaning = Plain>
 struct HalvesUnit {
     static constexpr size_t BLOCKS = 8, BYTES = sizeof(Packed);
     static constexpr bool HAS_TWO_SUMS = true;  // per output
@@ -383,11 +408,8 @@ struct HalvesUnit {
     SIMD_FN void dot_four(Sums<R, N>& sums, const typename Packed::Block* const (&from)[R],
                           const int8_t* q) {
         __m512i w[R];
-        UNROLL for (int r = 0; r < R; ++r) w[r] = unsigned_weights<G>(*from[r]);
+        UNROLL for (int r = 0; r < R; ++r) w[r] = Meaning::weights(unsigned_weights<G>(*from[r]));
         dot<R, N>(sums, w, q, G);
-    }
-    SIMD_FN __m512i sub_scale(const Packed& super, size_t sub) {
-        return signed_bytes_at(super.scale[sub]);
     }
     // sums *= the sub-scale of 16 k, exact in int32
     template <int R, int N>
@@ -449,7 +471,8 @@ struct HalvesUnit {
             constexpr int G = 4 * H + i;
             if (FIRST)
                 UNROLL for (int r = 0; r < R; ++r)
-                    from.weights[b][G][r] = unsigned_weights<G>(super[r]->block[b]);
+                    from.weights[b][G][r] =
+                        Meaning::weights(unsigned_weights<G>(super[r]->block[b]));
             dot<R, N>(sums, from.weights[b][G], q, G);
         });
         const size_t sub = 2 * b + H;
@@ -472,6 +495,8 @@ struct HalvesUnit {
 };
 struct WeightsQ6_K : HalvesUnit<PackedQ6_K, 0> {};
 struct WeightsQ3_K : HalvesUnit<PackedQ3_K, -3> {};
+struct WeightsIQ2 : HalvesUnit<PackedIQ2, 1, Table<IQ2_VALUES, 64>> {};
+struct WeightsIQ1 : HalvesUnit<PackedIQ2, 0, Table<IQ1_VALUES, 32>> {};
 
 template <int G>
 SIMD_FN __m512i unsigned_weights(const PackedQ2_K::Block& from) {

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "codebooks/blocks.h"
+
 namespace batchengine {
 
 struct FileQ4_0 {
@@ -112,7 +114,7 @@ template <class Block>
 bool legal(const Block& from) {
     if constexpr (requires { from.m; }) return finite_half(from.d) && finite_half(from.m);
     if constexpr (requires { from.dmin; }) return finite_half(from.d) && finite_half(from.dmin);
-    return finite_half(from.d);
+    return finite_half(d_of(from));
 }
 
 inline unsigned two_bits_of(const uint8_t (&q)[64], size_t k) {

@@ -82,11 +82,21 @@ extern const LinearKernels LINEAR_NEON;
 extern const LinearKernels LINEAR_I8MM;
 #endif
 
-// Row tiles that run together: those of the widest register tile of the kernels (Q6_K, Q3_K and Q2_K
+// Row tiles that run together: those of the widest register tile of the kernels (kinds with a scale for each 16 k
 // have two sums per output); few enough that weights, 16 tokens and results stay in cache.
 constexpr size_t RUN_TILES_MAX = 3;
 constexpr size_t run_tiles(Kind kind) {
-    return kind == Kind::q6_k || kind == Kind::q3_k || kind == Kind::q2_k ? 2 : RUN_TILES_MAX;
+    switch (kind) {
+        case Kind::q6_k:
+        case Kind::q3_k:
+        case Kind::q2_k:
+        case Kind::iq2_xxs:
+        case Kind::iq2_xs:
+        case Kind::iq2_s:
+        case Kind::iq1_s:
+        case Kind::iq1_m: return 2;
+        default: return RUN_TILES_MAX;
+    }
 }
 
 // Most bytes of weights in a piece, in the level-2 cache: every token group of it reads them again.

@@ -140,8 +140,8 @@ SIMD_FN void run_tiles(const uint8_t* tile, size_t bytes, const Panel& x, size_t
     tokens_of<Weights, R>(tile, bytes, x, tokens, cold, results);
 }
 
-// Q6_K, Q3_K and Q2_K have two sums per output, so two tiles fill the registers. One token alone reads one tile after
-// the other, because memory serves a single stream fastest.
+// Kinds with a scale for each 16 k have two sums per output, so two tiles fill the registers. One token alone reads one
+// tile after the other, because memory serves a single stream fastest.
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results) {

@@ -137,29 +137,51 @@ float step_q6_k(float acc, const uint8_t* tile, size_t block, size_t row, const 
     return ca::step(acc, dot, super.d[row], x.scale);
 }
 
-// I = scale * (dot of the block), |I| < 2^24.
-float step_iq4_xs(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+// I = scale * (dot of the block), |I| < 2^24; d counts 2^-HALVINGS times.
+template <const int8_t (&VALUES)[16], int HALVINGS>
+float step_superblock_table(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
     const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[block / 8];
     const size_t sub = block % 8;
-    const int32_t dot = super.scale[sub][row] * dot_table(IQ4_VALUES, super.q[sub], row, x.q);
-    return ca::step(acc, dot, ca::half_to_float(super.d[row]), x.scale);
+    const int32_t dot = super.scale[sub][row] * dot_table(VALUES, super.q[sub], row, x.q);
+    constexpr float UNIT = 1.0f / (1 << HALVINGS);
+    return ca::step(acc, dot, ca::mul_rn(ca::half_to_float(super.d[row]), UNIT), x.scale);
 }
 
-// As Q6_K.
-float step_q3_k(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
-    const auto& super = reinterpret_cast<const PackedQ3_K*>(tile)[block / 8];
-    const auto& from = super.block[block % 8];
-    int32_t half[2] = {0, 0};
+// Dots of both halves of a block of three bits, whose meanings are values.
+struct HalfDots {
+    int32_t first, last;
+};
+HalfDots dot_three_bits(const int8_t (&values)[16], const PackedQ3_K::Block& from, size_t row,
+                        const int8_t* q) {
+    HalfDots dots = {0, 0};
     for (size_t k = 0; k < 16; ++k) {
         const size_t j = k / 4;
         const uint8_t low = from.low[j / 2][row][k % 4], top = from.top[row][k % 4];
         const int first = (low >> (j % 2 ? 2 : 4) & 3) | (top >> j & 1) << 2;
         const int last = (low >> (j % 2 ? 0 : 6) & 3) | (top >> (j + 4) & 1) << 2;
-        half[0] += (first - 4) * x.q[k];
-        half[1] += (last - 4) * x.q[k + 16];
+        dots.first += values[first] * q[k];
+        dots.last += values[last] * q[k + 16];
     }
+    return dots;
+}
+
+// As Q6_K.
+float step_q3_k(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    static constexpr int8_t VALUES[16] = {-4, -3, -2, -1, 0, 1, 2, 3};
+    const auto& super = reinterpret_cast<const PackedQ3_K*>(tile)[block / 8];
+    const HalfDots half = dot_three_bits(VALUES, super.block[block % 8], row, x.q);
     const size_t sub = block % 8 * 2;
-    const int32_t dot = super.scale[sub][row] * half[0] + super.scale[sub + 1][row] * half[1];
+    const int32_t dot = super.scale[sub][row] * half.first + super.scale[sub + 1][row] * half.last;
+    return ca::step(acc, dot, super.d[row], x.scale);
+}
+
+// As Q6_K, |I| <= 31 * 43 * 127 * 32 < 2^23.
+template <const int8_t (&VALUES)[16]>
+float step_iq2(float acc, const uint8_t* tile, size_t block, size_t row, const Cell& x) {
+    const auto& super = reinterpret_cast<const PackedIQ2*>(tile)[block / 8];
+    const HalfDots half = dot_three_bits(VALUES, super.block[block % 8], row, x.q);
+    const int scales = super.scale[block % 8][row];
+    const int32_t dot = (2 * (scales & 15) + 1) * half.first + (2 * (scales >> 4) + 1) * half.last;
     return ca::step(acc, dot, super.d[row], x.scale);
 }
 
@@ -233,7 +255,17 @@ float dot(const Matrix& matrix, const uint8_t* tile, size_t row, const Activatio
         case Kind::q5_k: return dot_blocks<step_q5_k>(tile, row, x, group, token);
         case Kind::q6_k: return dot_blocks<step_q6_k>(tile, row, x, group, token);
         case Kind::mxfp4: return dot_blocks<step_mxfp4>(tile, row, x, group, token);
-        case Kind::iq4_xs: return dot_blocks<step_iq4_xs>(tile, row, x, group, token);
+        case Kind::iq4_xs:
+            return dot_blocks<step_superblock_table<IQ4_VALUES, 0>>(tile, row, x, group, token);
+        case Kind::iq3_xxs:
+            return dot_blocks<step_superblock_table<IQ3_XXS_VALUES, 1>>(tile, row, x, group, token);
+        case Kind::iq3_s:
+            return dot_blocks<step_superblock_table<IQ3_S_VALUES, 0>>(tile, row, x, group, token);
+        case Kind::iq2_xxs:
+        case Kind::iq2_xs:
+        case Kind::iq2_s: return dot_blocks<step_iq2<IQ2_VALUES>>(tile, row, x, group, token);
+        case Kind::iq1_s:
+        case Kind::iq1_m: return dot_blocks<step_iq2<IQ1_VALUES>>(tile, row, x, group, token);
         case Kind::q3_k: return dot_blocks<step_q3_k>(tile, row, x, group, token);
         case Kind::q2_k: return dot_blocks<step_q2_k>(tile, row, x, group, token);
         default: return dot_floats(matrix, tile, row, x, group * GROUP_TOKENS + token);

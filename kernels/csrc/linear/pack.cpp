@@ -21,6 +21,10 @@ constexpr KindFacts FACTS[KIND_COUNT] = {
     {"q4_k", 256, sizeof(FileQ4_K)}, {"q5_k", 256, sizeof(FileQ5_K)}, {"q6_k", 256, sizeof(FileQ6_K)},
     {"mxfp4", 32, sizeof(FileMXFP4)}, {"iq4_xs", 256, sizeof(FileIQ4_XS)},
     {"q3_k", 256, sizeof(FileQ3_K)}, {"q2_k", 256, sizeof(FileQ2_K)},
+    {"iq3_xxs", 256, sizeof(FileIQ3_XXS)}, {"iq3_s", 256, sizeof(FileIQ3_S)},
+    {"iq2_xxs", 256, sizeof(FileIQ2_XXS)}, {"iq2_xs", 256, sizeof(FileIQ2_XS)},
+    {"iq2_s", 256, sizeof(FileIQ2_S)}, {"iq1_s", 256, sizeof(FileIQ1_S)},
+    {"iq1_m", 256, sizeof(FileIQ1_M)},
     {"f16", 1, 2}, {"bf16", 1, 2}, {"f32", 1, 4},
 };
 const KindFacts& facts(Kind kind) { return FACTS[static_cast<int>(kind)]; }
@@ -109,12 +113,22 @@ void place(const FileIQ4_NL& from, PackedQ4_0* tile, size_t b, size_t row) {
     for (size_t i = 0; i < 32; ++i) put(tile[b / 2].q[b % 2], row, i, quant(from, i));
 }
 
-// Nor has IQ4_XS: there a scale of zero, of the block or of a sub-block, stays.
+// Nor has IQ4_XS: there a scale of zero, of the block or of a sub-block, stays. Nor have the types with a codebook.
 void place(const FileIQ4_XS& from, PackedIQ4_XS* tile, size_t b, size_t row) {
     tile[b].d[row] = from.d;
     for (size_t j = 0; j < 8; ++j) {
         tile[b].scale[j][row] = static_cast<int8_t>(scale_of(from, j));
         for (size_t i = 0; i < 32; ++i) put(tile[b].q[j], row, i, quant(from, 32 * j + i));
+    }
+}
+
+template <class File>
+void place(const File& from, PackedIQ4_XS* tile, size_t b, size_t row) {
+    const SuperblockIndices indices = indices_of(from);
+    tile[b].d[row] = from.d;
+    for (size_t j = 0; j < 8; ++j) {
+        tile[b].scale[j][row] = static_cast<int8_t>(indices.scale[2 * j]);
+        for (size_t i = 0; i < 32; ++i) put(tile[b].q[j], row, i, indices.index[32 * j + i]);
     }
 }
 
@@ -158,17 +172,29 @@ void place(const FileQ6_K& from, PackedQ6_K* tile, size_t b, size_t row) {
     }
 }
 
+// Weight k % 32 of a block of three bits; wants zeros before.
+void put(PackedQ3_K::Block& to, size_t row, size_t i, unsigned q) {
+    const size_t g = i / 4;
+    to.low[g % 4 / 2][row][i % 4] |= static_cast<uint8_t>((q & 3u) << high_shift(g));
+    to.top[row][i % 4] |= static_cast<uint8_t>(q >> 2 << g);
+}
+
 void place(const FileQ3_K& from, PackedQ3_K* tile, size_t b, size_t row) {
     tile[b].d[row] = ca::half_to_float(usable(from.d));
     for (size_t i = 0; i < 16; ++i)
         tile[b].scale[i][row] = static_cast<int8_t>(zero_half(from.d) ? 0 : scale_of(from, i));
-    for (size_t k = 0; k < 256; ++k) {
-        PackedQ3_K::Block& block = tile[b].block[k / 32];
-        const size_t g = k % 32 / 4;
-        const unsigned q = quant(from, k);
-        block.low[g % 4 / 2][row][k % 4] |= static_cast<uint8_t>((q & 3u) << high_shift(g));
-        block.top[row][k % 4] |= static_cast<uint8_t>(q >> 2 << g);
-    }
+    for (size_t k = 0; k < 256; ++k) put(tile[b].block[k / 32], row, k % 32, quant(from, k));
+}
+
+template <class File>
+void place(const File& from, PackedIQ2* tile, size_t b, size_t row) {
+    const SuperblockIndices indices = indices_of(from);
+    tile[b].d[row] = ca::mul_rn(ca::half_to_float(d_of(from)), 0x1p-3f);
+    for (size_t j = 0; j < 8; ++j)
+        tile[b].scale[j][row] = static_cast<uint8_t>(indices.scale[2 * j] / 2 |
+                                                     indices.scale[2 * j + 1] / 2 << 4);
+    for (size_t k = 0; k < 256; ++k)
+        put(tile[b].block[k / 32], row, k % 32, indices.index[k]);
 }
 
 void place(const FileQ2_K& from, PackedQ2_K* tile, size_t b, size_t row) {
@@ -232,6 +258,13 @@ void pack_row(Kind kind, const RowSource& from) {
         case Kind::iq4_xs: return pack_blocks<FileIQ4_XS, PackedIQ4_XS>(from, 256);
         case Kind::q3_k: return pack_blocks<FileQ3_K, PackedQ3_K>(from, 256);
         case Kind::q2_k: return pack_blocks<FileQ2_K, PackedQ2_K>(from, 256);
+        case Kind::iq3_xxs: return pack_blocks<FileIQ3_XXS, PackedIQ4_XS>(from, 256);
+        case Kind::iq3_s: return pack_blocks<FileIQ3_S, PackedIQ4_XS>(from, 256);
+        case Kind::iq2_xxs: return pack_blocks<FileIQ2_XXS, PackedIQ2>(from, 256);
+        case Kind::iq2_xs: return pack_blocks<FileIQ2_XS, PackedIQ2>(from, 256);
+        case Kind::iq2_s: return pack_blocks<FileIQ2_S, PackedIQ2>(from, 256);
+        case Kind::iq1_s: return pack_blocks<FileIQ1_S, PackedIQ2>(from, 256);
+        case Kind::iq1_m: return pack_blocks<FileIQ1_M, PackedIQ2>(from, 256);
         case Kind::f16: return pack_floats<uint16_t>(from, 0x7C00u);
         case Kind::bf16: return pack_floats<uint16_t>(from, 0x7F80u);
         case Kind::f32: return pack_floats<uint32_t>(from, ca::INFINITY_BITS);
@@ -244,10 +277,10 @@ int q6_at(const PackedQ6_K::Block& block, size_t lane, size_t i) {
     return static_cast<int>(weight_at(block.low, lane, i) | high << 4) - 32;
 }
 
-int q3_at(const PackedQ3_K::Block& block, size_t lane, size_t i) {
+unsigned three_bits_at(const PackedQ3_K::Block& block, size_t lane, size_t i) {
     const size_t g = i / 4;
     const unsigned low = block.low[g % 4 / 2][lane][i % 4] >> high_shift(g) & 3u;
-    return static_cast<int>(low | (block.top[lane][i % 4] >> g & 1u) << 2) - 4;
+    return low | (block.top[lane][i % 4] >> g & 1u) << 2;
 }
 
 unsigned q2_at(const PackedQ2_K::Block& block, size_t lane, size_t i) {
@@ -270,6 +303,16 @@ float with_minimum(unsigned q, unsigned scale, unsigned min, uint16_t d, uint16_
 template <class Packed>
 float with_minimum(unsigned q, const Packed& from, size_t j, size_t lane) {
     return with_minimum(q, from.scale[j][lane], from.min[j][lane], from.d[lane], from.m[lane]);
+}
+
+// Weight k of a superblock of nibbles or of three bits that are indices of `values`.
+float table_weight(const PackedIQ4_XS& super, const int8_t (&values)[16], float unit, size_t lane, size_t k) {
+    const int q = values[weight_at(super.q[k / 32], lane, k % 32)] * super.scale[k / 32][lane];
+    return scaled(q, ca::mul_rn(ca::half_to_float(super.d[lane]), unit));
+}
+float table_weight(const PackedIQ2& super, const int8_t (&values)[16], size_t lane, size_t k) {
+    const int scale = 2 * (super.scale[k / 32][lane] >> k % 32 / 16 * 4 & 15) + 1;
+    return scaled(values[three_bits_at(super.block[k / 32], lane, k % 32)] * scale, super.d[lane]);
 }
 
 float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
@@ -321,13 +364,31 @@ float value_at(Kind kind, const uint8_t* tile, size_t lane, size_t k) {
         }
         case Kind::iq4_xs: {
             const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[b / 8];
-            const int q = IQ4_VALUES[weight_at(super.q[b % 8], lane, i)];
-            return scaled(q * super.scale[b % 8][lane], ca::half_to_float(super.d[lane]));
+            return table_weight(super, IQ4_VALUES, 1.0f, lane, k % 256);
+        }
+        case Kind::iq3_xxs: {
+            const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[b / 8];
+            return table_weight(super, IQ3_XXS_VALUES, 0.5f, lane, k % 256);
+        }
+        case Kind::iq3_s: {
+            const auto& super = reinterpret_cast<const PackedIQ4_XS*>(tile)[b / 8];
+            return table_weight(super, IQ3_S_VALUES, 1.0f, lane, k % 256);
+        }
+        case Kind::iq2_xxs:
+        case Kind::iq2_xs:
+        case Kind::iq2_s: {
+            const auto& super = reinterpret_cast<const PackedIQ2*>(tile)[b / 8];
+            return table_weight(super, IQ2_VALUES, lane, k % 256);
+        }
+        case Kind::iq1_s:
+        case Kind::iq1_m: {
+            const auto& super = reinterpret_cast<const PackedIQ2*>(tile)[b / 8];
+            return table_weight(super, IQ1_VALUES, lane, k % 256);
         }
         case Kind::q3_k: {
             const auto& super = reinterpret_cast<const PackedQ3_K*>(tile)[b / 8];
-            const int q = q3_at(super.block[b % 8], lane, i) * super.scale[k % 256 / 16][lane];
-            return scaled(q, super.d[lane]);
+            const int n = static_cast<int>(three_bits_at(super.block[b % 8], lane, i)) - 4;
+            return scaled(n * super.scale[k % 256 / 16][lane], super.d[lane]);
         }
         case Kind::q2_k: {
             const auto& super = reinterpret_cast<const PackedQ2_K*>(tile)[b / 8];
@@ -382,9 +443,16 @@ size_t tile_bytes(Kind kind, size_t cols) {
         case Kind::q5_k: return blocks / 8 * sizeof(PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(PackedQ6_K);
         case Kind::mxfp4: return div_up(blocks, 4) * sizeof(PackedMXFP4);
-        case Kind::iq4_xs: return blocks / 8 * sizeof(PackedIQ4_XS);
+        case Kind::iq4_xs:
+        case Kind::iq3_xxs:
+        case Kind::iq3_s: return blocks / 8 * sizeof(PackedIQ4_XS);
         case Kind::q3_k: return blocks / 8 * sizeof(PackedQ3_K);
         case Kind::q2_k: return blocks / 8 * sizeof(PackedQ2_K);
+        case Kind::iq2_xxs:
+        case Kind::iq2_xs:
+        case Kind::iq2_s:
+        case Kind::iq1_s:
+        case Kind::iq1_m: return blocks / 8 * sizeof(PackedIQ2);
         case Kind::f16:
         case Kind::bf16: return blocks * BLOCK_WIDTH * TILE_ROWS * 2;
         case Kind::f32: return blocks * BLOCK_WIDTH * TILE_ROWS * 4;

@@ -24,8 +24,9 @@ void pack(Pool& pool, Kind kind, size_t rows, size_t cols, const uint8_t* source
 //   q4_0, q5_0, q8_0, iq4_nl  RN(float(q) * d)       q4_1, q5_1  fma(float(q), d, m)
 //   q2_k, q4_k, q5_k  fma(float(q * scale), d, RN(float(min) * m))
 //   q3_k, q6_k, iq4_xs  RN(float(scale * q) * d)     f16, bf16, f32  the value itself
+//   iq3_s       float(scale * q) * d, exact; so is that of iq3_xxs, with d / 2, and of iq2_* and iq1_*, with d / 8
 //   mxfp4       float(q) * 2^(e - 128), exact, +0 for e < 2
-// Where the file's d is 0, q * d is +0 (but of iq4_nl and iq4_xs).
+// Where the file's d is 0, q * d is +0 (but of kinds without a weight 0, iq*).
 void unpack_row(const Matrix& matrix, size_t row, float* out);
 
 }  // namespace batchengine

@@ -5,8 +5,8 @@
 // vector, and four consecutive k are the four bytes of a dword. Those dwords are also the registers of
 // A in a GPU's 16x8x32 matrix product. No scale d is 0, so that kernels may
 // add to its exponent: a block whose d is 0 becomes zero weights with d = 1, which mean the same. So do
-// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL and IQ4_XS have no weight 0, and keep a d
-// of 0.)
+// blocks of MXFP4 with e < 2, and the rows past the last. (IQ4_NL, IQ4_XS and the types with a codebook have
+// no weight 0, and keep a d of 0.)
 // Quantised kinds need cols to be a multiple of their block; f16, bf16 and f32 take any cols and are padded
 // with zeros to 32.
 // Compiles as C++ and CUDA C++.
@@ -130,6 +130,25 @@ struct PackedIQ4_XS {
     uint8_t q[8][GROUPS / 2][TILE_ROWS][4];
 };
 static_assert(sizeof(PackedIQ4_XS) == 2240);
+
+// IQ3_XXS and IQ3_S are packed as PackedIQ4_XS, with scales of 1, 3, ... 31; a nibble is the index of its weight here.
+// Weights of IQ3_XXS are halves of d.
+constexpr int8_t IQ3_XXS_VALUES[16] = {2,  6,  10,  14,  18,  22,  26,  31,
+                                       -2, -6, -10, -14, -18, -22, -26, -31};
+constexpr int8_t IQ3_S_VALUES[16] = {1,  3,  5,  7,  9,  11,  13,  15,
+                                     -1, -3, -5, -7, -9, -11, -13, -15};
+
+// 256 k of IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S and IQ1_M: three bits, placed as in PackedQ3_K, are the index of a weight
+// below. d is an eighth of that of the file. A byte of scale has those of both halves of 32 k: n for 2n + 1.
+struct PackedIQ2 {
+    float d[TILE_ROWS];
+    uint8_t scale[8][TILE_ROWS];
+    using Block = PackedQ3_K::Block;
+    Block block[8];
+};
+static_assert(sizeof(PackedIQ2) == 1728);
+constexpr int8_t IQ2_VALUES[16] = {8, 25, 43, 0, -8, -25, -43, 0};  // of IQ2_XXS, IQ2_XS and IQ2_S
+constexpr int8_t IQ1_VALUES[16] = {-7, 1, 9, 0, -9, -1, 7, 0};      // of IQ1_S and IQ1_M
 
 // Four blocks, for aligned loads with a byte of scale each: field = e - 1, the exponent field of the scale
 // in binary32. Nibbles as in PackedQ4_0, indices of MXFP4_VALUES. Blocks past the last are zero.

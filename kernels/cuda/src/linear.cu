@@ -48,9 +48,9 @@ GPU_FN float over_magic(int32_t n) {
 // What all tokens need of a block of weights, of rows 2g and 2g + 1.
 struct Block {
     uint32_t q[4];       // registers of A
-    float scale[2];      // d, times the factor of q4_k, q5_k and iq4_xs
+    float scale[2];      // d, times the factor of q4_k, q5_k, iq4_xs and iq3_*
     float min[2];        // m, times its factor
-    float factor[2][2];  // of the halves, of q6_k and q3_k
+    float factor[2][2];  // of the halves: has_halves
     float offset[2];     // of these: -M * factor[...][0]
     uint32_t minima;     // of halves, of q2_k: byte 2 * row + half
 };
@@ -74,7 +74,7 @@ GPU_FN Block block_of(const gpu::Packed& from, int t) {
             const float min = ca::sub_rn(over_magic(part.min[row]), ca::ROUND_MAGIC);
             to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
             to.min[row] = ca::mul_rn(part.m[row], min);
-        } else if constexpr (kind == Kind::iq4_xs) {
+        } else if constexpr (gpu::has_nibbles(kind)) {
             to.scale[row] = ca::mul_rn(part.d[row], factor[0]);
         } else if constexpr (gpu::has_halves(kind)) {
             to.factor[row][0] = factor[0];
@@ -168,7 +168,7 @@ GPU_FN Rows rows_from(int first, int64_t spans, gpu::In<uint32_t> q, gpu::In<flo
 // leave registers for the tokens.
 GPU_FN constexpr int ahead_of(Kind kind, int groups) {
     const bool is_small = kind == Kind::q4_0 || kind == Kind::q4_1 || kind == Kind::iq4_nl ||
-                          kind == Kind::mxfp4 || kind == Kind::iq4_xs;
+                          kind == Kind::mxfp4 || gpu::has_nibbles(kind);
     return is_small && groups == 1 ? 8 : 4;
 }
 // Whether it loads them while it computes the ones before. Kinds of many words a block have no registers for
@@ -559,6 +559,11 @@ QUANTISED(mxfp4)
 QUANTISED(iq4_xs)
 QUANTISED(q3_k)
 QUANTISED(q2_k)
+QUANTISED(iq3_xxs)
+QUANTISED(iq3_s)
+// For all kinds that are packed as one of these.
+QUANTISED(iq2_s)
+QUANTISED(iq1_m)
 
 // Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
 // the rows).

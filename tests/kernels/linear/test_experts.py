@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import kernels as k
+from bench.models import tensors
 from tests.kernels import binary32
 from tests.kernels.test_linear import quantised, rows_of
 from tests.kernels.test_twin import (
@@ -34,7 +35,10 @@ BLOCK_BYTES = {
 }  # fmt: skip
 SUPERBLOCK_BYTES = {
     "q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136, "q3_k": 110, "q2_k": 84,
-}  # fmt: skip
+} | {kind: tensors.BLOCK_BYTES[kind] for kind in tensors.CODEBOOK_KINDS}  # fmt: skip
+
+
+ALIKE = ("iq3_s", "iq2_xxs", "iq2_xs", "iq1_s", "iq1_m")  # iq3_xxs and iq2_s have their form
 
 
 def selected(
@@ -288,6 +292,9 @@ class Bank:
             for at in halves.get(kind, [0]):
                 d = (rng.standard_normal(len(blocks)) / 256).astype(np.float16)
                 blocks[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
+            if kind == "iq1_m":
+                halves_of_blocks = rng.standard_normal(len(blocks)) / 256
+                tensors.put_scales(kind, blocks, halves_of_blocks.astype(np.float16))
             self.source = blocks
         self.kind, self.n_expert, self.rows, self.cols = kind, n_expert, rows, cols
         self.matrix = self._packed(pool, self.source.tobytes(), n_expert * rows)
@@ -406,7 +413,13 @@ def test_the_experts_of_a_token_are_the_twin(pool: k.Pool) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "is_oai"),
-    [*((kind, False) for kind in k.KINDS), *((kind, True) for kind in ("q4_0", "mxfp4", "f16"))],
+    [
+        *(
+            pytest.param(kind, False, marks=pytest.mark.slow if kind in ALIKE else ())
+            for kind in k.KINDS
+        ),
+        *((kind, True) for kind in ("q4_0", "mxfp4", "f16")),
+    ],
 )
 def test_pairs_are_products_of_dense_layers_on_every_level(
     pool: k.Pool, kind: str, is_oai: bool

@@ -176,6 +176,26 @@ SHAPES: dict[str, Shape] = {
     "pure_q3_k": replace(QWEN3, base="q3_k", kinds={"token_embd": "q3_k"}),
     "q2_k": replace(LLAMA, base="q2_k"),
     "pure_q2_k": replace(QWEN3, base="q2_k", kinds={"token_embd": "q2_k"}),
+    # All types with a codebook, as "UD" files mix them.
+    "codebooks": replace(
+        LLAMA,
+        base="iq2_xxs",
+        tied=False,
+        kinds={
+            "token_embd": "iq2_s",
+            "attn_k": "iq3_xxs",
+            "attn_v": "iq3_s",
+            "attn_output": "iq1_s",
+            "ffn_up": "iq2_xs",
+            "ffn_down": "iq1_m",
+        },
+    ),
+    "qwen3moe_codebooks": replace(
+        QWEN3MOE,
+        n_ff=256,
+        base="iq3_s",
+        kinds={**QWEN3MOE.kinds, "ffn_up": "iq2_xs", "ffn_gate": "iq2_xs", "ffn_down": "iq1_m"},
+    ),
     # The mix of Q3_K_M; rows of 608 fall back to Q5_0.
     "q3_k_m": replace(
         QWEN3,

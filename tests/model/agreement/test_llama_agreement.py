@@ -21,9 +21,11 @@ import pytest
 
 from batchengine.gguf import GgufFile
 from batchengine.weights.architectures import ARCHITECTURES
-from bench.models.llama import LlamaContext, LlamaModel, quantise
+from bench.models.llama import LlamaContext, LlamaModel, blocks_of, quantise
 from bench.models.local_runner import LocalRunner
+from bench.models.shapes import TYPES
 from bench.models.synthetic import Shape, write_synthetic
+from bench.models.tensors import CODEBOOK_KINDS
 from tests.hostile.rewrite import edited
 from tests.model.agreement.shapes import GLM4MOE, GPT_OSS, GRANITE_HYBRID, QWEN3, SHAPES
 
@@ -202,6 +204,33 @@ def test_logits_agree_on_a_file_of_llama_quantize(
     print(f"AGREEMENT {name} min={exact.min():.6f} median={np.median(exact):.6f}")
     assert float(np.median(exact)) > EXACT_MEDIAN
     assert float(exact.min()) > EXACT_WORST
+
+
+@pytest.mark.slow
+def test_logits_agree_on_codebooks_that_a_quantiser_filled(tmp_path: Path, cache_dir: Path) -> None:
+    """Entries that llama.cpp's quantiser chose for a model of floats, a type for each role."""
+    floats, kinds = tmp_path / "floats.gguf", [TYPES[kind] for kind in CODEBOOK_KINDS]
+    write_synthetic(floats, replace(QWEN3, base="f32", n_layer=1))
+
+    def quantise_all(_: Any, tensors: dict[str, Any]) -> None:
+        for i, (name, (data, _kind)) in enumerate(sorted(tensors.items())):
+            if data.ndim == 2:
+                kind = kinds[i % len(kinds)]
+                tensors[name] = blocks_of(np.ascontiguousarray(data, np.float32), kind), kind
+
+    path = edited(floats, quantise_all).rename(tmp_path / "codebooks.gguf")
+    with GgufFile(path) as file:
+        assert {info.type.name for info in file.tensors.values()} == {k.name for k in kinds} | {
+            "F32"
+        }
+    tokens = np.random.default_rng(9).integers(0, QWEN3.n_vocab, 300).tolist()
+    ours = ours_of(path, tokens, cache_dir)
+    exact = cosines(ours, theirs_of(edited(path, dequantise), tokens))
+    same = cosines(ours, theirs_of(path, tokens))
+    print(f"AGREEMENT codebooks min={exact.min():.6f} median={np.median(exact):.6f}")
+    assert float(np.median(exact)) > EXACT_MEDIAN
+    assert float(exact.min()) > EXACT_WORST
+    assert float(np.median(same)) > COSINE_MIN
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3moe", "gpt_oss", "qwen35_f32", "glm4moe"])

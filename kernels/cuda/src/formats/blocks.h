@@ -13,7 +13,8 @@ constexpr int SEGMENT_BLOCKS = ca::SEGMENT / ca::BLOCK;
 
 // In the order of Kind in common/types.h.
 enum class Kind : int {
-    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, q2_k, f16, bf16, f32
+    q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl, q4_k, q5_k, q6_k, mxfp4, iq4_xs, q3_k, q2_k, iq3_xxs, iq3_s, iq2_xxs,
+    iq2_xs, iq2_s, iq1_s, iq1_m, f16, bf16, f32
 };
 
 // Bytes of a tile of 16 rows of `cols`.
@@ -30,9 +31,16 @@ GPU_FN int64_t tile_bytes(Kind kind, int cols) {
         case Kind::q5_k: return blocks / 8 * sizeof(batchengine::PackedQ5_K);
         case Kind::q6_k: return blocks / 8 * sizeof(batchengine::PackedQ6_K);
         case Kind::mxfp4: return (blocks + 3) / 4 * sizeof(batchengine::PackedMXFP4);
-        case Kind::iq4_xs: return blocks / 8 * sizeof(batchengine::PackedIQ4_XS);
+        case Kind::iq4_xs:
+        case Kind::iq3_xxs:
+        case Kind::iq3_s: return blocks / 8 * sizeof(batchengine::PackedIQ4_XS);
         case Kind::q3_k: return blocks / 8 * sizeof(batchengine::PackedQ3_K);
         case Kind::q2_k: return blocks / 8 * sizeof(batchengine::PackedQ2_K);
+        case Kind::iq2_xxs:
+        case Kind::iq2_xs:
+        case Kind::iq2_s:
+        case Kind::iq1_s:
+        case Kind::iq1_m: return blocks / 8 * sizeof(batchengine::PackedIQ2);
         case Kind::f16:
         case Kind::bf16: return blocks * ca::BLOCK * TILE * 2;
         case Kind::f32: return blocks * ca::BLOCK * TILE * 4;
@@ -74,11 +82,21 @@ GPU_FN constexpr int shift_of(Kind kind) {
 GPU_FN constexpr bool has_sign(Kind kind) {
     return shift_of(kind) > 0 || kind == Kind::q8_0;
 }
+// Superblocks of nibbles, indices of a table, with a factor for each block.
+GPU_FN constexpr bool has_nibbles(Kind kind) {
+    return kind == Kind::iq4_xs || kind == Kind::iq3_xxs || kind == Kind::iq3_s;
+}
 GPU_FN constexpr bool has_table(Kind kind) {
-    return kind == Kind::iq4_nl || kind == Kind::mxfp4 || kind == Kind::iq4_xs;
+    return kind == Kind::iq4_nl || kind == Kind::mxfp4 || has_nibbles(kind);
+}
+// Packed as PackedIQ2: indices of three bits. Two kinds stand for all: iq2_s for iq2_*, iq1_m for iq1_*.
+GPU_FN constexpr bool has_three_bits(Kind kind) {
+    return kind == Kind::iq2_s || kind == Kind::iq1_m;
 }
 // A factor for each half of a block.
-GPU_FN constexpr bool has_halves(Kind kind) { return kind == Kind::q6_k || kind == Kind::q3_k; }
+GPU_FN constexpr bool has_halves(Kind kind) {
+    return kind == Kind::q6_k || kind == Kind::q3_k || has_three_bits(kind);
+}
 // A minimum for each half of a block.
 GPU_FN constexpr bool has_minima(Kind kind) { return kind == Kind::q2_k; }
 // One for all of it.
@@ -107,7 +125,12 @@ struct Table {
 GPU_FN constexpr Table table_of(Kind kind) {
     Table table = {};
     for (int i = 0; i < 16; i++) {
-        const int8_t value = kind == Kind::mxfp4 ? batchengine::MXFP4_VALUES[i] : batchengine::IQ4_VALUES[i];
+        const int8_t value = kind == Kind::mxfp4     ? batchengine::MXFP4_VALUES[i]
+                             : kind == Kind::iq3_xxs ? batchengine::IQ3_XXS_VALUES[i]
+                             : kind == Kind::iq3_s   ? batchengine::IQ3_S_VALUES[i]
+                             : kind == Kind::iq2_s   ? batchengine::IQ2_VALUES[i]
+                             : kind == Kind::iq1_m   ? batchengine::IQ1_VALUES[i]
+                                                     : batchengine::IQ4_VALUES[i];
         table.word[i / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(value)) << i % 4 * 8;
     }
     return table;
@@ -124,6 +147,10 @@ GPU_FN Words2 values_of(uint32_t indices) {
     for (int i = 0; i < 2; i++) {
         const uint32_t places = in_half >> 16 * i;
         const uint32_t first = bytes_of(TABLE.word[0], TABLE.word[1], places);
+        if constexpr (has_three_bits(kind)) {  // a table of eight
+            mixed[i] = first;
+            continue;
+        }
         const uint32_t last = bytes_of(TABLE.word[2], TABLE.word[3], places);
         mixed[i] = bytes_of(first, last, halves >> 16 * i);
     }
@@ -194,7 +221,15 @@ GPU_FN Packed load_part(In<uint8_t> tile, int b, int g, int t) {
         to.m = dword_at(tile, at + TILE * 2 + g * 4);
         to.factor = dword_at(tile, at + 64 + sub * TILE * 2 + g * 4);
         to.low = words_at(tile, at + 320 + sub * 128 + t / 2 * TILE * 4 + g * 8);
-    } else if constexpr (kind == Kind::iq4_xs) {
+    } else if constexpr (has_three_bits(kind)) {
+        const int64_t at = b / 8 * int64_t{sizeof(PackedIQ2)};
+        const int sub = b % 8;
+        const int64_t block = at + 192 + sub * 192;
+        to.d = words_at(tile, at + g * 8);
+        to.factor = pair_at(tile, at + 64 + sub * TILE + g * 2);
+        to.low = words_at(tile, block + t / 2 * TILE * 4 + g * 8);
+        to.high = words_at(tile, block + 128 + g * 8);
+    } else if constexpr (has_nibbles(kind)) {
         const int64_t at = b / 8 * int64_t{sizeof(PackedIQ4_XS)};
         const int sub = b % 8;
         to.d.word[0] = dword_at(tile, at + g * 4);
@@ -212,6 +247,10 @@ GPU_FN constexpr int unit_blocks(Kind kind) {
         case Kind::q6_k:
         case Kind::q3_k:
         case Kind::q2_k:
+        case Kind::iq3_xxs:
+        case Kind::iq3_s:
+        case Kind::iq2_s:
+        case Kind::iq1_m:
         case Kind::iq4_xs: return 8;
         case Kind::mxfp4: return 4;
         default: return 2;  // q4_1 and q5_1: two units
@@ -256,6 +295,12 @@ GPU_FN Part unpack(const Packed& from, int t) {
         } else if constexpr (kind == Kind::q3_k) {
             first = (low << (t % 2 ? 3 : 1) & 0x60606060u) | (high >> t << 7 & 0x80808080u);
             second = ((t % 2 ? low << 5 : low >> 1) & 0x60606060u) | (high >> t << 3 & 0x80808080u);
+        } else if constexpr (has_three_bits(kind)) {
+            const uint32_t even = (low >> (t % 2 ? 2 : 4) & 0x03030303u) | (high >> t << 2 & 0x04040404u);
+            const uint32_t odd = (low >> (t % 2 ? 0 : 6) & 0x03030303u) | (high >> (t + 4) << 2 & 0x04040404u);
+            const Words2 values = values_of<kind>(even | odd << 4);
+            first = values.word[0];
+            second = values.word[1];
         } else if constexpr (kind == Kind::q2_k) {  // at most 3 * 15: no product leaves its byte
             const uint32_t both = from.factor >> 16 * row;
             first = (low >> (t % 2 ? 2 : 4) & 0x03030303u) * (both & 15u);
@@ -271,6 +316,7 @@ GPU_FN Part unpack(const Packed& from, int t) {
         else
             part.d[row] = half_of(from.d.word[0], row);
         if constexpr (shift_of(kind) > 0) part.d[row] = ca::mul_rn(part.d[row], 1.0f / (1 << shift_of(kind)));
+        if constexpr (kind == Kind::iq3_xxs) part.d[row] = ca::mul_rn(part.d[row], 0.5f);
         part.m[row] = half_of(from.m, row);
         part.factor[row][0] = part.factor[row][1] = part.min[row] = 1;
         part.minima = from.factor >> 4 & 0x0F0F0F0Fu;
@@ -278,9 +324,13 @@ GPU_FN Part unpack(const Packed& from, int t) {
             part.factor[row][0] = part.factor[row][1] =
                 static_cast<int32_t>(from.factor >> 8 * row & 255u);
             part.min[row] = static_cast<int32_t>(from.min >> 8 * row & 255u);
-        } else if constexpr (kind == Kind::iq4_xs) {
+        } else if constexpr (has_nibbles(kind)) {
             part.factor[row][0] = part.factor[row][1] =
                 static_cast<int8_t>(from.factor >> 8 * row);
+        } else if constexpr (has_three_bits(kind)) {
+            for (int half = 0; half < 2; half++)
+                part.factor[row][half] =
+                    static_cast<int32_t>(2 * (from.factor >> (8 * row + 4 * half) & 15u) + 1);
         } else if constexpr (has_halves(kind)) {
             for (int half = 0; half < 2; half++)
                 part.factor[row][half] = static_cast<int8_t>(from.factor >> (16 * half + 8 * row));
@@ -333,6 +383,13 @@ GPU_FN float value_at(Kind kind, In<uint8_t> tile, int row, int k) {
         case Kind::iq4_xs: return weight_at<Kind::iq4_xs>(tile, row, k);
         case Kind::q3_k: return weight_at<Kind::q3_k>(tile, row, k);
         case Kind::q2_k: return weight_at<Kind::q2_k>(tile, row, k);
+        case Kind::iq3_xxs: return weight_at<Kind::iq3_xxs>(tile, row, k);
+        case Kind::iq3_s: return weight_at<Kind::iq3_s>(tile, row, k);
+        case Kind::iq2_xxs:
+        case Kind::iq2_xs:
+        case Kind::iq2_s: return weight_at<Kind::iq2_s>(tile, row, k);
+        case Kind::iq1_s:
+        case Kind::iq1_m: return weight_at<Kind::iq1_m>(tile, row, k);
         case Kind::f16: return float_at<Kind::f16>(tile, row, k);
         case Kind::bf16: return float_at<Kind::bf16>(tile, row, k);
         case Kind::f32: return float_at<Kind::f32>(tile, row, k);
