@@ -145,6 +145,20 @@ struct UnpackHalves {
     }
 };
 
+// Of IQ2_XXS and IQ1_S the halves of a block have one scale.
+template <class Weights, class Meaning>
+struct UnpackOneScale {
+    using Packed = PackedIQ2;
+    static constexpr int PARTS = 1;
+    static constexpr FoldKind FOLD = FoldKind::scale;
+    SIMD_FN void block(const Packed& unit, size_t i, Operands<1>& to, size_t b) {
+        to.scale[b] = Weights::block_scale(unit, i);
+        repeat<GROUPS>(EACH(g) {
+            put(to.weights[b][0][g], Meaning::weights(unsigned_weights<g>(unit.block[i])));
+        });
+    }
+};
+
 // The scales of halves are multiplied with the weights, at most 15 * 3.
 struct UnpackQ2_K {
     using Packed = PackedQ2_K;
@@ -197,7 +211,11 @@ struct Unpack<WeightsQ3_K> : UnpackHalves<PackedQ3_K, Number<4>> {};
 template <>
 struct Unpack<WeightsIQ2> : UnpackHalves<PackedIQ2, Entry<IQ2_VALUES>> {};
 template <>
-struct Unpack<WeightsIQ1> : UnpackHalves<PackedIQ2, Entry<IQ1_VALUES>> {};
+struct Unpack<WeightsIQ1_M> : UnpackHalves<PackedIQ2, Entry<IQ1_VALUES>> {};
+template <>
+struct Unpack<WeightsIQ2_XXS> : UnpackOneScale<WeightsIQ2_XXS, Entry<IQ2_VALUES>> {};
+template <>
+struct Unpack<WeightsIQ1_S> : UnpackOneScale<WeightsIQ1_S, Entry<IQ1_VALUES>> {};
 template <>
 struct Unpack<WeightsQ2_K> : UnpackQ2_K {};
 

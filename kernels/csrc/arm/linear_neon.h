@@ -268,7 +268,20 @@ struct WeightsThreeBits : HalvesUnit<PackedIQ2> {
     }
 };
 struct WeightsIQ2 : WeightsThreeBits<IQ2_VALUES> {};
-struct WeightsIQ1 : WeightsThreeBits<IQ1_VALUES> {};
+struct WeightsIQ1_M : WeightsThreeBits<IQ1_VALUES> {};
+
+// Of IQ2_XXS and IQ1_S the halves of a block have one scale.
+template <const int8_t (&VALUES)[16]>
+struct WeightsOneScale : WeightsThreeBits<VALUES> {
+    static constexpr bool HAS_HALVES = false;
+    using Halves = WeightsThreeBits<VALUES>;
+    SIMD_FN float32x4_t scale(const uint8_t* unit, size_t i, size_t row) {
+        return vmulq_f32(Halves::scale(unit, i, row),
+                         vcvtq_f32_s32(Halves::subscale(unit, 2 * i, row)));
+    }
+};
+struct WeightsIQ2_XXS : WeightsOneScale<IQ2_VALUES> {};
+struct WeightsIQ1_S : WeightsOneScale<IQ1_VALUES> {};
 
 // A scale and a minimum for each 16 k.
 struct WeightsQ2_K : Unit<PackedQ2_K> {

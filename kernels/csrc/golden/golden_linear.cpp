@@ -194,7 +194,7 @@ void golden_many_tokens(Golden& golden) {
 void golden_codebooks(Pool& pool, Golden& golden) {
     Inputs inputs(pool);
     for (const Kind kind : CODEBOOKS) golden_kind(pool, kind, inputs, golden);
-    golden_many({Kind::iq3_xxs, Kind::iq3_s, Kind::iq2_s, Kind::iq1_m}, golden);
+    golden_many({Kind::iq3_xxs, Kind::iq3_s, Kind::iq2_xxs, Kind::iq2_s, Kind::iq1_s, Kind::iq1_m}, golden);
 }
 
 }  // namespace batchengine

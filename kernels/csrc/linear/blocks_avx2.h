@@ -429,7 +429,9 @@ struct WeightsThreeBits : HalvesUnit<WeightsThreeBits<VALUES>, PackedIQ2> {
     }
 };
 struct WeightsIQ2 : WeightsThreeBits<IQ2_VALUES> {};
-struct WeightsIQ1 : WeightsThreeBits<IQ1_VALUES> {};
+struct WeightsIQ2_XXS : WeightsIQ2 {};
+struct WeightsIQ1_M : WeightsThreeBits<IQ1_VALUES> {};
+struct WeightsIQ1_S : WeightsIQ1_M {};
 
 // A scale and a minimum for each 16 k. Both halves of a block add up in int16 (4*3*127*2 = 3048); a scale then takes
 // the place of ones, and so does a minimum beside the sums of the activations.

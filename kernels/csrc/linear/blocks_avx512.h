@@ -496,7 +496,69 @@ struct HalvesUnit {
 struct WeightsQ6_K : HalvesUnit<PackedQ6_K, 0> {};
 struct WeightsQ3_K : HalvesUnit<PackedQ3_K, -3> {};
 struct WeightsIQ2 : HalvesUnit<PackedIQ2, 1, Table<IQ2_VALUES, 64>> {};
-struct WeightsIQ1 : HalvesUnit<PackedIQ2, 0, Table<IQ1_VALUES, 32>> {};
+struct WeightsIQ1_M : HalvesUnit<PackedIQ2, 0, Table<IQ1_VALUES, 32>> {};
+
+// Of IQ2_XXS and IQ1_S the halves of a block have one scale. d * scale is exact in fp32, and so is its product with an
+// activation scale. Sums start at -8 * S << SHIFT, which the table's values are made unsigned by.
+template <const int8_t (&VALUES)[16], int SHIFT>
+struct OneScaleUnit {
+    static constexpr size_t BLOCKS = 8, BYTES = sizeof(PackedIQ2);
+    using Meaning = Table<VALUES, 8 << SHIFT>;
+
+    SIMD_FN __m512 block_scale(const PackedIQ2& super, size_t i) {
+        return _mm512_mul_ps(_mm512_load_ps(super.d), _mm512_cvtepi32_ps(sub_scale(super, 2 * i)));
+    }
+    template <int R, int N>
+    SIMD_FN void block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R], size_t i,
+                       const Panel& x, size_t cell, size_t) {
+        const PackedIQ2* super[R];
+        __m512 dw[R];
+        UNROLL for (int r = 0; r < R; ++r) {
+            super[r] = reinterpret_cast<const PackedIQ2*>(unit[r]);
+            dw[r] = block_scale(*super[r], i);
+        }
+        Sums<R, N> sums;
+        start<SHIFT>(sums, x.offset + cell);
+        repeat<GROUPS>(EACH(g) {
+            __m512i w[R];
+            UNROLL for (int r = 0; r < R; ++r)
+                w[r] = Meaning::weights(unsigned_weights<g>(super[r]->block[i]));
+            dot<R, N>(sums, w, x.q + cell * BLOCK_WIDTH, g);
+        });
+        scale_in(acc, sums, dw, x.scale + cell);
+    }
+
+    // One superblock of R tiles, unpacked.
+    template <int R>
+    struct Unpacked {
+        __m512i weights[8][GROUPS][R];
+        __m512 d[8][R];
+    };
+    static constexpr size_t TOKENS_UNPACKED = 5;
+
+    template <int R>
+    SIMD_FN void unpack_scales(const uint8_t* const (&)[R], Unpacked<R>&) {}
+    template <int R, int N, bool FIRST>
+    SIMD_FN void sub_block(Accumulators<R, N>& acc, const uint8_t* const (&unit)[R],
+                           Unpacked<R>& from, size_t b, const Panel& x, size_t cell, size_t) {
+        Sums<R, N> sums;
+        start<SHIFT>(sums, x.offset + cell);
+        repeat<GROUPS>(EACH(g) {
+            if (FIRST)
+                UNROLL for (int r = 0; r < R; ++r) {
+                    const auto* super = reinterpret_cast<const PackedIQ2*>(unit[r]);
+                    from.weights[b][g][r] = Meaning::weights(unsigned_weights<g>(super->block[b]));
+                }
+            dot<R, N>(sums, from.weights[b][g], x.q + cell * BLOCK_WIDTH, g);
+        });
+        if (FIRST)
+            UNROLL for (int r = 0; r < R; ++r)
+                from.d[b][r] = block_scale(*reinterpret_cast<const PackedIQ2*>(unit[r]), b);
+        scale_in(acc, sums, from.d[b], x.scale + cell);
+    }
+};
+struct WeightsIQ2_XXS : OneScaleUnit<IQ2_VALUES, 3> {};
+struct WeightsIQ1_S : OneScaleUnit<IQ1_VALUES, 1> {};
 
 template <int G>
 SIMD_FN __m512i unsigned_weights(const PackedQ2_K::Block& from) {

@@ -90,10 +90,8 @@ constexpr size_t run_tiles(Kind kind) {
         case Kind::q6_k:
         case Kind::q3_k:
         case Kind::q2_k:
-        case Kind::iq2_xxs:
         case Kind::iq2_xs:
         case Kind::iq2_s:
-        case Kind::iq1_s:
         case Kind::iq1_m: return 2;
         default: return RUN_TILES_MAX;
     }

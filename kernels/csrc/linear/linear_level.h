@@ -119,8 +119,10 @@ struct WeightsQ3_K;
 struct WeightsQ2_K;
 struct WeightsIQ3_XXS;
 struct WeightsIQ3_S;
-struct WeightsIQ2;
-struct WeightsIQ1;
+struct WeightsIQ2_XXS;
+struct WeightsIQ2;  // of IQ2_XS and IQ2_S
+struct WeightsIQ1_S;
+struct WeightsIQ1_M;
 template <class Weights>
 void multiply_blocks(const uint8_t* tile, size_t bytes, size_t tiles, const Panel& x, size_t tokens,
                      bool cold, TileResult* results);
@@ -222,11 +224,11 @@ bool of_blocks(Kind kind, Body&& body) {
         case Kind::q2_k: body.template operator()<WeightsQ2_K>(); return true;
         case Kind::iq3_xxs: body.template operator()<WeightsIQ3_XXS>(); return true;
         case Kind::iq3_s: body.template operator()<WeightsIQ3_S>(); return true;
-        case Kind::iq2_xxs:
+        case Kind::iq2_xxs: body.template operator()<WeightsIQ2_XXS>(); return true;
         case Kind::iq2_xs:
         case Kind::iq2_s: body.template operator()<WeightsIQ2>(); return true;
-        case Kind::iq1_s:
-        case Kind::iq1_m: body.template operator()<WeightsIQ1>(); return true;
+        case Kind::iq1_s: body.template operator()<WeightsIQ1_S>(); return true;
+        case Kind::iq1_m: body.template operator()<WeightsIQ1_M>(); return true;
         case Kind::f16:
         case Kind::bf16:
         case Kind::f32: break;

@@ -139,7 +139,8 @@ constexpr int8_t IQ3_S_VALUES[16] = {1,  3,  5,  7,  9,  11,  13,  15,
                                      -1, -3, -5, -7, -9, -11, -13, -15};
 
 // 256 k of IQ2_XXS, IQ2_XS, IQ2_S, IQ1_S and IQ1_M: three bits, placed as in PackedQ3_K, are the index of a weight
-// below. d is an eighth of that of the file. A byte of scale has those of both halves of 32 k: n for 2n + 1.
+// below. d is an eighth of that of the file. A byte of scale has those of both halves of 32 k: n for 2n + 1. In IQ2_XXS
+// and IQ1_S they are equal.
 struct PackedIQ2 {
     float d[TILE_ROWS];
     uint8_t scale[8][TILE_ROWS];
