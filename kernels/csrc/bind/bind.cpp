@@ -82,9 +82,9 @@ void bind_isa(nb::module_& module) {
         },
         nb::arg("pool"), nb::arg("part"),
         nb::sig("def golden_records_of(pool: Pool, part: str) -> list[tuple[str, bytes]]"),
-        "The same of a part that arith_id does not cover: a kind of weights, "
-        "\"codebooks\", \"gating\", \"choices\", \"biased_softmax\", \"heads\", \"many_tokens\", \"wide_heads\", \"values\", "
-        "\"limits\", \"branches\", \"mamba2\" or \"short_conv\".");
+        "The same of a part that arith_id does not cover: a kind of weights, \"codebooks\", "
+        "\"gating\", \"choices\", \"biased_softmax\", \"heads\", \"many_tokens\", \"wide_heads\", "
+        "\"values\", \"limits\", \"branches\", \"mamba2\" or \"short_conv\".");
     module.def("fused_binary32", &fused_binary32, nb::arg("a"), nb::arg("b"), nb::arg("c"),
                "RN(a*b + c) in binary32, by the fmaf of the C library.");
     module.def("fused_binary64", &fused_binary64, nb::arg("a"), nb::arg("b"), nb::arg("c"),

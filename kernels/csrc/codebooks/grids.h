@@ -1,8 +1,8 @@
 // The entries of the codebooks of GGUF files, as sets of numbers.
 //
-// An entry is 8 digits of base 3, or 4 of base 8, one a weight: which of the magnitudes of its type, or of -1, 0 and
-// 1, the weight has, from the lowest on. The first digit is the least of the number. Entries stand in ascending order, so a
-// bit for each number says all: bit n % 64 of word n / 64 is set if n is an entry. entries_of gives their digits.
+// An entry is a number of 8 digits of base 3, or of 4 of base 8, the lowest digit first. A digit is that of a weight: the
+// place of its magnitude among those of the type, in ascending order, or of -1, 0 and 1. Entries stand in ascending
+// order, so a bit for each number says all: bit n % 64 of word n / 64 is set if n is an entry.
 #pragma once
 
 #include <array>
@@ -16,6 +16,7 @@ namespace grids {
 template <size_t DIGITS, size_t COUNT>
 using Entries = std::array<std::array<uint8_t, DIGITS>, COUNT>;
 
+// The digits of the entries.
 template <size_t DIGITS, size_t COUNT, size_t WORDS>
 constexpr Entries<DIGITS, COUNT> entries_of(const uint64_t (&words)[WORDS]) {
     constexpr size_t BASE = DIGITS == 8 ? 3 : 8;

@@ -8,6 +8,7 @@ llama.cpp on the same file, where both roundings add up and the median row must 
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -213,10 +214,10 @@ def test_logits_agree_on_codebooks_that_a_quantiser_filled(tmp_path: Path, cache
     write_synthetic(floats, replace(QWEN3, base="f32", n_layer=1))
 
     def quantise_all(_: Any, tensors: dict[str, Any]) -> None:
-        for i, (name, (data, _kind)) in enumerate(sorted(tensors.items())):
-            if data.ndim == 2:
-                kind = kinds[i % len(kinds)]
-                tensors[name] = blocks_of(np.ascontiguousarray(data, np.float32), kind), kind
+        matrices = sorted(name for name, (data, _kind) in tensors.items() if data.ndim == 2)
+        for name, kind in zip(matrices, itertools.cycle(kinds), strict=False):
+            values = np.ascontiguousarray(tensors[name][0], np.float32)
+            tensors[name] = blocks_of(values, kind), kind
 
     path = edited(floats, quantise_all).rename(tmp_path / "codebooks.gguf")
     with GgufFile(path) as file:
