@@ -285,6 +285,7 @@ class Bank:
                 "q5_1": [0, 2],
                 "q4_k": [0, 2],
                 "q5_k": [0, 2],
+                "iq1_m": [],
             }
             if kind == "mxfp4":
                 blocks[:, 0] = 116 + blocks[:, 0] % 8
@@ -293,8 +294,8 @@ class Bank:
                 d = (rng.standard_normal(len(blocks)) / 256).astype(np.float16)
                 blocks[:, at : at + 2] = d.view(np.uint8).reshape(-1, 2)
             if kind == "iq1_m":
-                halves_of_blocks = rng.standard_normal(len(blocks)) / 256
-                tensors.put_scales(kind, blocks, halves_of_blocks.astype(np.float16))
+                d = (rng.standard_normal(len(blocks)) / 256).astype(np.float16)
+                tensors.put_scales(kind, blocks, d)
             self.source = blocks
         self.kind, self.n_expert, self.rows, self.cols = kind, n_expert, rows, cols
         self.matrix = self._packed(pool, self.source.tobytes(), n_expert * rows)
