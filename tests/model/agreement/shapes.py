@@ -178,7 +178,7 @@ SHAPES: dict[str, Shape] = {
     "pure_q2_k": replace(QWEN3, base="q2_k", kinds={"token_embd": "q2_k"}),
     # All types with a codebook, as "UD" files mix them.
     "codebooks": replace(
-        LLAMA,
+        QWEN3,
         base="iq2_xxs",
         tied=False,
         kinds={
