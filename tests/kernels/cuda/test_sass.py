@@ -47,7 +47,13 @@ def test_sass_has_no_operation_of_its_own(name: str) -> None:
     assert foreign(UNITS[name], "sm_90") == []
 
 
-@pytest.mark.parametrize("name", UNITS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if unit.kind and name not in QUICK else ())
+        for name, unit in UNITS.items()
+    ],
+)
 def test_no_access_stands_before_the_wait(name: str) -> None:
     made = listed(name)
     assert {kernel: found for kernel, listing in made.items() if (found := early(listing))} == {}
