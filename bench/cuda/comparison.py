@@ -12,7 +12,6 @@ import argparse
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -26,7 +25,7 @@ from bench.cuda.cases import Differs, cases
 from bench.cuda.gpus import BUILD, open_gpu
 from bench.simt import planted
 from bench.simt.emulator import Emulator, compile_kernels
-from kernels.cuda.compile import TARGETS, CompileError, compile_unit, units
+from kernels.cuda.compile import TARGETS, CompileError, CompileUnit, compile_unit, units
 from kernels.cuda.gpu import Gpu
 
 EMULATED, QUICK, ON_DEVICE = 300, 30, 10_000  # cases
@@ -90,15 +89,15 @@ def plant(gpu: Gpu, pool: kernels.Pool) -> dict[str, bool]:
 def compile_targets(targets: Sequence[str]) -> dict[str, list[str]]:
     """What is wrong with each target."""
 
-    def wrong(source: Path, target: str) -> list[str]:
+    def wrong(unit: CompileUnit, target: str) -> list[str]:
         try:
-            made = compile_unit(source, target)
+            made = compile_unit(unit, target)
         except CompileError as error:
             return [str(error)]
         return faults(made.ptx, made.report)
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = {t: [pool.submit(wrong, source, t) for source in units()] for t in targets}
+        made = {t: [pool.submit(wrong, unit, t) for unit in units()] for t in targets}
         return {t: [fault for one in of for fault in one.result()] for t, of in made.items()}
 
 

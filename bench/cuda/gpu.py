@@ -40,7 +40,7 @@ from bench import report
 from bench.cuda import ceilings, steps
 from bench.cuda.gpus import CUBINS
 from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, Part, Place, Result, Step
-from kernels.cuda.compile import cubins, texts, units
+from kernels.cuda.compile import CompileUnit, cubins, sources, texts, units
 
 # A step is ended that is still at work so long after the end of the run, or after STUCK times as
 # long as it may take: a kernel that hangs costs no more.
@@ -292,7 +292,7 @@ def key_of_kernels() -> str:
     """A digest of the sources of the kernels, of what launches them, and of the GPU lane."""
     folders = (ROOT / of for of in ("kernels/cuda", "batchengine/model", "batchengine/lanes/gpu"))
     launching = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
-    return _digest([*(text for unit in units() for text in texts(unit)), *launching])
+    return _digest([*(text for source in sources() for text in texts(source)), *launching])
 
 
 def key_of_code() -> str:
@@ -332,7 +332,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", help="only compile the kernels, for one such as sm_90")
     options = parser.parse_args(argv)
     if options.target:
-        made = cubins(options.target, CUBINS, [*units(), ceilings.SOURCE])
+        made = cubins(options.target, CUBINS, [*units(), CompileUnit(ceilings.SOURCE)])
         print(f"{options.target}: {', '.join(made)}")
         return 0
     options.folder = options.folder.resolve()

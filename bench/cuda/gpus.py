@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.simt.emulator import ROOT, Emulator, compile_kernels
-from kernels.cuda.compile import cubins
+from kernels.cuda.compile import CompileUnit, cubins
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu
 
@@ -19,16 +18,17 @@ WARM_S = 0.3
 
 def open_gpu(
     emulated: bool,
-    sources: Sequence[Path],
+    units: Sequence[CompileUnit],
     *,
     is_checked: bool = True,
     multiprocessors_max: int = 0,
 ) -> tuple[Gpu, dict[str, Any]]:
-    """A GPU with the kernels of `sources`, and what it is. Raises GpuFault and CompileError."""
+    """A GPU with the kernels of `units`, and what it is. Raises GpuFault and CompileError."""
     if emulated:
+        sources = sorted({unit.source for unit in units})
         library = compile_kernels(BUILD / "simt", sources, is_checked=is_checked)
         return Emulator(library), {"name": "the emulator", "multiprocessors": 1}
-    gpu = CudaGpu(0, lambda target: cubins(target, CUBINS, sources), multiprocessors_max)
+    gpu = CudaGpu(0, lambda target: cubins(target, CUBINS, units), multiprocessors_max)
     facts = gpu.facts
     return gpu, {
         "name": facts.name,

@@ -30,7 +30,7 @@ from bench.cuda.serving import goodput, promotion
 from bench.cuda.serving.engines import PART_MULTIPROCESSORS, make_site, scratch
 from bench.cuda.speed import Speeds
 from bench.models.synthetic import PRESETS
-from kernels.cuda.compile import compile_unit, units
+from kernels.cuda.compile import CompileUnit, compile_unit, units
 from kernels.cuda.gpu import Gpu
 
 CASES, CHUNK = 10_000, 500  # random cases, and those of a step
@@ -121,7 +121,7 @@ class Part:
 def touch(place: Place) -> Result:
     """Whether the device, its driver and the compiler work, with the kernels of one source."""
     started = time.perf_counter()
-    gpu, device = open_gpu(place.emulated, [first.CONTACT_SOURCE], is_checked=False)
+    gpu, device = open_gpu(place.emulated, [CompileUnit(first.CONTACT_SOURCE)], is_checked=False)
     opened_s = time.perf_counter() - started
     return {
         "device": device,
@@ -137,11 +137,11 @@ def build(place: Place) -> Result:
     return {"device": device, "seconds": round(time.perf_counter() - started, 2)}
 
 
-def check_compiled(place: Place, source: Path) -> Result:
+def check_compiled(place: Place, unit: CompileUnit) -> Result:
     """What the compiler of this machine made of a source, as the tests check it elsewhere."""
     if place.emulated:
         return {"absent": "the emulator has no compiler of a GPU"}
-    made = compile_unit(source, place.gpu.facts.target)
+    made = compile_unit(unit, place.gpu.facts.target)
     return {"differences": faults(made.ptx, made.report)}
 
 
@@ -185,7 +185,7 @@ def compare(place: Place, numbers: range) -> Result:
 
 def measure_ceilings(place: Place) -> Result:
     """The ceilings, on a GPU with the kernels for them alone."""
-    gpu, device = open_gpu(place.emulated, [ceilings.SOURCE], is_checked=False)
+    gpu, device = open_gpu(place.emulated, [CompileUnit(ceilings.SOURCE)], is_checked=False)
     return dict(ceilings.measure(gpu, int(device["multiprocessors"]), place.tiny))
 
 
@@ -193,7 +193,7 @@ def measure_part(place: Place) -> Result:
     """The ceilings of the part of the GPU that co-execution is measured with, too."""
     gpu, device = open_gpu(
         place.emulated,
-        [ceilings.SOURCE],
+        [CompileUnit(ceilings.SOURCE)],
         is_checked=False,
         multiprocessors_max=PART_MULTIPROCESSORS,
     )
@@ -323,7 +323,7 @@ def parts(emulated: bool, quick: bool) -> list[Part]:
         Part(  # as long as `build`, and what it looks for is rare
             "compiled",
             [
-                Step(f"compiled {unit.stem}", partial(check_compiled, source=unit), 90.0)
+                Step(f"compiled {unit.name}", partial(check_compiled, unit=unit), 90.0)
                 for unit in units()
             ],
             jobs=jobs,

@@ -12,11 +12,13 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from kernels.cuda.products import kernel_of
 
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100")  # those that are tested; others of this age compile
 SOURCES = Path(__file__).resolve().parent / "src"
@@ -33,6 +35,7 @@ OPTIONS: dict[str, str | bool] = {
 _importing = threading.Lock()
 WAITING_S = 5.0
 DIGEST_BYTES = hashlib.sha256().digest_size
+OF_KIND = re.compile(r"^QUANTISED\(([a-z]\w+)\)$", re.MULTILINE)  # lines of `linear.cu`
 
 
 class CompileError(Exception):
@@ -48,21 +51,48 @@ class Compiled:
     report: str  # of the assembler
 
 
-def units() -> list[Path]:
-    """The sources; each is compiled alone."""
+class CompileUnit(NamedTuple):
+    """What is compiled alone: a source, or what it has for one kind of quantised matrices."""
+
+    source: Path
+    kind: str = ""
+
+    @property
+    def name(self) -> str:
+        """That of the source, with the kind."""
+        return f"{self.source.stem}-{self.kind}" if self.kind else self.source.stem
+
+
+def sources() -> list[Path]:
+    """The files of kernels."""
     return sorted(SOURCES.glob("*.cu"))
 
 
-def compile_unit(source: Path, target: str, **changes: str | bool) -> Compiled:
-    """One source for one target, with `changes` of OPTIONS. Raises CompileError."""
+def units(kinds: Collection[str] | None = None) -> list[CompileUnit]:
+    """What to compile for matrices of these kinds, or of all: of a source with kernels by kind a
+    unit a kind, which takes as long as most other sources together."""
+    needed = None if kinds is None else {kernel_of(kind) for kind in kinds}
+    found: list[CompileUnit] = []
+    for source in sources():
+        own = OF_KIND.findall(source.read_text())
+        wanted = [CompileUnit(source, kind) for kind in own if needed is None or kind in needed]
+        found += wanted if own else [CompileUnit(source)]
+    return found
+
+
+def compile_unit(unit: CompileUnit, target: str, **changes: str | bool) -> Compiled:
+    """One unit for one target, with `changes` of OPTIONS. Raises CompileError."""
     nvrtc = _package("cuda.bindings.nvrtc")
     options = [f"--gpu-architecture={target}", *[f"--include-path={path}" for path in INCLUDES]]
+    if unit.kind:
+        options.append(f"--define-macro=KIND={unit.kind}")
     for name, value in (OPTIONS | changes).items():
         text = str(value).lower() if isinstance(value, bool) else value
         options.append(f"--{name.replace('_', '-')}={text}")
     given = [option.encode() for option in options]
     try:
-        _, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
+        text, name = unit.source.read_bytes(), unit.source.name.encode()
+        _, program = nvrtc.nvrtcCreateProgram(text, name, 0, [], [])
         (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
         report = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -72,7 +102,7 @@ def compile_unit(source: Path, target: str, **changes: str | bool) -> Compiled:
         nvrtc.nvrtcDestroyProgram(program)
     except Exception as error:  # the library is not there, or knows no such function
         by = "NVRTC {}.{}".format(*_compiler())
-        raise CompileError(f"{source.name} for {target} by {by}: {error}") from error
+        raise CompileError(f"{unit.name} for {target} by {by}: {error}") from error
     return Compiled(cubin, ptx.rstrip(b"\0").decode(), report.rstrip(b"\0").decode())
 
 
@@ -86,25 +116,25 @@ def _read(size: Any, read: Any, program: Any) -> bytes:
 def cubins(
     target: str,
     folder: Path,
-    sources: Iterable[Path] | None = None,
+    wanted: Iterable[CompileUnit] | None = None,
     waiting: Callable[[], None] = lambda: None,
 ) -> dict[str, bytes]:
-    """Cubins of the sources (default: all) by their names, from `folder` or compiled into it.
+    """Cubins of units (default: all) by their names, from `folder` or compiled into it.
 
     Uses all cores of this process, and calls `waiting` every WAITING_S meanwhile. Raises
     CompileError, and OSError if the folder cannot be used.
     """
-    sources = units() if sources is None else sources
+    wanted = units() if wanted is None else wanted
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        made = {path.stem: pool.submit(_cubin, path, target, folder) for path in sources}
+        made = {unit.name: pool.submit(_cubin, unit, target, folder) for unit in wanted}
         while wait(made.values(), WAITING_S).not_done:
             waiting()
         return {name: cubin.result() for name, cubin in made.items()}
 
 
-def _cubin(source: Path, target: str, folder: Path) -> bytes:
-    path = folder / f"{source.stem}-{target}-{_key(source, target)}.cubin"
+def _cubin(unit: CompileUnit, target: str, folder: Path) -> bytes:
+    path = folder / f"{unit.name}-{target}-{_key(unit, target)}.cubin"
     try:
         kept = path.read_bytes()
     except FileNotFoundError:
@@ -112,7 +142,7 @@ def _cubin(source: Path, target: str, folder: Path) -> bytes:
     digest, cubin = kept[:DIGEST_BYTES], kept[DIGEST_BYTES:]
     if digest == hashlib.sha256(cubin).digest():
         return cubin
-    cubin = compile_unit(source, target).cubin
+    cubin = compile_unit(unit, target).cubin
     fd, part = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
     try:
         with open(fd, "wb") as file:
@@ -124,10 +154,10 @@ def _cubin(source: Path, target: str, folder: Path) -> bytes:
     return cubin
 
 
-def _key(source: Path, target: str) -> str:
-    """What a cubin is made of: texts, options, target, compiler."""
-    key = hashlib.sha256(repr((OPTIONS, target, _compiler())).encode())
-    for path in texts(source):
+def _key(unit: CompileUnit, target: str) -> str:
+    """What a cubin is made of: texts, kind, options, target, compiler."""
+    key = hashlib.sha256(repr((unit.kind, OPTIONS, target, _compiler())).encode())
+    for path in texts(unit.source):
         text = path.read_bytes()
         key.update(len(text).to_bytes(8, "little") + text)
     return key.hexdigest()[:32]

@@ -216,6 +216,7 @@ def test_the_gap_of_a_promotion_is_measured_both_ways(pocket_path: Path, tmp_pat
     assert all(move["again"] == 0 for move in moves if move["way"] == "stopped"), moves
 
 
+@pytest.mark.slow  # tests/engine/sessions/test_durability.py has the mechanism
 def test_few_tokens_are_recomputed_after_a_restart(pocket_path: Path) -> None:
     result = bench("restart", "--quick", "--model", str(pocket_path))
     assert result["same_tokens"] is True

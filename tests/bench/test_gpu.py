@@ -30,7 +30,7 @@ from bench.cuda.steps import MAIN_MODEL, MOE_MODEL, TINY_MODEL, TINY_MODELS, Par
 from bench.cuda.weights import expert_bytes, random_model, streamed_bytes, token_parameters
 from bench.models.synthetic import PRESETS
 from bench.simt.emulator import COMPILER, ROOT, Emulator, compile_kernels
-from kernels.cuda.compile import units
+from kernels.cuda.compile import sources
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import GpuFault, KernelLaunch
 from tests.kernels.cuda.fake_driver import FakeDriver, Status
@@ -110,7 +110,7 @@ def test_ceilings_of_many_blocks_stay_in_their_memory(monkeypatch: pytest.Monkey
 @needs_compiler
 def test_speeds_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
     names = ("copy_gbps", "epilogue_gops", "floats_gops", "products_gops")
-    speeds = Speeds(driven(monkeypatch, units()), pool, dict.fromkeys(names, 1.0), tiny=True)
+    speeds = Speeds(driven(monkeypatch, sources()), pool, dict.fromkeys(names, 1.0), tiny=True)
     rows, cols = TINY_LINEAR
     for kind in ("q4_0", "f16"):
         row = speeds.linear(kind)["20"]
@@ -125,7 +125,7 @@ def test_speeds_of_experts_through_the_driver(
     monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
 ) -> None:
     names = ("copy_gbps", "epilogue_gops", "floats_gops")
-    speeds = Speeds(driven(monkeypatch, units()), pool, dict.fromkeys(names, 1.0), tiny=True)
+    speeds = Speeds(driven(monkeypatch, sources()), pool, dict.fromkeys(names, 1.0), tiny=True)
     n_expert, n_used, n_embd, n_ff = TINY_EXPERTS
     rows = speeds.experts("q4_0")
     assert list(rows) == [f"{n} {what}" for n in (1, 20) for what in ("gated", "add", "select")]
@@ -141,7 +141,7 @@ def test_a_step_reads_the_experts_that_are_chosen(
     monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
 ) -> None:
     shape = PRESETS["moe-tiny"]
-    passes = Passes(driven(monkeypatch, units()), pool, shape, TINY)
+    passes = Passes(driven(monkeypatch, sources()), pool, shape, TINY)
     assert passes.is_identical()
     assert passes.replays_agree()
     row = passes.decode(1.0)["2"]
@@ -164,7 +164,7 @@ def test_a_step_reads_the_experts_that_are_chosen(
 
 @needs_compiler
 def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool) -> None:
-    passes = Passes(driven(monkeypatch, units()), pool, PRESETS["tiny"], TINY)
+    passes = Passes(driven(monkeypatch, sources()), pool, PRESETS["tiny"], TINY)
     assert passes.is_identical()
     assert passes.replays_agree()
     row = passes.decode_on_device(1.0)["2"]
@@ -176,13 +176,13 @@ def test_passes_through_the_driver(monkeypatch: pytest.MonkeyPatch, pool: kernel
 def test_the_first_models_touch_no_memory_of_others(
     monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool, name: str
 ) -> None:
-    device = driven(monkeypatch, units(), is_checked=True)
+    device = driven(monkeypatch, sources(), is_checked=True)
     assert Passes(device, pool, PRESETS[name], TINY).is_identical()
 
 
 @needs_compiler
 def test_seconds_of_an_emulated_gpu_are_those_of_the_clock() -> None:
-    emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
+    emulated = Emulator(compile_kernels(ROOT / "build/simt", sources(), is_checked=False))
     calls: list[int] = []
     assert seconds(emulated, lambda: calls.append(1), 5) > 0
     assert len(calls) == 2
@@ -333,7 +333,7 @@ def test_rows_of_llama_are_read(tmp_path: Path) -> None:
 
 @needs_compiler
 def test_a_launch_that_fails_names_its_kernel(pool: kernels.Pool) -> None:
-    emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
+    emulated = Emulator(compile_kernels(ROOT / "build/simt", sources(), is_checked=False))
     assert first.differences(emulated, pool, "embed q4_0", 1) == []
     launch = emulated._launch
 
@@ -458,7 +458,7 @@ def test_both_engines_of_co_execution_get_the_same_requests() -> None:
 def test_a_model_that_computes_other_numbers_is_found(
     monkeypatch: pytest.MonkeyPatch, pool: kernels.Pool
 ) -> None:
-    emulated = Emulator(compile_kernels(ROOT / "build/simt", units(), is_checked=False))
+    emulated = Emulator(compile_kernels(ROOT / "build/simt", sources(), is_checked=False))
     passes = Passes(emulated, pool, PRESETS["tiny"], TINY)
     original = emulated.copy_in
 

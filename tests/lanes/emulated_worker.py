@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -91,6 +91,7 @@ def _planned(plan: Path) -> tuple[str, int] | None:
 def open_emulated(
     resources: wire.CudaResources,
     cache_dir: Path,
+    kinds: Collection[str],
     compiling: Callable[[], None],
     plan: Path | None = None,
 ) -> Gpu:

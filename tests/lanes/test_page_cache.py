@@ -311,7 +311,7 @@ def test_a_session_that_does_not_fit_ends_the_worker_at_once() -> None:
 
 def test_a_gpu_that_is_not_there_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(BatchEngineError, match="GPU 63 cannot be used") as refusal:
-        open_gpu(wire.CudaResources(63, 1 << 30, 0, 1, (), 0), tmp_path)
+        open_gpu(wire.CudaResources(63, 1 << 30, 0, 1, (), 0), tmp_path, ())
     assert refusal.value.code == errors.GPU_UNUSABLE.code
     assert refusal.value.why
 
@@ -325,6 +325,6 @@ def test_a_gpu_whose_memory_others_have_is_refused_with_the_reason(
 
     monkeypatch.setattr("batchengine.lanes.gpu.device.CudaGpu", FullGpu)
     with pytest.raises(BatchEngineError, match="GPU 0 cannot be used") as refusal:
-        open_gpu(wire.CudaResources(0, 1 << 30, 0, 1, (), 0), tmp_path)
+        open_gpu(wire.CudaResources(0, 1 << 30, 0, 1, (), 0), tmp_path, ())
     assert refusal.value.code == errors.GPU_UNUSABLE.code
     assert refusal.value.why == "no memory is left on it: cuDevicePrimaryCtxRetain"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +30,7 @@ from batchengine.model import CpuOps, Model, Ops, Stepper
 from batchengine.weights import Weights
 from batchengine.weights.roles import AttentionRoles
 from batchengine.wire import lane as wire
-from kernels.cuda.compile import CompileError, cubins
+from kernels.cuda.compile import CompileError, cubins, units
 from kernels.cuda.driver import CudaGpu
 from kernels.cuda.gpu import Gpu, GpuFault
 from kernels.cuda.memory import Rows
@@ -43,20 +43,28 @@ SCRATCH_SHARE = 16  # of the memory: for the buffers of a step that grow with it
 
 CUBINS_DIR = "cuda"  # in the folder of packed weights
 
-OpenGpu = Callable[[wire.CudaResources, Path, Callable[[], None]], Gpu]
+# By the lane's resources, the folder of packed weights, and the kinds of the model's matrices; the
+# last one is called while kernels are compiled.
+OpenGpu = Callable[[wire.CudaResources, Path, Collection[str], Callable[[], None]], Gpu]
 
 
 def open_gpu(
-    resources: wire.CudaResources, cache_dir: Path, compiling: Callable[[], None] = lambda: None
+    resources: wire.CudaResources,
+    cache_dir: Path,
+    kinds: Collection[str],
+    compiling: Callable[[], None] = lambda: None,
 ) -> Gpu:
-    """The GPU of a lane, with its kernels from `cache_dir`, or compiled into it, which may take
-    longer than a load may be silent: `compiling` is called meanwhile. Raises GPU_UNUSABLE."""
+    """The GPU of a lane, with the kernels for matrices of `kinds`. Raises GPU_UNUSABLE.
+
+    They are in `cache_dir`, or compiled into it, which may take longer than a load may be silent:
+    `compiling` is called meanwhile.
+    """
+
+    def made(target: str) -> dict[str, bytes]:
+        return cubins(target, cache_dir / CUBINS_DIR, units(kinds), compiling)
+
     try:
-        return CudaGpu(
-            resources.index,
-            lambda target: cubins(target, cache_dir / CUBINS_DIR, waiting=compiling),
-            resources.multiprocessors_max,
-        )
+        return CudaGpu(resources.index, made, resources.multiprocessors_max)
     except (GpuFault, CompileError, OSError) as error:
         raise errors.GPU_UNUSABLE(index=resources.index, why=str(error)) from error
     except MemoryError as error:
@@ -101,7 +109,8 @@ class CudaDevice:
         def compiling() -> None:
             report("compile kernels", "", 0.6, time.perf_counter() - started)
 
-        gpu = self._open_gpu(resources, Path(load.cache_dir), compiling)
+        kinds = {x.kind for x in model.weights.tensors() if isinstance(x, kernels.Matrix)}
+        gpu = self._open_gpu(resources, Path(load.cache_dir), kinds, compiling)
         gpu.bytes_max = resources.vram_bytes
         context_pages = -(-load.context_tokens // PAGE_TOKENS)
         pages_max = load.entries_max * (context_pages + 1)

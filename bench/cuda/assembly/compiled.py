@@ -12,25 +12,25 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
-from kernels.cuda.compile import OPTIONS, Compiled, compile_unit, texts
+from kernels.cuda.compile import OPTIONS, Compiled, CompileUnit, compile_unit, texts
 
 FOLDER = Path(__file__).resolve().parents[3] / "build/nvrtc"
 COMPILER = "nvidia-cuda-nvrtc"
 KEPT_S = 7 * 86400.0
 
 
-def compiled(source: Path, target: str, **changes: str | bool) -> Compiled:
+def compiled(unit: CompileUnit, target: str, **changes: str | bool) -> Compiled:
     """As `compile_unit`: kept from an earlier call of any process, or waited for while another one
     compiles it."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    path = FOLDER / f"{source.stem}-{target}-{_key(source, target, changes)}.json"
+    path = FOLDER / f"{unit.name}-{target}-{_key(unit, target, changes)}.json"
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with suppress(FileNotFoundError):
             cubin, ptx, report = json.loads(path.read_text())
             os.utime(path)  # its last use
             return Compiled(bytes.fromhex(cubin), ptx, report)
-        made = compile_unit(source, target, **changes)
+        made = compile_unit(unit, target, **changes)
         part = path.with_suffix(".part")
         part.write_text(json.dumps([made.cubin.hex(), made.ptx, made.report]))
         os.replace(part, path)
@@ -47,11 +47,11 @@ def prune(folder: Path, before: float) -> None:
                 path.unlink()
 
 
-def _key(source: Path, target: str, changes: dict[str, str | bool]) -> str:
-    """Texts, options, target, compiler."""
+def _key(unit: CompileUnit, target: str, changes: dict[str, str | bool]) -> str:
+    """Texts, kind, options, target, compiler."""
     options = sorted((OPTIONS | changes).items())
-    key = hashlib.sha256(repr((options, target, _version(), source.name)).encode())
-    for path in texts(source):
+    key = hashlib.sha256(repr((options, target, _version(), unit.source.name, unit.kind)).encode())
+    for path in texts(unit.source):
         text = path.read_bytes()
         key.update(len(text).to_bytes(8, "little") + text)
     return key.hexdigest()[:32]

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from pathlib import Path
 
 from bench.cuda.assembly.compiled import compiled
+from kernels.cuda.compile import CompileUnit
 
 ROUNDED = ("add", "sub", "mul", "div", "sqrt", "fma")
 # Operations on floats that are exact, or that the source names: no result depends on the compiler.
@@ -74,10 +74,10 @@ def faults(ptx: str, report: str) -> list[str]:
     return found
 
 
-def contracted(source: Path, target: str) -> list[str]:
-    """Kernels of a source that would have other operations if the compiler might merge a * b + c.
+def contracted(unit: CompileUnit, target: str) -> list[str]:
+    """Kernels of a unit that would have other operations if the compiler might merge a * b + c.
 
     Every float operation is written by a function that the compiler may not merge, so none may be.
     """
-    plain, free = (kernels_of(compiled(source, target, fmad=fmad).ptx) for fmad in (False, True))
+    plain, free = (kernels_of(compiled(unit, target, fmad=fmad).ptx) for fmad in (False, True))
     return [name for name in plain if float_operations(plain[name]) != float_operations(free[name])]

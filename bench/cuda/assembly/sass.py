@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.cuda.assembly.compiled import compiled
-from kernels.cuda.compile import Compiled
+from kernels.cuda.compile import CompileUnit
 
 PACKAGE, PROGRAM = "nvidia", "nvdisasm"
 FOLDERS = ("cu13/bin", "cuda_nvdisasm/bin")  # of the package, by its version
@@ -89,23 +89,12 @@ def loads_at_once(listing: Iterable[str]) -> int:
     return most
 
 
-def compile_part(source: Path, target: str, keep: str, head: str = "", **changes: Any) -> Compiled:
-    """A source behind `head`, compiled; of the kernels that a macro writes, one a line, it has
-    those of lines that match `keep`, or all."""
-    if not keep and not head:
-        return compiled(source, target, **changes)
-    lines = source.read_text().splitlines()
-    if keep:
-        lines = [x for x in lines if not re.match(r"[A-Z]+\(\w+\)$", x) or re.match(keep, x)]
-    with tempfile.TemporaryDirectory() as folder:
-        part = Path(folder) / source.name
-        part.write_text(head + "\n".join(lines) + "\n")
-        return compiled(part, target, **changes)
-
-
-def foreign(source: Path, target: str, keep: str = "", **changes: Any) -> list[str]:
+def foreign(unit: CompileUnit, target: str, **changes: Any) -> list[str]:
     """Instructions of kernels that merge, flush or round otherwise, though no source says so."""
-    made = listings(compile_part(source, target, keep, OPAQUE, **changes).cubin)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / unit.source.name
+        source.write_text(OPAQUE + unit.source.read_text())
+        made = listings(compiled(unit._replace(source=source), target, **changes).cubin)
     return sorted(
         f"{kernel}: {name}"
         for kernel, listing in made.items()

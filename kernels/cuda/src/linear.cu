@@ -5,7 +5,7 @@
 // cores: A is 16 rows of weights as signed bytes, B is 8 tokens. Kernels per kind: `few` gives a tile of
 // rows to a block and a segment to each warp, for decoding, where weights are read once and the memory
 // bounds; `many` gives 64 rows and 32 or 64 tokens to a block. Where these are fewer blocks than a device
-// computes at once, each has a part of the segments, and `add_segments` adds their sums. All load weights
+// computes at once, each has a part of the segments, and `add_segments` (segments.cu) adds their sums. All load weights
 // well before they use them: nothing else keeps enough bytes under way. Blocks of the same rows are
 // neighbours in the grid, so that one of them reads weights from memory and the others from the cache.
 // That one asks for its weights while the launch before still computes the activations. The same kernels
@@ -25,7 +25,6 @@ constexpr int FEW_WARPS = 8;
 constexpr int FEW_BLOCK_TOKENS = 8;
 constexpr int MANY_WARPS = 4;
 constexpr int FEW_AT_ONCE = 2, MANY_AT_ONCE = 3;  // blocks whose registers a multiprocessor has
-constexpr int ADD_THREADS = 256;
 constexpr int SOME_TOKENS = 32, MANY_TOKENS = 64;
 constexpr int STAGES = 3;  // spans of k whose activations a block of `many` holds or copies
 constexpr int STAGE_ROW = gpu::SPAN_WORDS / 4 + 1;  // of 16 bytes; one more spreads rows over the banks
@@ -546,6 +545,9 @@ GPU_FN void many(gpu::In<uint8_t> matrix, int cols, gpu::In<uint32_t> q, gpu::In
     FEW(few2, 2, kind)                                                                             \
     MANY(some, SOME_TOKENS, kind)                                                                  \
     MANY(many, MANY_TOKENS, kind)
+#ifdef KIND  // one of those below: units() of compile.py
+QUANTISED(KIND)
+#else
 QUANTISED(q4_0)
 QUANTISED(q4_1)
 QUANTISED(q5_0)
@@ -564,19 +566,4 @@ QUANTISED(iq3_s)
 // For all kinds that are packed as one of these.
 QUANTISED(iq2_s)
 QUANTISED(iq1_m)
-
-// Adds the sums of `segments` segments in order; what follows is as above. Grid (tokens, blocks that share
-// the rows).
-KERNEL(add_segments, ADD_THREADS, gpu::In<float> partials, int segments, int rows, int tokens,
-       gpu::In<float> bias, int then, gpu::Out<float> out, int stride, float limit) {
-    gpu::begin();
-    const int token = gpu::block(), row = gpu::block_y() * gpu::threads() + gpu::thread();
-    if (row >= rows) return;
-    const auto at = [&](int segment) {
-        return partials[(int64_t{segment} * tokens + token) * rows + row];
-    };
-    float y = at(0);
-    GPU_UNROLL_4
-    for (int segment = 1; segment < segments; segment++) y = ca::add_rn(y, at(segment));
-    gpu::put({bias, out, stride, limit, rows, tokens, static_cast<Then>(then)}, 0, token, row, y);
-}
+#endif

@@ -104,6 +104,7 @@ async def test_idle_sessions_of_any_length_migrate(site: Site, reference: Refere
         assert engine.stats()["tokens_recomputed"] == 0
 
 
+@pytest.mark.slow  # test_migration_storm.py moves several streams at once
 async def test_eight_streams_migrate_while_they_run(site: Site, reference: Reference) -> None:
     """Half of them are named; all are migrated all the time."""
     prompts = [words(10 + i, 40 + 150 * i) for i in range(8)]

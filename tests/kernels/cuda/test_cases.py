@@ -60,14 +60,6 @@ def test_launches_count_on_what_the_kernels_are_compiled_for() -> None:
     assert recurrent.COLUMNS == products.WARP
 
 
-def test_every_kind_of_blocks_has_kernels() -> None:
-    """Its own, or those of a kind that is packed as it."""
-    text = (KERNELS / "linear.cu").read_text()
-    made = set(re.findall(r"^QUANTISED\(([a-z]\w+)\)$", text, re.MULTILINE))
-    kinds = set(kernels.KINDS) - set(products.FLOATS)
-    assert {products.kernel_of(kind) for kind in kinds} == made
-
-
 @pytest.mark.parametrize("byte", [0x00, 0xFF, 0x7F])
 @pytest.mark.parametrize("kind", [kind for kind in kernels.KINDS if kind not in products.FLOATS])
 def test_the_largest_sums_of_products_are_exact(

@@ -1,7 +1,8 @@
 """Every kernel compiles for every target, with the float operations that its source writes.
 
-The default suite has two of the targets, and one of `linear.cu`, which takes ten times as long as
-all others.
+The default suite has two of the targets, of attention one. Of products, which take three times as
+long as all others, it has two kinds for one target, and the PTX of each kind, which is half of the
+work.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+import kernels
 import kernels.cuda.compile as module
 from bench.cuda.assembly import compiled as kept
 from bench.cuda.assembly.ptx import contracted, faults, float_operations, kernels_of
@@ -26,24 +28,34 @@ from kernels.cuda.compile import (
     TARGETS,
     Compiled,
     CompileError,
+    CompileUnit,
     compile_unit,
     cubins,
+    sources,
     texts,
     units,
 )
+from kernels.cuda.products import FLOATS, kernel_of
 
-ALL = [(unit, target) for unit in units() for target in TARGETS]
-QUICK = {(unit.stem, target) for unit in units() for target in ("sm_80", "sm_90")} - {
-    ("linear", "sm_80")
-}
+PTX = "compute_90"  # a target that is no device's
+
+
+def quick(unit: CompileUnit) -> tuple[str, ...]:
+    """Targets of the default suite."""
+    if not unit.kind:
+        return ("sm_90",) if unit.name == "attention" else ("sm_80", "sm_90")
+    return ("sm_90",) if unit.kind in ("q4_0", "q2_k") else (PTX,)
+
+
 CASES = [
     pytest.param(
         unit,
         target,
-        id=f"{unit.stem}-{target}",
-        marks=() if (unit.stem, target) in QUICK else pytest.mark.slow,
+        id=f"{unit.name}-{target}",
+        marks=() if target in quick(unit) else pytest.mark.slow,
     )
-    for unit, target in ALL
+    for unit in units()
+    for target in dict.fromkeys((*quick(unit), *TARGETS))
 ]
 HEAD = 'extern "C" __global__ void planted(float* x, int i) '
 PLANTED = {
@@ -64,7 +76,9 @@ PLANTED = {
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Path, str], Future[Compiled]]]:
+def compiled(
+    request: pytest.FixtureRequest,
+) -> Iterator[dict[tuple[CompileUnit, str], Future[Compiled]]]:
     """What the tests of this run need, compiled beside each other."""
     wanted = {
         (item.callspec.params["unit"], item.callspec.params["target"])
@@ -78,12 +92,14 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[tuple[Path, str], 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("unit", "target"), CASES)
 def test_compiles(
-    compiled: dict[tuple[Path, str], Future[Compiled]], unit: Path, target: str
+    compiled: dict[tuple[CompileUnit, str], Future[Compiled]], unit: CompileUnit, target: str
 ) -> None:
     made = compiled[unit, target].result()
-    assert made.cubin[:4] == b"\x7fELF"
     assert not faults(made.ptx, made.report)
     assert kernels_of(made.ptx)
+    if target == PTX:
+        return
+    assert made.cubin[:4] == b"\x7fELF"
     assert made.report.count("bytes stack frame") == len(kernels_of(made.ptx))
 
 
@@ -91,12 +107,12 @@ def test_compiles(
     "unit",
     [
         pytest.param(
-            u, id=u.stem, marks=() if u.stem in ("kv", "rows", "experts") else pytest.mark.slow
+            u, id=u.name, marks=() if u.name in ("kv", "rows", "experts") else pytest.mark.slow
         )
         for u in units()
     ],
 )
-def test_there_is_nothing_to_contract(unit: Path) -> None:
+def test_there_is_nothing_to_contract(unit: CompileUnit) -> None:
     assert not contracted(unit, "sm_80")
 
 
@@ -109,13 +125,13 @@ def test_what_no_test_has_wanted_for_long_is_deleted(
     monkeypatch.setattr(kept, "FOLDER", folder)
     monkeypatch.setattr(kept, "compile_unit", lambda *_, **__: Compiled(b"made", "ptx", "report"))
     for target in ("sm_80", "sm_90"):
-        kept.compiled(source, target)
+        kept.compiled(CompileUnit(source), target)
     assert len(list(folder.iterdir())) == 4  # with locks
     (folder / "planted-sm_70.part").write_text("")  # of a process that was killed
     for path in folder.iterdir():
         os.utime(path, (0, 0))
-    assert kept.compiled(source, "sm_80").cubin == b"made"
-    kept.compiled(source, "sm_89")
+    assert kept.compiled(CompileUnit(source), "sm_80").cubin == b"made"
+    kept.compiled(CompileUnit(source), "sm_89")
     names = {"-".join(path.name.split("-")[:2]) for path in folder.iterdir()}
     assert names == {"planted-sm_80", "planted-sm_89"}
     assert len(list(folder.iterdir())) == 4
@@ -124,10 +140,10 @@ def test_what_no_test_has_wanted_for_long_is_deleted(
 def test_what_is_compiled_is_kept_by_its_texts_options_and_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, header, made = tmp_path / "planted.cu", tmp_path / "planted.h", list[Path]()
+    source, header, made = tmp_path / "planted.cu", tmp_path / "planted.h", list[CompileUnit]()
 
-    def counting(source: Path, target: str, **changes: str | bool) -> Compiled:
-        made.append(source)
+    def counting(unit: CompileUnit, target: str, **changes: str | bool) -> Compiled:
+        made.append(unit)
         return Compiled(bytes([len(made)]), f"{len(made)}", "")
 
     monkeypatch.setattr(kept, "compile_unit", counting)
@@ -136,8 +152,8 @@ def test_what_is_compiled_is_kept_by_its_texts_options_and_target(
     source.write_text('#include "planted.h"\n')
     header.write_text("// 1\n")
 
-    def number(target: str = "sm_90", **changes: str | bool) -> int:
-        one = kept.compiled(source, target, **changes)
+    def number(target: str = "sm_90", kind: str = "", **changes: str | bool) -> int:
+        one = kept.compiled(CompileUnit(source, kind), target, **changes)
         assert (one.cubin, one.report) == (bytes([int(one.ptx)]), "")
         return int(one.ptx)
 
@@ -146,16 +162,16 @@ def test_what_is_compiled_is_kept_by_its_texts_options_and_target(
         *(1, 2),
     ]
     header.write_text("// 2\n")
-    assert [number(), number()] == [4, 4]
+    assert [number(), number(), number(kind="q4_0"), number()] == [4, 4, 5, 4]
     monkeypatch.setattr(kept, "_version", lambda: "another compiler")
-    assert number() == 5
+    assert number() == 6
 
 
 def test_contraction_is_found(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = x[1] * x[2] + x[3]; }")
-    assert contracted(source, "sm_80") == ["planted"]
-    merged = compile_unit(source, "sm_80", fmad=True)
+    assert contracted(CompileUnit(source), "sm_80") == ["planted"]
+    merged = compile_unit(CompileUnit(source), "sm_80", fmad=True)
     assert float_operations(merged.ptx)["fma.rn.f32"] == 1
 
 
@@ -163,7 +179,7 @@ def test_contraction_is_found(tmp_path: Path) -> None:
 def test_other_arithmetic_is_found(tmp_path: Path, name: str) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{" + PLANTED[name][0] + "}")
-    made = compile_unit(source, "sm_90")
+    made = compile_unit(CompileUnit(source), "sm_90")
     assert any(PLANTED[name][1] in fault for fault in faults(made.ptx, made.report))
 
 
@@ -173,7 +189,7 @@ def test_reads_that_may_be_stale_are_found(tmp_path: Path) -> None:
         'extern "C" __global__ void planted(const float* __restrict__ a, float* __restrict__ x,'
         " int i) { x[i] = a[i + 1]; }"
     )
-    made = compile_unit(source, "sm_80")
+    made = compile_unit(CompileUnit(source), "sm_80")
     assert faults(made.ptx, made.report) == ["planted: ld.global.nc"]
 
 
@@ -192,7 +208,7 @@ def test_accesses_before_the_wait_are_found(
 ) -> None:
     source, wait = tmp_path / "planted.cu", 'asm volatile("griddepcontrol.wait;" ::: "memory");'
     source.write_text(HEAD + "{" + body.replace("{}", wait) + "}")
-    made = compile_unit(source, "sm_90")
+    made = compile_unit(CompileUnit(source), "sm_90")
     wanted = ["no wait"] if found is None else [f"{name} before its wait" for name in found]
     assert faults(made.ptx, made.report) == [f"planted: {fault}" for fault in wanted]
 
@@ -200,7 +216,7 @@ def test_accesses_before_the_wait_are_found(
 def test_flushed_subnormals_are_found(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = x[1] * x[2]; }")
-    made = compile_unit(source, "sm_80", ftz=True)
+    made = compile_unit(CompileUnit(source), "sm_80", ftz=True)
     assert faults(made.ptx, made.report) == ["planted: mul.rn.ftz.f32"]
 
 
@@ -208,24 +224,24 @@ def test_cubins_are_kept_and_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     source, folder, count = tmp_path / "planted.cu", tmp_path / "cubins", []
     source.write_text(HEAD + "{ x[0] = x[1] * x[2]; }")
 
-    def counting(source: Path, target: str) -> Compiled:
+    def counting(unit: CompileUnit, target: str) -> Compiled:
         count.append(target)
-        return compile_unit(source, target)
+        return compile_unit(unit, target)
 
     monkeypatch.setattr(module, "compile_unit", counting)
-    first = cubins("sm_90", folder, [source])
-    assert cubins("sm_90", folder, [source]) == first
+    first = cubins("sm_90", folder, [CompileUnit(source)])
+    assert cubins("sm_90", folder, [CompileUnit(source)]) == first
     assert count == ["sm_90"]
     (kept,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, kept.stat().st_mode & 0o777) == (0o700, 0o600)
     assert kept.read_bytes()[32:] == first["planted"]
     for damaged in (b"", kept.read_bytes()[:-1], b"x" + kept.read_bytes()[1:]):
         kept.write_bytes(damaged)
-        assert cubins("sm_90", folder, [source]) == first
+        assert cubins("sm_90", folder, [CompileUnit(source)]) == first
     assert len(count) == 4
     source.write_text(HEAD + "{ x[0] = x[1] + x[2]; }")
-    assert cubins("sm_90", folder, [source]) != first
-    cubins("sm_80", folder, [source])
+    assert cubins("sm_90", folder, [CompileUnit(source)]) != first
+    cubins("sm_80", folder, [CompileUnit(source)])
     assert len(list(folder.iterdir())) == 3
 
 
@@ -233,32 +249,41 @@ def test_a_long_compilation_is_not_silent(tmp_path: Path, monkeypatch: pytest.Mo
     called, source = threading.Event(), tmp_path / "planted.cu"
     source.write_text(HEAD + "{ }")
 
-    def long(source: Path, target: str) -> Compiled:
+    def long(unit: CompileUnit, target: str) -> Compiled:
         assert called.wait(30)
         return Compiled(b"made", "", "")
 
     monkeypatch.setattr(module, "compile_unit", long)
     monkeypatch.setattr(module, "WAITING_S", 0.01)
-    made = cubins("sm_90", tmp_path / "cubins", [source], called.set)
+    made = cubins("sm_90", tmp_path / "cubins", [CompileUnit(source)], called.set)
     assert made == {"planted": b"made"}
 
 
 def test_no_lambda_has_a_parameter_of_type_auto() -> None:
     """NVRTC 13.0 and 13.1 take such a one in a template for a function of the host."""
     generic = re.compile(r"\[&?\]\([^)]*\bauto\b")
-    assert [unit.stem for unit in (*units(), CEILINGS) if generic.search(unit.read_text())] == []
+    assert [path.stem for path in (*sources(), CEILINGS) if generic.search(path.read_text())] == []
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
 @pytest.mark.parametrize(
-    "unit", [unit for unit in units() if unit.stem in ("attention", "recurrent")]
+    "source", [path for path in sources() if path.stem in ("attention", "recurrent")]
 )
-def test_the_compiler_of_cuda_itself_ends(tmp_path: Path, unit: Path) -> None:
+def test_the_compiler_of_cuda_itself_ends(tmp_path: Path, source: Path) -> None:
     """It is often an older one than NVRTC here; that of 13.0 did not end with `attention`."""
-    command = ["nvcc", "-std=c++20", "-fmad=false", "-arch=sm_90", "-ptx", str(unit)]
+    command = ["nvcc", "-std=c++20", "-fmad=false", "-arch=sm_90", "-ptx", str(source)]
     command += [f"-I{folder}" for folder in INCLUDES]
     subprocess.run([*command, "-o", str(tmp_path / "made.ptx")], check=True, timeout=250)
     assert kernels_of((tmp_path / "made.ptx").read_text())
+
+
+def test_units_are_those_of_the_kinds_of_a_model() -> None:
+    kinds = {unit.kind for unit in units()} - {""}
+    assert kinds == {kernel_of(kind) for kind in set(kernels.KINDS) - set(FLOATS)}
+    assert [unit.name for unit in units({"iq2_xxs"}) if unit.kind] == ["linear-iq2_s"]
+    names = [unit.name for unit in units({"q6_k", "f32", "q4_k"})]
+    assert [name for name in names if "-" in name] == ["linear-q4_k", "linear-q6_k"]
+    assert len(names) == len(sources()) + 1
 
 
 def test_every_included_file_is_part_of_the_key() -> None:
@@ -270,5 +295,5 @@ def test_every_included_file_is_part_of_the_key() -> None:
 def test_the_error_of_a_refused_source_has_the_log(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{ x[0] = y; }")
-    with pytest.raises(CompileError, match=r"(?s)^planted.cu for sm_90 by NVRTC .*y. is undefined"):
-        compile_unit(source, "sm_90")
+    with pytest.raises(CompileError, match=r"(?s)^planted for sm_90 by NVRTC .*y. is undefined"):
+        compile_unit(CompileUnit(source), "sm_90")

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from bench.cuda.assembly.compiled import compiled
 from bench.cuda.assembly.sass import (
-    compile_part,
     disassembler,
     early,
     foreign,
     listings,
     loads_at_once,
 )
-from kernels.cuda.compile import TARGETS, compile_unit, units
+from kernels.cuda.compile import TARGETS, CompileUnit, compile_unit, units
 
 pytestmark = pytest.mark.skipif(disassembler() is None, reason="no nvdisasm")
 HEAD = 'extern "C" __global__ void planted(float* x, int n) '
@@ -32,27 +32,28 @@ PLANTED = {
     "approximate": ("x[0] = __sinf(x[1]);", {}, "MUFU.SIN"),
     "double": ("x[0] = float(double(x[1]) * x[2] + x[3]);", {}, "DMUL"),
 }
-# Of `linear`, one kind in the default suite: all of them take a minute for a target.
-QUICK = {
-    **dict.fromkeys(("kv", "rows", "experts", "floats", "recurrent"), ""),
-    "linear": r"QUANTISED\(q4_0\)",
-}
+UNITS = {unit.name: unit for unit in units()}
+QUICK = ("kv", "rows", "experts", "floats", "recurrent", "segments", "linear-q4_0")
 
 
 @functools.cache
 def listed(name: str) -> dict[str, list[str]]:
-    """The instructions of each kernel of a unit for sm_90, of `linear` for its quick kind."""
-    (unit,) = (unit for unit in units() if unit.stem == name)
-    return listings(compile_part(unit, "sm_90", QUICK.get(name, "")).cubin)
+    """The instructions of each kernel of a unit for sm_90."""
+    return listings(compiled(UNITS[name], "sm_90").cubin)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_sass_has_no_operation_of_its_own(name: str) -> None:
-    (unit,) = (unit for unit in units() if unit.stem == name)
-    assert foreign(unit, "sm_90", QUICK[name]) == []
+    assert foreign(UNITS[name], "sm_90") == []
 
 
-@pytest.mark.parametrize("name", [unit.stem for unit in units()])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if unit.kind and name not in QUICK else ())
+        for name, unit in UNITS.items()
+    ],
+)
 def test_no_access_stands_before_the_wait(name: str) -> None:
     made = listed(name)
     assert {kernel: found for kernel, listing in made.items() if (found := early(listing))} == {}
@@ -67,9 +68,9 @@ def test_an_access_before_the_wait_is_found() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("unit", units(), ids=lambda unit: unit.stem)
-def test_sass_of_every_target_has_no_operation_of_its_own(unit: Path, target: str) -> None:
-    assert foreign(unit, target) == []
+@pytest.mark.parametrize("name", UNITS)
+def test_sass_of_every_target_has_no_operation_of_its_own(name: str, target: str) -> None:
+    assert foreign(UNITS[name], target) == []
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -77,7 +78,7 @@ def test_a_planted_operation_is_found(tmp_path: Path, name: str) -> None:
     body, options, instruction = PLANTED[name]
     source = tmp_path / "planted.cu"
     source.write_text(HEAD + "{" + body + "}")
-    assert f"planted: {instruction}" in foreign(source, "sm_90", **options)
+    assert f"planted: {instruction}" in foreign(CompileUnit(source), "sm_90", **options)
 
 
 def test_operations_that_are_written_are_none_of_those(tmp_path: Path) -> None:
@@ -86,8 +87,8 @@ def test_operations_that_are_written_are_none_of_those(tmp_path: Path) -> None:
         "x[0] = __fmaf_rn(x[1], x[2], x[3]); x[4] = __fdiv_rn(x[5], x[6]); x[7] = x[n / (n - 1)];"
     )
     source.write_text(HEAD + "{" + body + "}")
-    assert "FFMA" in listings(compile_unit(source, "sm_90").cubin)["planted"]
-    assert foreign(source, "sm_90") == []
+    assert "FFMA" in listings(compile_unit(CompileUnit(source), "sm_90").cubin)["planted"]
+    assert foreign(CompileUnit(source), "sm_90") == []
 
 
 def test_a_division_of_short_integers_is_none_of_those(tmp_path: Path) -> None:
@@ -95,12 +96,12 @@ def test_a_division_of_short_integers_is_none_of_those(tmp_path: Path) -> None:
     source = tmp_path / "planted.cu"
     body = "unsigned short a = n, b = n >> 16; x[a / b] = 1.0f;"
     source.write_text(HEAD + "{" + body + "}")
-    assert "FMUL.RZ" in listings(compile_unit(source, "sm_100").cubin)["planted"]
-    assert foreign(source, "sm_100") == []
+    assert "FMUL.RZ" in listings(compile_unit(CompileUnit(source), "sm_100").cubin)["planted"]
+    assert foreign(CompileUnit(source), "sm_100") == []
 
 
 def test_weights_are_loaded_ahead() -> None:
-    made = listed("linear")
+    made = listed("linear-q4_0")
     assert loads_at_once(made["linear_few_q4_0"]) >= 16  # of eight blocks, weights and scales
     assert "LDGSTS" in {name.split(".")[0] for name in made["linear_many_q4_0"]}
 

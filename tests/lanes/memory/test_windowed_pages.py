@@ -99,7 +99,7 @@ def copies_of(side: Side) -> PageCopies:
     return side.device.gpu.pages
 
 
-@pytest.mark.parametrize("rooms", [(3, 4), (3, 100)])
+@pytest.mark.parametrize("rooms", [(3, 4), pytest.param((3, 100), marks=pytest.mark.slow)])
 def test_sessions_longer_than_the_window_have_the_bits_of_the_cpu(
     sides: tuple[Side, Side], rooms: tuple[int, int]
 ) -> None:

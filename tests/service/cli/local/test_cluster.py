@@ -21,6 +21,7 @@ from tests.service.cli.test_cli import ROOT, cli, wait_for
 DEMO = [sys.executable, "-m", "service.cli", "cluster", "demo"]
 
 
+@pytest.mark.slow  # docs/linked-hosts.md runs it once in the default suite
 def test_it_runs_to_its_end_and_can_use_its_folder_again(tmp_path: Path) -> None:
     for _ in range(2):
         done = subprocess.run(
