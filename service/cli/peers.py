@@ -30,11 +30,6 @@ PeersDir = Annotated[
 ]
 
 
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(peers)
-
-
 @peers.command
 def init(
     *,

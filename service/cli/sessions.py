@@ -50,15 +50,6 @@ RequestOrSession = Annotated[str, Parameter(name="ID", help="A request id (req_â
 Given = dict[str, str | None]  # the arguments of an operation
 
 
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    for operation in OPERATIONS:
-        *parents, name = operation.command
-        if operation is not operations.DROP:  # `rm` takes several sessions
-            (sessions if parents else app).command(_command(operation), name=name)
-    app.command(sessions)
-
-
 def _ask(operation: Operation, socket: str | None, **arguments: str | None) -> Answer:
     path = admin_path(socket)
     found = admin(path, operation.name, patience_s=operation.seconds_max, **arguments)
@@ -231,6 +222,15 @@ def rm(
 
 
 rm.__doc__ = operations.DROP.synopsis
+
+
+OUTSIDE: dict[str, Callable[..., int]] = {}  # commands that do not begin with `sessions`
+for _row in OPERATIONS:
+    *_parents, _name = _row.command
+    if not _parents:
+        OUTSIDE[_name] = _command(_row)
+    elif _row is not operations.DROP:  # `rm` takes several sessions
+        sessions.command(_command(_row), name=_name)
 
 
 # ------------------------------------------------------------------- answers as lines, per row

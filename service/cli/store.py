@@ -43,11 +43,6 @@ store = cyclopts.App(
 )
 
 
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(store)
-
-
 @store.command
 def stat(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:
     """Show the store's size, speed and page counters."""

@@ -47,11 +47,6 @@ THINGS = ("parcel", "lamp", "letter", "bicycle", "map", "kettle", "coat")
 cluster = cyclopts.App(name="cluster", help="Several daemons on this host: demo.")
 
 
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(cluster)
-
-
 @cluster.command
 def demo(
     *,
