@@ -21,8 +21,8 @@ from service.cli.options import (
     Socket,
     admin_path,
     show,
-    table_lines,
 )
+from service.cli.tables import table_lines
 
 POLL_S = 0.2
 TIMEOUT_S = 60.0

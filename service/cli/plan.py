@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from service.cli.options import ConfigFile, Debug, Json, model_file, show, table_lines
+from service.cli.options import ConfigFile, Debug, Json, model_file, show
+from service.cli.tables import table_lines
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 MEASURE_S = 0.3

@@ -29,9 +29,8 @@ from service.cli.options import (
     admin_path,
     print_json,
     show,
-    table_lines,
 )
-from service.cli.tables import Column, fitted, width
+from service.cli.tables import Column, fitted, table_lines, width
 from service.cli.tables import watch as repeat
 from service.operations import OPERATIONS, Operation
 

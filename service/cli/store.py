@@ -29,8 +29,8 @@ from service.cli.options import (
     admin_path,
     print_json,
     show,
-    table_lines,
 )
+from service.cli.tables import table_lines
 
 if TYPE_CHECKING:
     from kv_store.fsck import FsckReport

@@ -57,13 +57,18 @@ def test_the_state_of_a_request_says_how_far_it_is() -> None:
     assert progress({"request_id": "req_1"}) == "-"
 
 
-def test_columns_give_way_by_weight() -> None:
+def test_columns_give_way_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = (Column("a"), Column("text", flexible=True), Column("b", 1), Column("c", 2))
     row = {"a": 1, "text": "x" * 30, "b": "bbbbb", "c": "ccccc"}
-    assert fitted(columns, [row], "", 48)[1].split() == ["1", "x" * 30, "bbbbb", "ccccc"]
-    assert fitted(columns, [row], "", 30)[1].split() == ["1", "x" * 12 + "…", "bbbbb", "ccccc"]
-    assert fitted(columns, [row], "", 20)[1].split() == ["1", "x" * 9 + "…", "bbbbb"]
-    assert fitted(columns, [row | {"c": None}], "", 0)[0].split() == ["a", "text", "b"]
+    for wide, shown in (
+        (48, ["1", "x" * 30, "bbbbb", "ccccc"]),
+        (30, ["1", "x" * 12 + "…", "bbbbb", "ccccc"]),
+        (20, ["1", "x" * 9 + "…", "bbbbb"]),
+    ):
+        monkeypatch.setenv("COLUMNS", str(wide))
+        assert fitted(columns, [row], "")[1].split() == shown
+    monkeypatch.setenv("COLUMNS", "0")
+    assert fitted(columns, [row | {"c": None}], "")[0].split() == ["a", "text", "b"]
     assert fitted(columns, [], "none") == ["none"]
 
 
