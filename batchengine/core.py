@@ -207,7 +207,8 @@ class GenerationRequest:
     which the turn keeps. `prompt_logprobs`: as `Sampling.logprobs`, of the tokens of the prompt;
     such a request has no session, since tokens that have KV already have no logits, and the token
     that ends its answer is one of its events. `predicted`: tokens that its client expects of the
-    answer, of which drafts are made; they change no token, and nothing records them.
+    answer, of which drafts are made; they change no token, and nothing records them. `choices`: how
+    many generations its client asked for at once.
 
     For `Engine.begin`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -240,6 +241,7 @@ class GenerationRequest:
     echo: str = ""
     prompt_logprobs: int = -1
     predicted: tuple[int, ...] = ()
+    choices: int = 1
     in_family: bool = False
     append: tuple[int, ...] = ()
     append_to: str = ""
