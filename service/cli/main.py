@@ -32,13 +32,13 @@ from service.cli.local import cluster, install
 from service.cli.machine import doctor
 from service.cli.machine.streams import drop_output, open_streams
 from service.cli.options import (
-    AT_LEAST_0,
     AT_LEAST_1,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_LOCKED,
     EXIT_NO_DAEMON,
     EXIT_USAGE,
+    TEMPERATURE,
     URL_DEFAULT,
     ConfigFile,
     Debug,
@@ -410,7 +410,7 @@ def chat(
         Parameter(name="--class", help="How soon the answers are wanted."),
     ] = "interactive",
     temperature: Annotated[
-        float, Parameter(validator=AT_LEAST_0, help="0 = always the likeliest token.")
+        float, Parameter(validator=TEMPERATURE, help="From 0, always the likeliest token, to 2.")
     ] = 0.7,
     max_tokens: Annotated[
         int | None, Parameter(validator=AT_LEAST_1, help="Tokens per answer at most.")

@@ -24,6 +24,7 @@ DAY_S = 86_400
 AT_LEAST_0 = Number(gte=0)
 AT_LEAST_1 = Number(gte=1)
 PAUSE = Number(gte=0, lte=DAY_S)  # seconds
+TEMPERATURE = Number(gte=0, lte=2)
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 Debug = Annotated[bool, Parameter(name="--debug", negative=(), help="Tracebacks and debug log.")]

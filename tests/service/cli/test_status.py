@@ -94,6 +94,9 @@ def test_sessions_have_names_orders_and_limits(
         _, out, _ = await ask("sessions", "--match", "agent-2", "--json")
         assert [row["name"] for row in json.loads(out)["sessions"]] == ["agent-2"]
         assert "no session fits these options" in (await ask("sessions", "--state", "parked"))[1]
+        code, _, err = await ask("sessions", "--lane", "blub")
+        assert (code, "BE3003" in err, "fast or bulk" in err) == (1, True, True)
+        assert "no session fits" in (await ask("sessions", "--lane", "bulk"))[1]
         _, out, _ = await ask("sessions", "--key-name", "alpha")
         assert len(out.splitlines()) == 2
 
