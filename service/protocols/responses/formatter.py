@@ -139,9 +139,9 @@ class ResponsesFormatter(Formatter):
         names = ("response.created", "response.in_progress")
         return self._events([{"type": name, "response": self._head} for name in names])
 
-    def begun(self) -> bytes:
+    def begun(self, status: str) -> bytes:
         """The whole object of a response that has not ended."""
-        return _encode(self._head)
+        return _encode(self._head | {"status": status})
 
     def noop(self) -> list[SseEvent]:
         """The second event once more, as comments do not reset the watchdog of every client."""
@@ -194,28 +194,14 @@ class ResponsesFormatter(Formatter):
         messages = [item for item in self._items.done if item["type"] == "message"]
         for item in messages:
             item["content"] = [{**item["content"][0], "logprobs": LATER}]
-        start, *rest = _encode(self._ended(status)).split(b"\0")
+        response = self._ended(status)
+        if self._past is not None:  # nothing recorded these
+            del response["timings"], response["batchengine"]
+        start, *rest = _encode(response).split(b"\0")
         yield start
         for logprobs, after in zip(self._items.logprobs, rest, strict=True):
             yield from joined(logprobs)
             yield after
-
-    def add(self, texts: Sequence[str]) -> None:
-        """Reads more tokens of an answer of the ledger."""
-        for text in texts:
-            self._items.push(self.answers[0].push(text), [])
-
-    def stored(self, past: PastTurn) -> bytes:
-        """The whole object of an answer of the ledger, whose tokens were added; what nothing
-        recorded is left out of it."""
-        parser, is_cut = self.answers[0].parser, past.finish_reason != "stop"
-        self._items.push([*parser.push(past.texts[-1]), *parser.flush(is_cut=is_cut)], [])
-        status = STATUS.get(past.finish_reason, "failed")
-        self._items.close("completed" if status == "completed" else "incomplete")
-        prompt = len(self.job.requests[0].prompt)
-        usage = self._usage(prompt, past.cached_tokens, past.tokens)
-        facts: Chunk = {"output": self._items.done, "usage": usage}
-        return _encode({**self._head, **ended(status, past.ended_s), **facts})
 
     # ---- inner ----
 

@@ -159,7 +159,13 @@ async def test_a_background_response_goes_on_without_a_reader_and_can_be_cancell
         assert found["status"] == "completed"
         assert found["output"][0]["content"][0]["text"] == "Hello wörld"
 
-        engine.delay_s = 30.0
+        engine.queued_s = 30.0
+        _, made, _ = await post(served, "/v1/responses", asked)
+        while not engine.generations[-1].is_queued:
+            await asyncio.sleep(0)
+        assert (await get(served, f"/v1/responses/{made['id']}"))[1]["status"] == "queued"
+        await call(served, "POST", f"/v1/responses/{made['id']}/cancel")
+        engine.queued_s, engine.delay_s = 0.0, 30.0
         asked["background_options"] = {"completion_window": "8h"}
         _, made, _ = await post(served, "/v1/responses", asked)
         assert engine.generations[-1].request.sla.sla_class is SlaClass.BATCH
