@@ -169,8 +169,7 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the text of an answer is split into parts (`service.protocols.output`).
 
     `markup`: its name (`batchengine.markup`), "" = all text is content. `in_reasoning`: the prompt
-    ends inside a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the
-    only tool that the answer calls, where its text is the arguments alone; "" = none.
+    ends inside a reasoning part. `calls`: calls of tools are taken out of the text.
     `text_parameters`: by tool, the parameters that are text, which markup without quotes does not
     tell. `checked`: a grammar holds the calls, so an answer that begins as one is one. `heading`:
     digests of the system's text and of the tools that the prompt has, which tell a request that
@@ -180,7 +179,6 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     markup: str = msgspec.field(default="", name="family")  # its name in records of turns
     in_reasoning: bool = False
     calls: bool = False
-    tool: str = ""
     text_parameters: dict[str, tuple[str, ...]] = {}
     checked: bool = False
     heading: tuple[str, str] = ("", "")

@@ -104,20 +104,6 @@ class PlainText:
         return []
 
 
-class ArgumentsParser:
-    """The parser of an answer that is the arguments of one call and nothing else."""
-
-    def __init__(self, tool: str) -> None:
-        self._start: list[OutputPart] = [CallStart(0, tool)]
-
-    def push(self, text: str) -> list[OutputPart]:
-        start, self._start = self._start, []
-        return [*start, CallArguments(0, text)] if text else start
-
-    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        return self.push("")
-
-
 def plain_text(parts: Iterable[OutputPart]) -> str:
     """The answer's text without reasoning and calls."""
     return "".join(part.text for part in parts if isinstance(part, Text))

@@ -36,7 +36,6 @@ from service.protocols.markup.values import (
     name_of,
 )
 from service.protocols.output import (
-    ArgumentsParser,
     CallArguments,
     CallStart,
     OutputParser,
@@ -460,8 +459,6 @@ def _as_object(arguments: str) -> str:
 
 def parser_of(form: OutputForm) -> OutputParser:
     """The parser of an answer of this form."""
-    if form.tool:
-        return ArgumentsParser(form.tool)
     if form.markup not in MARKUPS:
         return PlainText()
     has_channels = MARKUPS[form.markup].writes == "channel"
