@@ -335,21 +335,7 @@ class FieldRules:
             if made is None:  # no value may be given
                 continue
             parts.append((f"{self._key(key)} {made}", key in needed))
-        return self._add(f'"{{" {self._listed(parts)} "}}"')
-
-    def _listed(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Parts in their order with commas between them, of which some are needed."""
-        rests = [""]  # what stands behind the last part, the one before it, ...
-        for part, is_needed in reversed(parts):
-            body = f'("," {part}){"" if is_needed else "?"} {rests[-1]}'
-            rests.append(self._add(body))
-        rests.reverse()
-        firsts: list[str] = []
-        for (part, is_needed), rest in zip(parts, rests[1:], strict=True):
-            firsts.append(f"{part} {rest}")
-            if is_needed:
-                return f"({' | '.join(firsts)})"
-        return f"({' | '.join(firsts)})?"
+        return self._add(f'"{{" {self._rules.listed(parts, ",")} "}}"')
 
     def _list(self, schema: Mapping[str, Any], depth: int) -> str:
         items = schema.get("items", True)

@@ -9,7 +9,7 @@ arguments is none of these rules. So nothing that a schema says is lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from service.protocols.markup.python_calls import PYTHON_KEY
@@ -29,7 +29,11 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
     fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
     if not _NAME.fullmatch(name) or not all(map(_is_key, fields)):
         return ""
-    if not fields and tool["function"].get("parameters") and _is_open(schema):
+    if (
+        not fields
+        and tool["function"].get("parameters")
+        and schema.get("additionalProperties") is not False
+    ):
         return ""  # any arguments
     required: object = schema.get("required")
     needed = cast("list[object]", required) if isinstance(required, list) else []
@@ -49,7 +53,8 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         for slot, (key, given) in enumerate(fields.items())
         if given is not False
     ]
-    return f"{literal(f'{name}(')} {_arguments(rules, number, keywords)} {literal(')')}"
+    arguments = rules.listed(keywords, ", ") if keywords else ""
+    return f"{literal(f'{name}(')} {arguments} {literal(')')}"
 
 
 def _references(schema: object) -> Iterator[object]:
@@ -73,23 +78,6 @@ def _is_shared(reference: object) -> bool:
 def _is_key(key: str) -> bool:
     is_read = all(PYTHON_KEY.fullmatch(char) for char in key) and key == key.strip()
     return is_read and 0 < len(key) <= NAME_CHARS_MAX
-
-
-def _is_open(schema: dict[str, Any]) -> bool:
-    return schema.get("additionalProperties") is not False
-
-
-def _arguments(rules: Rules, number: int, keywords: Sequence[tuple[str, bool]]) -> str:
-    """Some or all keywords with commas between them, those that are needed among them."""
-    first, more = '""', '""'
-    for slot, (keyword, is_needed) in reversed(list(enumerate(keywords))):
-        begun = f"{keyword} {more}"
-        first_rule = begun if is_needed else f"{begun} | {first}"
-        joined = f'", " {begun}'
-        first = rules.add(f"first{number}x{slot}", first_rule)
-        if slot:
-            more = rules.add(f"more{number}x{slot}", joined if is_needed else f"{joined} | {more}")
-    return first
 
 
 def _value(rules: Rules, place: str, given: object, shared: dict[str, Any], tool: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -64,6 +64,20 @@ class Rules:
         if self.control_id(marker) is not None:
             return self.add(name, f"{ANY} {self.marker(marker)}")
         return self.add(f"{name}[suffix={literal(marker)}]", ANY).partition("[")[0]
+
+    def listed(self, parts: Sequence[tuple[str, bool]], between: str) -> str:
+        """Parts in their order with a text between two of them; those that are False may be left
+        out."""
+        rests = [""]  # what stands behind the last part, the one before it, ...
+        for part, is_needed in reversed(parts):
+            body = f"({literal(between)} {part}){'' if is_needed else '?'} {rests[-1]}"
+            rests.append(self.add(f"rest{len(self.lines)}", body))
+        firsts: list[str] = []
+        for (part, is_needed), rest in zip(parts, rests[-2::-1], strict=True):
+            firsts.append(f"{part} {rest}")
+            if is_needed:
+                return f"({' | '.join(firsts)})"
+        return f"({' | '.join(firsts)})?" if firsts else ""
 
     def lose(self, keyword: str) -> None:
         """Notes that the rules do not say what a keyword of a schema says."""
