@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ from service.protocols.markup import grammars, history
 from service.protocols.markup.rules import PATTERN
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
+from service.protocols.strict_json import object_of
 from service.session_ids import CALL_CHARS_MAX
 
 END_TOKENS = 16  # of a prompt that are looked at for the beginning of reasoning
@@ -325,7 +326,7 @@ def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     room = TEXT_PARAMETERS_CHARS_MAX
     for tool in tools:
-        fields = _object(_object(tool["function"].get("parameters")).get("properties"))
+        fields = object_of(object_of(tool["function"].get("parameters")).get("properties"))
         names = tuple(name for name, schema in fields.items() if _is_text(schema))
         room -= len(tool["function"]["name"]) + sum(map(len, names))
         if room < 0:
@@ -334,13 +335,9 @@ def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _object(value: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
 def _is_text(schema: object) -> bool:
     """Whether a JSON Schema says that a value is text, or that or null."""
-    kind: object = _object(schema).get("type")
+    kind: object = object_of(schema).get("type")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, SCHEMA_LOST, SCHEMA_TOOL
 from batchengine.markup import Markup
+from service.protocols.strict_json import object_of
 
 ANY = r"/(.|\n)*/"
 # As `tojson` of the templates writes it, and never white space without end.
@@ -95,8 +96,7 @@ OF_ARGUMENTS = frozenset(
 
 def schema_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object whatever it says."""
-    given = tool["function"].get("parameters")
-    schema = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {}
+    schema = dict(object_of(tool["function"].get("parameters")))
     schema["type"] = "object"
     if PATTERN in tool:
         fields = {name: {"type": "string", "pattern": tool[PATTERN]} for name in schema["required"]}

@@ -77,7 +77,7 @@ def _unread(body: ChatRequest) -> Iterator[str]:
     """Names of fields that are accepted and change nothing."""
     for message in body.messages:
         if message.get("role") == "tool" and isinstance(message.get("content"), list):
-            parts = cast("list[dict[str, Any]]", message["content"])  # `_content` has read them
+            parts: list[dict[str, Any]] = message["content"]  # `_content` has read them
             yield from (f"tool.{p['type']}" for p in parts if conversation.omitted(p.get("type")))
     if (body.prompt_cache_options or {}).get("prewarm") is not None:
         yield "prompt_cache_options.prewarm"  # of Responses only

@@ -16,6 +16,7 @@ from batchengine.core import BatchEngineError
 from service.protocols.conversation import omitted
 from service.protocols.openai.custom_tools import call_arguments
 from service.protocols.responses.tools import qualified
+from service.protocols.strict_json import object_of
 
 Fields = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -149,7 +150,7 @@ class _Reader:
 
 
 def _is_encrypted(part: object) -> bool:
-    return isinstance(part, dict) and cast("Fields", part).get("type") == ENCRYPTED_PART
+    return object_of(part).get("type") == ENCRYPTED_PART
 
 
 def _content(content: object, where: str, media: dict[str, None] | None = None) -> str:
@@ -161,7 +162,7 @@ def _content(content: object, where: str, media: dict[str, None] | None = None) 
         raise _wrong(where, "text or a list of text parts")
     texts: list[str] = []
     for index, part in enumerate(cast("list[object]", content)):
-        fields = cast("Fields", part) if isinstance(part, dict) else {}
+        fields = object_of(part)
         kind = fields.get("type")
         text: object = fields.get("refusal" if kind == "refusal" else "text")
         if media is not None and (instead := omitted(kind)) is not None:

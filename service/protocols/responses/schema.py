@@ -6,7 +6,7 @@ Owns the names and limits of the protocol's own fields; those of all protocols a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +16,7 @@ from batchengine.core import BatchEngineError, Constraint, SlaClass
 from service.protocols.openai import formats
 from service.protocols.responses.formatter import ID_PREFIX
 from service.protocols.schema import Common, Extension, Name, TokenCount, common_fields
+from service.protocols.strict_json import object_of
 
 ITEMS_MAX = 8192
 TOOLS_MAX = 512
@@ -135,10 +136,10 @@ def effort(body: ResponsesRequest) -> str | None:
 
 def response_format(body: ResponsesRequest) -> Constraint | None:
     """The form that the answer's text must have, None = any; raises 400."""
-    asked: object = (body.text or {}).get("format")
+    asked = (body.text or {}).get("format")
     if asked is None:
         return formats.structured_outputs(body.structured_outputs)
-    fields = cast("Fields", asked) if isinstance(asked, dict) else {}
+    fields = object_of(asked)
     match fields.get("type"):
         case "text":
             return None
