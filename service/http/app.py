@@ -236,9 +236,8 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],
         )  # fmt: skip
-        prompt = found.prompt()
         prompt, _ = await appending.followed(
-            engine, request[CALLER].tenant, prompt, job.asked.session_id
+            engine, request[CALLER].tenant, found.prompt, job.asked.session_id
         )
         requests.fill(job, found.fields, prompt, engine.info)
         generations = await requests.submit_all(engine, job)
@@ -249,7 +248,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
 async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> list[str]:
     """The keywords of schemas that the answer may break, as fields; raises 400 for a constraint
     that answers cannot follow."""
-    constraint, param = found.bare.constraint, found.bare.constraint_param
+    constraint, param = found.prompt.constraint, found.prompt.constraint_param
     if constraint is None:
         return []
     try:
