@@ -371,7 +371,7 @@ def test_notes_and_messages_between_agents_end_no_conversation_that_began_elsewh
     assert passed == [f"input.{kind}" for kind in kinds]
     with pytest.raises(BatchEngineError, match="not a text part"):
         items.messages([said | {"content": [{"type": "input_image"}]}], None)
-    with pytest.raises(BatchEngineError, match="text or a list"):
+    with pytest.raises(BatchEngineError, match="neither text nor a list"):
         items.messages([said], None)
 
 
@@ -412,7 +412,7 @@ def test_reasoning_comes_back_from_what_was_encrypted() -> None:
         ({"type": "message", "role": "robot", "content": "x"}, "input[0].role"),
         ({"role": "user", "content": 7}, "input[0].content"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-         "input[0].content[0]"),
+         "input[0].content[0].type"),
         ({"type": "item_reference", "id": "msg_1"}, "input[0].type"),
         ({"type": "function_call", "call_id": "c", "name": "x"}, "input[0].arguments"),
         ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
