@@ -8,14 +8,14 @@ from typing import Any, ClassVar, NamedTuple, cast
 import msgspec
 
 from batchengine import errors
-from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
+from batchengine.core import FORM_CHAT, TokenEvent
 from batchengine.text.messages import ROLES
 from service.protocols import conversation
 from service.protocols.conversation import Conversation
 from service.protocols.formatter import Answer
 from service.protocols.openai import formats, tools
 from service.protocols.openai.custom_tools import CustomInput, custom_input
-from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_item
 from service.protocols.output import (
     CallArguments,
     CallStart,
@@ -292,9 +292,7 @@ class ChatFormatter(OpenAIFormatter):
         }
 
     def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
-        assert event.logprob is not None  # callers look first
-        top = [_logprob(one) for one in event.top]
-        return (_logprob(event.logprob) | {"top_logprobs": top},)
+        return (logprob_item(event),)
 
     def _logprobs(self, lists: Chunk) -> Chunk:
         return lists | {"refusal": None}
@@ -323,14 +321,6 @@ def _joined(deltas: Iterable[Chunk]) -> Chunk:
             else:
                 made[name] += value
     return made
-
-
-def _logprob(one: TokenLogprob) -> Chunk:
-    return {
-        "token": one.text.decode("utf-8", "replace"),
-        "logprob": logprob_number(one.logprob),
-        "bytes": list(one.text),
-    }
 
 
 CHAT = Protocol(

@@ -12,13 +12,13 @@ from functools import cached_property
 import msgspec
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, DoneEvent, Kind, PastTurn, TokenEvent, TokenLogprob
+from batchengine.core import BatchEngineError, DoneEvent, Kind, PastTurn, TokenEvent
 from service.protocols.formatter import Formatter, SseEvent
 from service.protocols.openai.envelope import (
     LATER,
     Chunk,
     joined,
-    logprob_number,
+    logprob_item,
     serving_object,
     timings_object,
 )
@@ -161,7 +161,7 @@ class ResponsesFormatter(Formatter):
         if self._warms:
             return []
         if event.logprob is not None:
-            self._early.append(_logprob_item(event))
+            self._early.append(_encode(logprob_item(event)))
         return self._events(self._push(parts))
 
     def _skip(self, index: int, parts: Sequence[OutputPart]) -> None:
@@ -179,7 +179,7 @@ class ResponsesFormatter(Formatter):
     # ---- whole answers ----
 
     def _keep_logprob(self, index: int, event: TokenEvent) -> None:
-        self._early.append(_logprob_item(event))
+        self._early.append(_encode(logprob_item(event)))
 
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
         answer = self.answers[0]
@@ -268,17 +268,3 @@ class ResponsesFormatter(Formatter):
         data = _encode({"type": name, "sequence_number": self._sent, **chunk})
         self._sent += 1
         return SseEvent(data, name, "" if self.ids is None else self.ids.current)
-
-
-def _logprob_item(event: TokenEvent) -> bytes:
-    assert event.logprob is not None  # callers look first
-    top = [_logprob(one) for one in event.top]
-    return _encode(_logprob(event.logprob) | {"top_logprobs": top})
-
-
-def _logprob(one: TokenLogprob) -> Chunk:
-    return {
-        "token": one.text.decode("utf-8", "replace"),
-        "bytes": list(one.text),
-        "logprob": logprob_number(one.logprob),
-    }
