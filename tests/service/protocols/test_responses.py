@@ -36,8 +36,7 @@ from service.protocols.output import CallArguments, CallStart, OutputPart, Reaso
 from service.protocols.protocol import PromptLimits
 from service.protocols.responses import items, schema, tools
 from service.protocols.responses.formatter import Echo, ResponsesFormatter
-from service.protocols.responses.responses import RESPONSES
-from service.protocols.responses.schema import ResponsesRequest
+from service.protocols.responses.responses import RESPONSES, ResponsesRequest
 from service.protocols.responses.tools import ToolNames
 from tests.support.fake_engine import FakeEngine, post, serving
 
