@@ -209,9 +209,9 @@ class ResponsesFormatter(Formatter):
         """The events of parts: log-probabilities of tokens that showed nothing stand with the next
         text of their message. Reasoning and calls have none."""
         chunks, items = self._items.push(parts, self._early), self._items
-        if items.in_message and is_last:
+        if items.kind == "message" and is_last:
             items.logprobs[-1] += self._early
-        if items.is_begun and (is_last or not items.in_message):
+        if items.kind and (is_last or items.kind != "message"):
             self._early.clear()
         return chunks
 

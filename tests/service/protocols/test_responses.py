@@ -34,7 +34,7 @@ from service.protocols import requests
 from service.protocols.formatter import SseEvent
 from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
 from service.protocols.protocol import PromptLimits
-from service.protocols.responses import items, schema, tools
+from service.protocols.responses import items, responses, tools
 from service.protocols.responses.formatter import Echo, ResponsesFormatter
 from service.protocols.responses.responses import RESPONSES, ResponsesRequest
 from service.protocols.responses.tools import ToolNames
@@ -487,9 +487,9 @@ def test_namespaces_and_custom_tools_are_functions() -> None:
 
 def test_large_fields_are_not_repeated() -> None:
     small = ResponsesRequest(input="x", instructions="be brief")
-    assert schema.repeated(small)["instructions"] == "be brief"
-    large = ResponsesRequest(input="x", instructions="b" * schema.ECHO_BYTES_MAX)
-    assert schema.repeated(large)["instructions"] is None
+    assert responses.repeated(small)["instructions"] == "be brief"
+    large = ResponsesRequest(input="x", instructions="b" * responses.ECHO_BYTES_MAX)
+    assert responses.repeated(large)["instructions"] is None
 
 
 # ---- over HTTP ----
