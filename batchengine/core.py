@@ -169,8 +169,7 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     """How the text of an answer is split into parts (`service.protocols.output`).
 
     `markup`: its name (`batchengine.markup`), "" = all text is content. `in_reasoning`: the prompt
-    ends inside a reasoning part. `calls`: calls of tools are taken out of the text. `tool`: the
-    only tool that the answer calls, where its text is the arguments alone; "" = none.
+    ends inside a reasoning part. `calls`: calls of tools are taken out of the text.
     `text_parameters`: by tool, the parameters that are text, which markup without quotes does not
     tell. `checked`: a grammar holds the calls, so an answer that begins as one is one. `heading`:
     digests of the system's text and of the tools that the prompt has, which tell a request that
@@ -180,7 +179,6 @@ class OutputForm(msgspec.Struct, frozen=True, omit_defaults=True):
     markup: str = msgspec.field(default="", name="family")  # its name in records of turns
     in_reasoning: bool = False
     calls: bool = False
-    tool: str = ""
     text_parameters: dict[str, tuple[str, ...]] = {}
     checked: bool = False
     heading: tuple[str, str] = ("", "")
@@ -207,7 +205,8 @@ class GenerationRequest:
     which the turn keeps. `prompt_logprobs`: as `Sampling.logprobs`, of the tokens of the prompt;
     such a request has no session, since tokens that have KV already have no logits, and the token
     that ends its answer is one of its events. `predicted`: tokens that its client expects of the
-    answer, of which drafts are made; they change no token, and nothing records them.
+    answer, of which drafts are made; they change no token, and nothing records them. `choices`: how
+    many generations its client asked for at once.
 
     For `Engine.begin`: `in_family`: the session id names a family of timelines. `append` (() =
     none): tokens of new messages, the end of the message before them first, which go behind the
@@ -240,6 +239,7 @@ class GenerationRequest:
     echo: str = ""
     prompt_logprobs: int = -1
     predicted: tuple[int, ...] = ()
+    choices: int = 1
     in_family: bool = False
     append: tuple[int, ...] = ()
     append_to: str = ""

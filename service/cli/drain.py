@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-import cyclopts
 from cyclopts import Parameter
 
 from service.admin.client import admin
@@ -22,17 +21,12 @@ from service.cli.options import (
     Socket,
     admin_path,
     show,
-    table_lines,
 )
+from service.cli.tables import table_lines
 
 POLL_S = 0.2
 TIMEOUT_S = 60.0
 REQUEST_COLUMNS = ("request_id", "session_id", "class", "state", "lane", "completion_tokens")
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the command of this module to `app`."""
-    app.command(drain)
 
 
 def drain(

@@ -32,13 +32,13 @@ from service.cli.local import cluster, install
 from service.cli.machine import doctor
 from service.cli.machine.streams import drop_output, open_streams
 from service.cli.options import (
-    AT_LEAST_0,
     AT_LEAST_1,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_LOCKED,
     EXIT_NO_DAEMON,
     EXIT_USAGE,
+    TEMPERATURE,
     URL_DEFAULT,
     ConfigFile,
     Debug,
@@ -209,7 +209,6 @@ def exit_code(error: BatchEngineError) -> int:
     return EXIT_CODES.get(error.name, EXIT_FAILED)
 
 
-@app.command
 def serve(
     model: Annotated[
         Path | None,
@@ -349,7 +348,6 @@ def _load(path: Path | None, overrides: dict[str, object]) -> Any:
     return loaded
 
 
-@app.command
 def check(
     model: Annotated[
         Path | None, Parameter(help="The GGUF file, or `pocket`; if no file names it.")
@@ -390,7 +388,6 @@ def check(
     return exit_code(found.problems[0]) if found.problems else 0
 
 
-@app.command
 def chat(
     model: Annotated[
         Path | None,
@@ -413,7 +410,7 @@ def chat(
         Parameter(name="--class", help="How soon the answers are wanted."),
     ] = "interactive",
     temperature: Annotated[
-        float, Parameter(validator=AT_LEAST_0, help="0 = always the likeliest token.")
+        float, Parameter(validator=TEMPERATURE, help="From 0, always the likeliest token, to 2.")
     ] = 0.7,
     max_tokens: Annotated[
         int | None, Parameter(validator=AT_LEAST_1, help="Tokens per answer at most.")
@@ -440,7 +437,19 @@ def chat(
     return chat.run(url, key, options, model_file(model))
 
 
-@app.command
+def install_service(
+    *,
+    dry_run: Annotated[
+        bool, Parameter(negative=(), help="Show what would change, and write nothing.")
+    ] = False,
+    root: Annotated[Path, Parameter(help="Folder below which files are written.")] = Path("/"),
+    debug: Debug = False,
+) -> int:
+    """Install the systemd service of this program: unit, user, folders, sample configuration,
+    completion and manual. Can be repeated; starts nothing."""
+    return install.install(app, root, dry_run=dry_run)
+
+
 def version(*, json: Json = False, debug: Debug = False) -> int:
     """Show the version of this installation."""
     import platform
@@ -455,33 +464,34 @@ def version(*, json: Json = False, debug: Debug = False) -> int:
     return 0
 
 
-@app.command(name="help")
 def show_help(*command: str) -> int:
     """Show the commands, or the options of one."""
     app([*command, "--help"], result_action="return_value")
     return 0
 
 
-for _module in (
-    plan,
-    connect,
-    status,
-    sessions,
-    store,
-    drain,
-    peers,
-    doctor,
-    bench,
-    cluster,
-    install,
-):
-    _module.add(app)
-# in the order in which a day needs them, not of the alphabet
-for _number, _name in enumerate(
-    ("serve", "chat", "connect", "plan", "check", "doctor", "ps", "top", "sessions", "promote",
-     "demote", "explain", "drain", "store", "peers", "cluster", "bench",
-     "install-service", "version", "help")
-):  # fmt: skip
+COMMANDS = {  # in the order in which a day needs them, not of the alphabet
+    "serve": serve,
+    "chat": chat,
+    "connect": connect.connect,
+    "plan": plan.plan,
+    "check": check,
+    "doctor": doctor.doctor,
+    "ps": status.ps,
+    "top": status.top,
+    "sessions": sessions.sessions,
+    **sessions.OUTSIDE,
+    "drain": drain.drain,
+    "store": store.store,
+    "peers": peers.peers,
+    "cluster": cluster.cluster,
+    "bench": bench.bench,
+    "install-service": install_service,
+    "version": version,
+    "help": show_help,
+}
+for _number, (_name, _command) in enumerate(COMMANDS.items()):
+    app.command(_command, name=_name)
     app[_name].sort_key = _number
 
 

@@ -1,4 +1,4 @@
-"""Options that many commands take, and answers as lines of a terminal."""
+"""Options that many commands take, and how a command prints its answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
@@ -24,6 +24,7 @@ DAY_S = 86_400
 AT_LEAST_0 = Number(gte=0)
 AT_LEAST_1 = Number(gte=1)
 PAUSE = Number(gte=0, lte=DAY_S)  # seconds
+TEMPERATURE = Number(gte=0, lte=2)
 
 Json = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 Debug = Annotated[bool, Parameter(name="--debug", negative=(), help="Tracebacks and debug log.")]
@@ -149,24 +150,3 @@ def show(value: object, json: bool, lines: Callable[[], Iterable[str]]) -> None:
         print_json(value)
     else:
         print("\n".join(lines()))
-
-
-def table_lines(rows: Sequence[dict[str, Any]], nothing: str) -> list[str]:
-    """Rows as aligned columns under a header; `nothing` if there are none."""
-    if not rows:
-        return [nothing]
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [[cell(row.get(name)) for name in columns] for row in rows]
-    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in [columns, *cells]
-    ]
-
-
-def cell(value: object) -> str:
-    """One value of a table; "-" where there is none."""
-    if value is None or value == "":
-        return "-"
-    text = f"{value:.1f}" if isinstance(value, float) else str(value)
-    return text if text.isprintable() else ascii(text)  # it must not break the table

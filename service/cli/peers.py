@@ -17,7 +17,8 @@ from cyclopts import Parameter
 from batchengine import errors
 from service.admin.client import admin
 from service.cli import render
-from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, show, table_lines
+from service.cli.options import ConfigFile, Debug, Json, Socket, admin_path, show
+from service.cli.tables import table_lines
 
 MEASURE_S = 120.0  # bandwidth of every link, one after the other
 PORT = 7718  # in examples
@@ -28,11 +29,6 @@ PeersDir = Annotated[
     Path | None,
     Parameter(name="--dir", help="Folder of the certificates; the default is where `serve` looks."),
 ]
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(peers)
 
 
 @peers.command
@@ -53,7 +49,8 @@ def init(
     folder = dir or Path(settings.dir)
     own = name or settings.name or _host_name()
     certificates.create_authority(folder, own)
-    following = f"batchengine peers add NAME HOST:{PORT}{_dir_option(dir)}"
+    option = f" --dir {dir}" if dir else ""
+    following = f"batchengine peers add NAME HOST:{PORT}{option}"
     lines = [
         f"{folder}: a certificate authority, and the certificate of {own}",
         "Next, for each other host, with its name and the address of its daemon:",
@@ -226,7 +223,3 @@ def _own_address(peer: tuple[str, int], listen: str) -> str:
         except OSError:
             host = "HOST"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _dir_option(dir: Path | None) -> str:
-    return f" --dir {dir}" if dir else ""

@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from service.cli.options import ConfigFile, Debug, Json, model_file, show, table_lines
+from service.cli.options import ConfigFile, Debug, Json, model_file, show
+from service.cli.tables import table_lines
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 MEASURE_S = 0.3
@@ -20,11 +21,6 @@ ENGINE_BYTES = 512 << 20  # the engine, text processes and workers beside weight
 GIB = 1 << 30
 # Those of `capacity.GPUS`, which is imported when it is needed.
 GpuName = Literal["a100-40", "a100-80", "l4", "l40s", "rtx4090", "h100", "h200", "b200"]
-
-
-def add(app: App) -> None:
-    """Adds the command of this module to `app`."""
-    app.command(plan)
 
 
 def plan(

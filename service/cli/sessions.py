@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, cast
 import cyclopts
 from cyclopts import Parameter
 
+from batchengine import errors
 from service import operations
 from service.admin.client import Json as Answer
 from service.admin.client import admin
@@ -29,12 +30,14 @@ from service.cli.options import (
     admin_path,
     print_json,
     show,
-    table_lines,
 )
-from service.cli.tables import Column, fitted, width
+from service.cli.tables import Column, fitted, table_lines, width
 from service.cli.tables import watch as repeat
 from service.operations import OPERATIONS, Operation
 
+SessionState = Literal[  # as rows of sessions have it
+    "idle", "waiting", "running", "frozen", "parked", "interrupted", "on disk"
+]
 DONE = ("moved", "already there")  # results of a move
 LISTS = ("tool_calls",)
 # shown below, or in other words
@@ -48,15 +51,6 @@ sessions = cyclopts.App(name="sessions", help="Sessions: list them; show, why, p
 
 RequestOrSession = Annotated[str, Parameter(name="ID", help="A request id (req_…) or a session.")]
 Given = dict[str, str | None]  # the arguments of an operation
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    for operation in OPERATIONS:
-        *parents, name = operation.command
-        if operation is not operations.DROP:  # `rm` takes several sessions
-            (sessions if parents else app).command(_command(operation), name=name)
-    app.command(sessions)
 
 
 def _ask(operation: Operation, socket: str | None, **arguments: str | None) -> Answer:
@@ -119,7 +113,7 @@ def list_sessions(
     sort: Annotated[
         Literal["used", "tokens", "name", "state", "key"], Parameter(help="Order of the rows.")
     ] = "used",
-    state: Annotated[str | None, Parameter(help="Only sessions in this state.")] = None,
+    state: Annotated[SessionState | None, Parameter(help="Only sessions in this state.")] = None,
     lane: Annotated[str | None, Parameter(help="Only sessions of this lane.")] = None,
     key_name: KeyName = None,
     match: Annotated[
@@ -141,6 +135,11 @@ def list_sessions(
     none = "no sessions yet" if all else "no sessions in memory: --all lists those on disk, too"
     if any((state, lane, key_name, match)):
         none = "no session fits these options" + "; --all looks on disk, too" * (not all)
+
+    if lane is not None:
+        lanes: list[Answer] = admin(path, "status")["status"]["lanes"]
+        if lane not in (names := [str(row["name"]) for row in lanes]):
+            raise errors.UNKNOWN_LANE(given=lane, lanes=" or ".join(names), param="lane")
 
     def rows() -> list[Answer]:
         found: list[Answer] = admin(path, "sessions", stored=all)["sessions"]
@@ -231,6 +230,15 @@ def rm(
 
 
 rm.__doc__ = operations.DROP.synopsis
+
+
+OUTSIDE: dict[str, Callable[..., int]] = {}  # commands that do not begin with `sessions`
+for _row in OPERATIONS:
+    *_parents, _name = _row.command
+    if not _parents:
+        OUTSIDE[_name] = _command(_row)
+    elif _row is not operations.DROP:  # `rm` takes several sessions
+        sessions.command(_command(_row), name=_name)
 
 
 # ------------------------------------------------------------------- answers as lines, per row

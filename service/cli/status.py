@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import cyclopts
 from cyclopts import Parameter
 
 from service.admin.client import admin
@@ -48,12 +47,6 @@ REQUESTS = (
     Column("pages with", 9, flexible=True),
     Column("waits for", 9, flexible=True),
 )
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(ps)
-    app.command(top)
 
 
 def ps(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False) -> int:

@@ -29,8 +29,8 @@ from service.cli.options import (
     admin_path,
     print_json,
     show,
-    table_lines,
 )
+from service.cli.tables import table_lines
 
 if TYPE_CHECKING:
     from kv_store.fsck import FsckReport
@@ -41,11 +41,6 @@ CHORE_S = 24 * 3600.0  # verifying a terabyte takes hours
 store = cyclopts.App(
     name="store", help="The KV store: stat, verify, gc; fsck, weights without a daemon."
 )
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(store)
 
 
 @store.command

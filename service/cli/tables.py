@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from service.cli.options import cell
-
 GAP = 2  # spaces between two columns
 CUT_MIN = 8  # characters that a cut text keeps
 CLEAR = "\033[H\033[2J"
@@ -33,21 +31,32 @@ def width() -> int:
     return shutil.get_terminal_size((0, 0)).columns
 
 
-def fitted(
-    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], nothing: str, wide: int = -1
-) -> list[str]:
-    """Rows under a header, at most `wide` characters (-1 = `width()`); columns that are empty in
-    all rows are left out, unless their weight is 0."""
+def fitted(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], nothing: str) -> list[str]:
+    """Rows under a header, as wide as the terminal at most, or `nothing` if there are none. Columns
+    that are empty in all rows are left out, unless their weight is 0."""
     if not rows:
         return [nothing]
-    wide = width() if wide < 0 else wide
-    texts = [{one.name: cell(row.get(one.name)) for one in columns} for row in rows]
+    texts = [{one.name: _cell(row.get(one.name)) for one in columns} for row in rows]
     shown = [one for one in columns if not one.weight or any(t[one.name] != "-" for t in texts)]
     sizes = {one.name: max(len(one.name), *(len(t[one.name]) for t in texts)) for one in shown}
-    if wide:
+    if wide := width():
         shown = _reduced(shown, sizes, wide)
     lines = [_line(shown, sizes, {one.name: one.name for one in shown})]
     return lines + [_line(shown, sizes, text) for text in texts]
+
+
+def table_lines(rows: Sequence[Mapping[str, Any]], nothing: str) -> list[str]:
+    """Rows with every field as a column that is never cut, or `nothing` if there are none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return fitted([Column(name) for name in names], rows, nothing)
+
+
+def _cell(value: object) -> str:
+    """One value of a table; "-" where there is none."""
+    if value is None or value == "":
+        return "-"
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return text if text.isprintable() else ascii(text)  # it must not break the table
 
 
 def _reduced(shown: list[Column], sizes: dict[str, int], wide: int) -> list[Column]:

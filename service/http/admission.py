@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,10 +20,9 @@ from aiohttp import web
 from batchengine import errors
 from batchengine.config import Config, keys
 from batchengine.core import Usage
-from service.engine_api import EngineApi, GenerationApi
+from service.engine_api import EngineApi, Facts, GenerationApi
 from service.http.access import Attempts, Keyring, OriginPolicy, check_content
 from service.http.fair_admission import FairAdmission
-from service.http.overview import Overview
 from service.log import facts
 from service.protocols import requests
 from service.protocols.carriers import Caller
@@ -32,6 +31,7 @@ from service.protocols.protocol import PromptLimits
 log = logging.getLogger("batchengine.service")
 
 BODY_SECONDS_MAX = 60.0  # a body that takes longer is an attack or a dead link
+ROWS_FRESH_S = 0.5
 BODIES_BYTES_MAX = 256 << 20  # of all requests that are being read, parsed and tokenised
 
 
@@ -56,7 +56,6 @@ class Service:
     config: Config
     keyring: Keyring
     origin_policy: OriginPolicy
-    overview: Overview
     folders: tuple[bytes, ...] = ()  # of the daemon, which answers leave out
     attempts: Attempts = field(default_factory=Attempts)
     fair_admission: FairAdmission = field(default_factory=FairAdmission)
@@ -66,11 +65,13 @@ class Service:
     # by tenant: requests on their way to `live`, and the bytes of their bodies
     preparing: Counter[str] = field(default_factory=Counter[str])
     body_bytes: Counter[str] = field(default_factory=Counter[str])
+    _rows: dict[tuple[str, int], tuple[float, Sequence[Facts]]] = field(
+        default_factory=dict[tuple[str, int], tuple[float, Sequence[Facts]]]
+    )
 
     @classmethod
     def create(cls, engine: EngineApi, config: Config) -> Service:
-        keyring, policy = Keyring(config.auth), OriginPolicy(config)
-        return cls(engine, config, keyring, policy, Overview(engine), folders_of(config))
+        return cls(engine, config, Keyring(config.auth), OriginPolicy(config), folders_of(config))
 
     def __repr__(self) -> str:
         return f"<Service {self.engine.phase} live={len(self.live)} accepting={self.accepting}>"
@@ -92,6 +93,16 @@ class Service:
             for generation in live.generations:
                 generation.cancel()
         return bool(found)
+
+    def request_rows(self, tenant: str, count_max: int) -> Sequence[Facts]:
+        """One row per request of the tenant that has not ended, `count_max` of them at most; up to
+        ROWS_FRESH_S old, so that what watching costs does not grow with the watchers."""
+        made, rows = self._rows.get((tenant, count_max), (0.0, ()))
+        now = time.monotonic()
+        if now - made > ROWS_FRESH_S:
+            rows = self.engine.requests(tenant, count_max)
+            self._rows[tenant, count_max] = now, rows
+        return rows
 
     def requests_of(self, tenant: str) -> int:
         """How many requests of this tenant run or wait."""

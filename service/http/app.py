@@ -38,8 +38,7 @@ from service.http.routes import models, openapi, queue, responses, route, texts,
 from service.http.routes.route import Route
 from service.protocols import carriers, reading, requests
 from service.protocols.formatter import Formatter
-from service.protocols.messages import betas
-from service.protocols.messages.protocol import MESSAGES
+from service.protocols.messages.protocol import MESSAGES, unknown_betas
 from service.protocols.protocol import Protocol
 from service.protocols.table import BY_ROUTE, protocol_of
 from service.session_ids import is_kept
@@ -227,7 +226,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
         question = reading.Question(protocol.name, limits, strict)
         found = await responses.read(engine, request[CALLER].tenant, question, data)
         lost = await _check_constraint(engine, found, request[CALLER].tenant)
-        ignored = [*found.ignored, *betas.unknown(request.headers), *lost]
+        ignored = [*found.ignored, *unknown_betas(request.headers), *lost]
         for name in ignored:
             engine.metrics.count_ignored_field(name, request[CALLER].tenant)
         if named := [name for name in ignored if _FIELD_NAME.fullmatch(name)]:
@@ -236,9 +235,8 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
             protocol.name, found.fields, request.headers, request[CALLER], engine, config,
             request[REQUEST_ID],
         )  # fmt: skip
-        prompt = found.prompt()
         prompt, _ = await appending.followed(
-            engine, request[CALLER].tenant, prompt, job.asked.session_id
+            engine, request[CALLER].tenant, found.prompt, job.asked.session_id
         )
         requests.fill(job, found.fields, prompt, engine.info)
         generations = await requests.submit_all(engine, job)
@@ -249,7 +247,7 @@ async def _admit(request: web.Request, protocol: Protocol[Any]) -> tuple[Formatt
 async def _check_constraint(engine: EngineApi, found: reading.Reading, tenant: str) -> list[str]:
     """The keywords of schemas that the answer may break, as fields; raises 400 for a constraint
     that answers cannot follow."""
-    constraint, param = found.bare.constraint, found.bare.constraint_param
+    constraint, param = found.prompt.constraint, found.prompt.constraint_param
     if constraint is None:
         return []
     try:

@@ -10,7 +10,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,6 +22,7 @@ from service.protocols.markup import grammars, history
 from service.protocols.markup.rules import PATTERN
 from service.protocols.protocol import PromptEncoder, PromptLimits
 from service.protocols.requests import NOTHING, Prompt
+from service.protocols.strict_json import list_of, object_of
 from service.session_ids import CALL_CHARS_MAX
 
 END_TOKENS = 16  # of a prompt that are looked at for the beginning of reasoning
@@ -29,6 +30,7 @@ TEXT_PARAMETERS_CHARS_MAX = 1 << 15
 MEDIA_PARTS = (
     "image", "image_url", "input_image", "document", "file", "input_file", "audio", "input_audio",
 )  # fmt: skip
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text")
 TOOL_NAME = re.compile(r"[\w.:/-]{1,256}")  # that every parser of answers reads
 CALLS_MAX = 64  # tool calls of one conversation that are looked up
 
@@ -103,6 +105,37 @@ def omitted(kind: object) -> str | None:
     user's is, the session could not go on.
     """
     return f"[{kind} omitted: this model reads text only]" if kind in MEDIA_PARTS else None
+
+
+def text_of(content: object, where: str, media: dict[str, None] | None = None) -> str:
+    """Text, or that of a list of text parts; raises 400. `media`: takes the kinds of parts that
+    others stand for; None = each is refused."""
+    if isinstance(content, str):
+        return content
+    parts = list_of(content)
+    if not isinstance(content, list):
+        raise errors.INVALID_FIELD(
+            param=where,
+            what=f"{where} is missing or neither text nor a list of text parts",
+            fix="send a string",
+        )
+    texts: list[str] = []
+    for index, part in enumerate(map(object_of, parts)):
+        kind = part.get("type")
+        text: object = part.get("refusal" if kind == "refusal" else "text")
+        if media is not None and (instead := omitted(kind)) is not None:
+            texts.append(instead)
+            media[str(kind)] = None
+        elif kind in TEXT_PARTS and isinstance(text, str):
+            texts.append(text)
+        else:
+            raise errors.INVALID_FIELD(
+                param=f"{where}[{index}].type",
+                what=f"{where}[{index}] is not a text part",
+                why="this daemon reads text only",
+                fix='send {"type": "text", "text": "…"}',
+            )
+    return "\n".join(texts)
 
 
 def read(conversation: Conversation, text: PromptEncoder, limits: PromptLimits) -> Prompt:
@@ -325,7 +358,7 @@ def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     room = TEXT_PARAMETERS_CHARS_MAX
     for tool in tools:
-        fields = _object(_object(tool["function"].get("parameters")).get("properties"))
+        fields = object_of(object_of(tool["function"].get("parameters")).get("properties"))
         names = tuple(name for name, schema in fields.items() if _is_text(schema))
         room -= len(tool["function"]["name"]) + sum(map(len, names))
         if room < 0:
@@ -334,13 +367,9 @@ def text_parameters(tools: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _object(value: object) -> dict[str, Any]:
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-
-
 def _is_text(schema: object) -> bool:
     """Whether a JSON Schema says that a value is text, or that or null."""
-    kind: object = _object(schema).get("type")
+    kind: object = object_of(schema).get("type")
     return kind == "string" or (isinstance(kind, list) and "string" in kind)
 
 

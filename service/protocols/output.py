@@ -69,16 +69,10 @@ class GrowingParts:
     def _join(self) -> None:
         if not self._more:
             return
-        more, self._more = "".join(self._more), []
-        match self._parts[-1]:
-            case Text(text):
-                self._parts[-1] = Text(text + more)
-            case Reasoning(text):
-                self._parts[-1] = Reasoning(text + more)
-            case CallArguments(call, json):
-                self._parts[-1] = CallArguments(call, json + more)
-            case CallStart():
-                raise AssertionError  # `add` joins nothing to it
+        last = self._parts[-1]
+        text = "".join([last[-1], *self._more])
+        self._parts[-1] = last._replace(**{last._fields[-1]: text})
+        self._more = []
 
 
 class OutputParser(Protocol):
@@ -102,20 +96,6 @@ class PlainText:
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         return []
-
-
-class ArgumentsParser:
-    """The parser of an answer that is the arguments of one call and nothing else."""
-
-    def __init__(self, tool: str) -> None:
-        self._start: list[OutputPart] = [CallStart(0, tool)]
-
-    def push(self, text: str) -> list[OutputPart]:
-        start, self._start = self._start, []
-        return [*start, CallArguments(0, text)] if text else start
-
-    def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
-        return self.push("")
 
 
 def plain_text(parts: Iterable[OutputPart]) -> str:

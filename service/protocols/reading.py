@@ -16,7 +16,6 @@ import msgspec
 
 from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, Constraint
-from batchengine.wire.text import token_bytes, token_ids
 from service.protocols import carriers, requests, strict_json
 from service.protocols.conversation import MEDIA_PARTS
 from service.protocols.llama import texts
@@ -49,32 +48,17 @@ class Question(msgspec.Struct, array_like=True, frozen=True):
 class Reading(msgspec.Struct, array_like=True, frozen=True):
     """A body that was read: its fields, the first names of ignored ones, and its prompts.
 
-    Of `fields.metadata` it has what names a session: the rest may be as large as a body. `bare` is
-    the prompt without token ids, of which `tokens`, `append`, `append_bare` and `predicted` hold
-    the `token_bytes`. `turns`: the body refers to these turns and was not read; it is asked again
-    with their answers. `has_results`: of their calls, so they need not be stored responses.
+    Of `fields.metadata` it has what names a session: the rest may be as large as a body. `turns`:
+    the body refers to these turns and was not read; it is asked again with their answers.
+    `has_results`: of their calls, so they need not be stored responses.
     """
 
     fields: Common
     ignored: list[str] = []
-    bare: Prompt = NO_PROMPT
-    tokens: list[bytes] = []
-    append: bytes = b""
-    append_bare: bytes = b""
+    prompt: Prompt = NO_PROMPT
     constraint_digest: bytes = b""
     turns: list[str] = []
     has_results: bool = False
-    predicted: bytes = b""
-
-    def prompt(self) -> Prompt:
-        """The prompts as lists of token ids."""
-        return dataclasses.replace(
-            self.bare,
-            tokens=list(map(token_ids, self.tokens)),
-            append=token_ids(self.append),
-            append_bare=token_ids(self.append_bare),
-            predicted=token_ids(self.predicted),
-        )
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -123,27 +107,9 @@ def read(text: PromptEncoder, question: bytes, data: bytes) -> bytes:
     if constraint is not None and len(constraint.text) > CONSTRAINT_CHARS_MAX:
         why = f"it has {len(constraint.text)} characters, and {CONSTRAINT_CHARS_MAX} are allowed"
         raise errors.GRAMMAR_REFUSED(why=why, param=prompt.constraint_param)
-    bare = dataclasses.replace(
-        prompt,
-        tokens=[],
-        append=[],
-        append_bare=[],
-        predicted=[],
-        unread=(),
-        digest=_digest(body),
-    )
-    return encode(
-        Reading(
-            common,
-            ignored[:IGNORED_MAX],
-            bare,
-            list(map(token_bytes, prompt.tokens)),
-            token_bytes(prompt.append),
-            token_bytes(prompt.append_bare),
-            b"" if constraint is None else _digest_of(constraint),
-            predicted=token_bytes(prompt.predicted),
-        )
-    )
+    prompt = dataclasses.replace(prompt, unread=(), digest=_digest(body))
+    digest = b"" if constraint is None else _digest_of(constraint)
+    return encode(Reading(common, ignored[:IGNORED_MAX], prompt, digest))
 
 
 def _called(answers: Iterable[PastAnswer]) -> dict[str, str]:

@@ -379,6 +379,7 @@ def _request_of(job: HttpJob, prompt: Prompt, tokens: list[int]) -> GenerationRe
         streams=job.stream,
         prompt_logprobs=prompt.prompt_logprobs,
         predicted=tuple(prompt.predicted),
+        choices=len(prompt.tokens) * job.choices_per_prompt,
     )
     if prompt.tokens_max and prompt.prompt_logprobs < 0:
         return request

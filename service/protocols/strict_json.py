@@ -1,14 +1,14 @@
 """Strict JSON of request bodies: bytes to plain values, or one error that names the fault.
 
-Promises that every string is encodable UTF-8 text, every number finite, no key occurs twice and
-nothing nests deeper than DEPTH_MAX.
+Of an object that was parsed every string is encodable UTF-8 text, every number finite, no key
+occurs twice and nothing nests deeper than DEPTH_MAX; `object_of` and `list_of` read values in it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from typing import cast
+from typing import Any, cast
 
 from batchengine import errors
 from service.session_ids import printable
@@ -91,6 +91,16 @@ def _fault(value: object) -> str:
             return ""
         level = below
     return TOO_DEEP
+
+
+def object_of(value: object) -> dict[str, Any]:
+    """A value that is an object; an empty one in place of any other value."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def list_of(value: object) -> list[Any]:
+    """A value that is a list; an empty one in place of any other value."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _encodable(text: str) -> bool:

@@ -96,7 +96,7 @@ class SessionRecovery:
         if facts.parks is not None or request.park:
             parked = ParkedMark.now(facts.parks or "")
             facts.meta = msgspec.structs.replace(facts.meta, parked=parked)
-        waits = request.park and (request.output.calls or bool(request.output.tool))
+        waits = request.park and request.output.calls
         if waits:
             facts.meta = with_call(facts.meta, request.request_id)
         facts.meta = msgspec.structs.replace(facts.meta, used_s=round(records.unix_s()))

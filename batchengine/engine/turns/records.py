@@ -62,6 +62,7 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     output: OutputForm = PLAIN_OUTPUT
     constraint: Constraint | None = None
     echo: str = ""
+    choices: int = 1
     number: int = 0
     ended_s: int = 0
     cached_tokens: int = 0
@@ -97,8 +98,8 @@ class TurnRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         sent it: one that sends none gets a new one each time."""
         seed = request.sampling.seed if request.has_seed else self.sampling.seed
         sampling = msgspec.structs.replace(request.sampling, seed=seed)
-        limits = (request.tokens_max, request.stop, request.ignore_eos, request.constraint)
-        same = (self.tokens_max, self.stop, self.ignore_eos, self.constraint) == limits
+        names = ("tokens_max", "stop", "ignore_eos", "constraint", "choices")
+        same = all(getattr(self, name) == getattr(request, name) for name in names)
         return same and self.says_the_same(sampling)
 
 

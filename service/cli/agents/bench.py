@@ -11,7 +11,6 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
-import cyclopts
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
@@ -29,11 +28,6 @@ COLUMNS = (
 )
 WORDS = 300  # of the prompt
 STREAMS = Number(gte=1, lte=1000)
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the command of this module to `app`."""
-    app.command(bench)
 
 
 def bench(

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import cyclopts
 from cyclopts import Parameter
 
 from batchengine import errors
@@ -25,11 +24,6 @@ from service.cli.options import URL_DEFAULT, Debug, Json, Url, print_json
 Agent = Literal[
     "claude", "codex", "opencode", "openclaw", "pi", "kilo", "qwen", "litellm", "llm", "aider"
 ]
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the command of this module to `app`."""
-    app.command(connect)
 
 
 def connect(

@@ -40,15 +40,20 @@ class Endpoint:
 
 
 class Recipe(NamedTuple):
-    """The configuration of one agent: `path` of its file, `merge` of the text that stands there
-    with what is needed, and how to start the agent then, where `{model}`, `{context}` and `{key}`
-    stand for the daemon's."""
+    """The configuration of one agent: `path` of its file, what is `wanted` in it, and how to start
+    the agent then, where `{model}`, `{context}` and `{key}` stand for the daemon's. Without
+    `context_min` tokens it cannot work: its prompt alone has 8,000 to 23,000."""
 
     path: str
-    merge: Callable[[str, Endpoint], str]
+    wanted: Callable[[Endpoint], dict[str, Any] | str]  # fields of JSON, or lines
     start: str
     note: str = ""
-    context_min: int = 0  # tokens; with less it cannot work: its prompt alone has 8,000 to 23,000
+    context_min: int = CONTEXT_MIN
+
+    def merge(self, text: str, endpoint: Endpoint) -> str:
+        """The text of the file with what is wanted; raises ValueError for one that is no JSON."""
+        wanted = self.wanted(endpoint)
+        return with_block(text, wanted) if isinstance(wanted, str) else merged_json(text, wanted)
 
 
 def merged_json(text: str, wanted: dict[str, Any]) -> str:
@@ -78,43 +83,39 @@ def with_block(text: str, block: str) -> str:
     return (text.rstrip("\n") + "\n\n" if text.strip() else "") + whole
 
 
-def _claude(text: str, to: Endpoint) -> str:
-    return merged_json(
-        text,
-        {
-            "env": {
-                "ANTHROPIC_BASE_URL": to.base,
-                "ANTHROPIC_AUTH_TOKEN": to.key,
-                "ANTHROPIC_MODEL": to.model,
-                "ANTHROPIC_SMALL_FAST_MODEL": to.model,
-                "ANTHROPIC_DEFAULT_HAIKU_MODEL": to.model,
-                "ANTHROPIC_DEFAULT_SONNET_MODEL": to.model,
-                "ANTHROPIC_DEFAULT_OPUS_MODEL": to.model,
-                "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(to.context),
-                "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(to.answer),
-                "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
-                "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-                "MAX_THINKING_TOKENS": "0",
-                "API_TIMEOUT_MS": str(PATIENCE_S * 1000),
-            }
-        },
-    )
+def _claude(to: Endpoint) -> dict[str, Any]:
+    return {
+        "env": {
+            "ANTHROPIC_BASE_URL": to.base,
+            "ANTHROPIC_AUTH_TOKEN": to.key,
+            "ANTHROPIC_MODEL": to.model,
+            "ANTHROPIC_SMALL_FAST_MODEL": to.model,
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": to.model,
+            "ANTHROPIC_DEFAULT_SONNET_MODEL": to.model,
+            "ANTHROPIC_DEFAULT_OPUS_MODEL": to.model,
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(to.context),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(to.answer),
+            "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "MAX_THINKING_TOKENS": "0",
+            "API_TIMEOUT_MS": str(PATIENCE_S * 1000),
+        }
+    }
 
 
-def _codex(text: str, to: Endpoint) -> str:
+def _codex(to: Endpoint) -> str:
     """The provider alone: keys outside of tables would have to stand before every table of the
     file, and versions disagree on where a profile is written. `start` names the rest."""
-    provider = (
+    return (
         f"[model_providers.batchengine]\n"
         f'name = "batchengine"\nbase_url = "{to.v1}"\nwire_api = "responses"\n'
         f'env_key = "BATCHENGINE_API_KEY"\n'
         f"stream_idle_timeout_ms = {PATIENCE_S * 1000}\n"
         f"request_max_retries = 2\nstream_max_retries = 2\n"
     )
-    return with_block(text, provider)
 
 
-def _opencode(text: str, to: Endpoint, schema: str = "https://opencode.ai/config.json") -> str:
+def _opencode(to: Endpoint, schema: str = "https://opencode.ai/config.json") -> dict[str, Any]:
     limit = {"context": to.context, "output": to.answer}
     options = {"baseURL": to.v1, "apiKey": to.key, "timeout": PATIENCE_S * 1000}
     provider = {
@@ -123,23 +124,20 @@ def _opencode(text: str, to: Endpoint, schema: str = "https://opencode.ai/config
         "options": options,
         "models": {to.model: {"name": to.model, "limit": limit}},
     }
-    return merged_json(
-        text,
-        {
-            "$schema": schema,
-            "provider": {"batchengine": provider},
-            "model": f"batchengine/{to.model}",
-            "small_model": f"batchengine/{to.model}",
-        },
-    )
+    return {
+        "$schema": schema,
+        "provider": {"batchengine": provider},
+        "model": f"batchengine/{to.model}",
+        "small_model": f"batchengine/{to.model}",
+    }
 
 
-def _kilo(text: str, to: Endpoint) -> str:
+def _kilo(to: Endpoint) -> dict[str, Any]:
     """It was made of OpenCode, and reads the same form."""
-    return _opencode(text, to, "https://app.kilo.ai/config.json")
+    return _opencode(to, "https://app.kilo.ai/config.json")
 
 
-def _qwen(text: str, to: Endpoint) -> str:
+def _qwen(to: Endpoint) -> dict[str, Any]:
     generation = {
         "contextWindowSize": to.context,
         "samplingParams": {"max_tokens": to.answer},
@@ -147,10 +145,10 @@ def _qwen(text: str, to: Endpoint) -> str:
     }
     auth = {"selectedType": "openai", "baseUrl": to.v1, "apiKey": to.key}
     model = {"name": to.model, "generationConfig": generation}
-    return merged_json(text, {"security": {"auth": auth}, "model": model})
+    return {"security": {"auth": auth}, "model": model}
 
 
-def _openclaw(text: str, to: Endpoint) -> str:
+def _openclaw(to: Endpoint) -> dict[str, Any]:
     compat = {
         "supportsPromptCacheKey": True,  # names the session
         "supportsUsageInStreaming": True,
@@ -173,21 +171,18 @@ def _openclaw(text: str, to: Endpoint) -> str:
         "models": [{"id": name, "name": name, **row} for name in names],
     }
     heartbeat = {"model": f"batchengine/{to.model}:background", "isolatedSession": True}
-    return merged_json(
-        text,
-        {
-            "models": {"providers": {"batchengine": provider}},
-            "agents": {
-                "defaults": {
-                    "model": {"primary": f"batchengine/{to.model}"},
-                    "heartbeat": heartbeat,
-                }
-            },
+    return {
+        "models": {"providers": {"batchengine": provider}},
+        "agents": {
+            "defaults": {
+                "model": {"primary": f"batchengine/{to.model}"},
+                "heartbeat": heartbeat,
+            }
         },
-    )
+    }
 
 
-def _pi(text: str, to: Endpoint) -> str:
+def _pi(to: Endpoint) -> dict[str, Any]:
     row = {"id": to.model, "contextWindow": to.context, "maxTokens": to.answer}
     provider = {
         "baseUrl": to.v1,
@@ -195,13 +190,12 @@ def _pi(text: str, to: Endpoint) -> str:
         "apiKey": to.key,
         "models": [row],
     }
-    return merged_json(text, {"providers": {"batchengine": provider}})
+    return {"providers": {"batchengine": provider}}
 
 
-def _litellm(text: str, to: Endpoint) -> str:
+def _litellm(to: Endpoint) -> str:
     """Lines of YAML: a model of a list that is ours alone, so a file of its own."""
-    return with_block(
-        text,
+    return (
         "model_list:\n"
         f"  - model_name: {to.model}\n"
         "    litellm_params:\n"
@@ -211,27 +205,25 @@ def _litellm(text: str, to: Endpoint) -> str:
         f"      timeout: {PATIENCE_S}\n"
         "    model_info:\n"
         f"      max_input_tokens: {to.context}\n"
-        f"      max_output_tokens: {to.answer}\n",
+        f"      max_output_tokens: {to.answer}\n"
     )
 
 
-def _llm(text: str, to: Endpoint) -> str:
-    return with_block(
-        text,
+def _llm(to: Endpoint) -> str:
+    return (
         f"- model_id: {to.model}\n"
         f"  model_name: {to.model}\n"
         f"  api_base: {to.v1}\n"
-        f"  api_key_name: batchengine\n",
+        f"  api_key_name: batchengine\n"
     )
 
 
-def _aider(text: str, to: Endpoint) -> str:
-    return with_block(
-        text,
+def _aider(to: Endpoint) -> str:
+    return (
         f"openai-api-base: {to.v1}\n"
         f"openai-api-key: {to.key}\n"
         f"model: openai/{to.model}\n"
-        f"timeout: {PATIENCE_S}\n",
+        f"timeout: {PATIENCE_S}\n"
     )
 
 
@@ -243,63 +235,45 @@ def recipes() -> dict[str, Recipe]:
     """Every agent by name; paths are those of this user."""
     return {
         "claude": Recipe(
-            _home("CLAUDE_CONFIG_DIR", "~/.claude", "settings.json"),
-            _claude,
-            "claude",
-            context_min=CONTEXT_MIN,
+            _home("CLAUDE_CONFIG_DIR", "~/.claude", "settings.json"), _claude, "claude"
         ),
         "codex": Recipe(
             _home("CODEX_HOME", "~/.codex", "config.toml"),
             _codex,
             "BATCHENGINE_API_KEY={key} codex -c model_provider=batchengine -c model={model}"
             " -c model_context_window={context}",
-            context_min=CONTEXT_MIN,
         ),
         "opencode": Recipe(
-            _home("XDG_CONFIG_HOME", "~/.config", "opencode/opencode.json"),
-            _opencode,
-            "opencode",
-            context_min=CONTEXT_MIN,
+            _home("XDG_CONFIG_HOME", "~/.config", "opencode/opencode.json"), _opencode, "opencode"
         ),
         "openclaw": Recipe(
-            _home("OPENCLAW_STATE_DIR", "~/.openclaw", "openclaw.json"),
-            _openclaw,
-            "openclaw",
-            context_min=CONTEXT_MIN,
+            _home("OPENCLAW_STATE_DIR", "~/.openclaw", "openclaw.json"), _openclaw, "openclaw"
         ),
         "pi": Recipe(
             _home("PI_CODING_AGENT_DIR", "~/.pi/agent", "models.json"),
             _pi,
             "pi --provider batchengine",
-            context_min=CONTEXT_MIN,
         ),
-        "kilo": Recipe(
-            _home("XDG_CONFIG_HOME", "~/.config", "kilo/kilo.json"),
-            _kilo,
-            "kilo",
-            context_min=CONTEXT_MIN,
-        ),
-        "qwen": Recipe(
-            os.path.expanduser("~/.qwen/settings.json"),
-            _qwen,
-            "qwen",
-            context_min=CONTEXT_MIN,
-        ),
+        "kilo": Recipe(_home("XDG_CONFIG_HOME", "~/.config", "kilo/kilo.json"), _kilo, "kilo"),
+        "qwen": Recipe(os.path.expanduser("~/.qwen/settings.json"), _qwen, "qwen"),
         "litellm": Recipe(
             "litellm-batchengine.yaml",
             _litellm,
             "LITELLM_MASTER_KEY=sk-local litellm --config litellm-batchengine.yaml",
             "clients of LiteLLM send its master key, which newer versions do not start without",
+            context_min=0,
         ),
         "llm": Recipe(
             _home("LLM_USER_PATH", "~/.config/io.datasette.llm", "extra-openai-models.yaml"),
             _llm,
             "llm keys set batchengine --value {key}; llm -m {model} 'Hello'",
+            context_min=0,
         ),
         "aider": Recipe(
             os.path.expanduser("~/.aider.conf.yml"),
             _aider,
             "aider",
             "keys of this block that the file has elsewhere, too, must be removed there",
+            context_min=0,
         ),
     }

@@ -23,7 +23,8 @@ from batchengine.core import PAGE_TOKENS, BatchEngineError
 from service.admin.client import Client, admin
 from service.cli import chat, render
 from service.cli.local.child import ChildDaemon, new_scratch, remove_scratch, stop_on_signals
-from service.cli.options import POCKET, Debug, table_lines
+from service.cli.options import POCKET, Debug
+from service.cli.tables import table_lines
 
 NODES_MIN, NODES_MAX = 2, 8
 KV_PAGES = 12  # of 256 tokens, that a daemon keeps
@@ -32,9 +33,8 @@ FREE_FLOOR_BYTES = 256 << 20  # of disk: what the demonstration adds is small
 OPEN_PAGES = 6  # in addition, while they are computed
 TURN_PAGES = 4  # by which the long conversation grows in a turn
 NODE_BYTES = 256 << 20  # processes of one daemon, beside weights and KV
-READY_S = 300.0  # until all daemons serve
 PEERS, CONFIG = "peers", "batchengine.toml"  # in the folder of a daemon
-LINKED_S = 30.0  # and then until all links are up
+LINKED_S = 30.0  # until all links are up, once all daemons serve
 WATCH_S = 0.5
 PORTS = range(10_000, 32_768)
 QUESTION = "Tell me a story."
@@ -45,11 +45,6 @@ PLACES = ("shelf", "garden", "cellar", "window", "kitchen", "station")
 THINGS = ("parcel", "lamp", "letter", "bicycle", "map", "kettle", "coat")
 
 cluster = cyclopts.App(name="cluster", help="Several daemons on this host: demo.")
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the commands of this module to `app`."""
-    app.command(cluster)
 
 
 @cluster.command
@@ -171,15 +166,15 @@ class Cluster:
                 raise
             self.nodes.append(Node(name, http, peer_port, folder, keep is not None, daemon))
             if index == 0:
-                daemon.wait_ready(READY_S)
+                daemon.wait_ready()
         for node in self.nodes[1:]:
-            node.daemon.wait_ready(READY_S)
+            node.daemon.wait_ready()
 
     def restart(self, node: Node) -> int:
         """Stops a daemon whose folder stays, and starts it again; returns its exit code."""
         code = node.daemon.stop()
         node.daemon = self._daemon(node.folder, node.peer_port, node.port, node.keeps, node.name)
-        node.daemon.wait_ready(READY_S)
+        node.daemon.wait_ready()
         return code
 
     def _daemon(

@@ -20,9 +20,7 @@ from service.cli.options import POCKET
 
 FIRST = "Hello! Who are you?"
 SECOND = "Thank you. What can you do?"
-
-SYSTEM = "You are a helpful assistant."
-OPTIONS = chat.Options(system=SYSTEM, temperature=0.0, max_tokens=96)
+OPTIONS = chat.Options(temperature=0.0, max_tokens=96)
 
 
 def main() -> int:
@@ -61,7 +59,7 @@ def demo(model: Path) -> int:
 
 def _converse(client: Client) -> None:
     model = client.models()[0]
-    history: list[chat.Message] = [{"role": "system", "content": SYSTEM}]
+    history: list[chat.Message] = [{"role": "system", "content": chat.SYSTEM}]
     cached = 0
     for question in (FIRST, SECOND):
         print(f"user       {question}\nassistant  ", end="", flush=True)

@@ -15,13 +15,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import cyclopts
-from cyclopts import Parameter
 
 from batchengine import errors
-from service.cli.options import SHARED, Debug
+from service.cli.options import SHARED
 
 if TYPE_CHECKING:
     from batchengine.config import Config  # loads psutil, which few commands need
@@ -80,23 +79,6 @@ class File:
         before = (self.there or "").splitlines()
         name = str(self.path)
         yield from difflib.unified_diff(before, self.text.splitlines(), name, name, lineterm="")
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the command."""
-
-    @app.command(name="install-service")
-    def install_service(  # pyright: ignore[reportUnusedFunction]
-        *,
-        dry_run: Annotated[
-            bool, Parameter(negative=(), help="Show what would change, and write nothing.")
-        ] = False,
-        root: Annotated[Path, Parameter(help="Folder below which files are written.")] = Path("/"),
-        debug: Debug = False,
-    ) -> int:
-        """Install the systemd service of this program: unit, user, folders, sample configuration,
-        completion and manual. Can be repeated; starts nothing."""
-        return install(app, root, dry_run=dry_run)
 
 
 def install(app: cyclopts.App, root: Path, *, dry_run: bool) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import cyclopts
-
 from batchengine.core import BatchEngineError
 from service.admin.client import admin
 from service.cli import render
@@ -38,11 +36,6 @@ class Diagnosis(NamedTuple):
     about: str
     text: str
     fix: str = ""
-
-
-def add(app: cyclopts.App) -> None:
-    """Adds the command of this module to `app`."""
-    app.command(doctor)
 
 
 def doctor(

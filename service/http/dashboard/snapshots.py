@@ -79,7 +79,7 @@ async def _facts(service: Service, tenant: str) -> dict[str, Any]:
     if engine.phase == "loading":
         return found
     info = engine.info
-    requests = service.overview.requests(tenant, ROWS_MAX)
+    requests = service.request_rows(tenant, ROWS_MAX)
     await asyncio.sleep(0)  # other tasks run between the parts
     sessions = engine.sessions(tenant, ROWS_MAX)
     await asyncio.sleep(0)

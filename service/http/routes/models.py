@@ -179,7 +179,7 @@ async def _slots(request: web.Request) -> web.Response:
     service, tenant = request.app[SERVICE], request[CALLER].tenant
     check_serving(service.engine)
     seated = {str(lane["name"]): int(lane.get("running", 0)) for lane in service.engine.lanes()}
-    own = service.overview.requests(tenant, SEATS_SHOWN)
+    own = service.request_rows(tenant, SEATS_SHOWN)
     rows: list[dict[str, object]] = []
     for lane, count in _seats(service):
         named = [row for row in own if row.get("lane") == lane and row.get("position") is None]

@@ -18,7 +18,7 @@ async def _queue(request: web.Request) -> web.Response:
     service, tenant = request.app[SERVICE], request[CALLER].tenant
     check_serving(service.engine)
     named = request.query.get("request_id") or request.query.get("session_id")
-    rows = service.overview.requests(tenant, ROWS_SEARCHED if named else ROWS_MAX)
+    rows = service.request_rows(tenant, ROWS_SEARCHED if named else ROWS_MAX)
     own = [
         row for row in rows if named is None or named in (row["request_id"], row.get("session_id"))
     ]

@@ -59,7 +59,7 @@ from service.protocols.responses.formatter import (
 
 log = logging.getLogger("batchengine.service")
 
-TOKENS_SLICE = 256  # of an answer that are read between two chances for other tasks
+TOKENS_SLICE = 256  # of a past answer that are events at a time
 CANCEL_LOOKS, CANCEL_LOOK_S = 500, 0.02  # for the end of a turn that was cancelled
 
 
@@ -123,7 +123,7 @@ async def in_background(
         return await _shown(request, formatter, live, in_background=True)
     _finish_alone(request.app[SERVICE], live)
     await relay.recorded(live)
-    return web.Response(body=formatter.begun(), content_type="application/json")
+    return _begun(formatter, live)
 
 
 async def _shown(
@@ -188,7 +188,7 @@ class PastGeneration:
         named = request.session_id or ""
         usage = Usage(len(request.prompt), past.cached_tokens, past.tokens, session_id=named)
         *tokens, rest = past.texts
-        self._left: deque[GenerationEvent] = deque([TokenEvent(0, text) for text in tokens])
+        self._left: deque[GenerationEvent] = deque(TokenEvent(0, text) for text in tokens)
         self._left.append(DoneEvent(past.finish_reason, usage, rest))
 
     async def events(self) -> list[GenerationEvent]:
@@ -233,7 +233,7 @@ async def _get(request: web.Request) -> web.StreamResponse:
     if is_cut and past.is_last and _says(past.request.echo.encode(), "background"):
         await _go_on(service, past)
         past = dataclasses.replace(past, is_running=True, finish_reason="")
-    return await _answer(service, past)
+    return await _answer(request, service, past)
 
 
 async def _stream(request: web.Request, service: Service, past: PastTurn) -> web.StreamResponse:
@@ -242,10 +242,8 @@ async def _stream(request: web.Request, service: Service, past: PastTurn) -> web
     assert asked.session_id is not None
     alone = _says(asked.echo.encode(), "background")
     skip = _events_shown(request.query.get("starting_after"))
-    for live in service.live.values():  # before its first token it is not in the ledger
-        if live.begun is not None and live.job.requests[0].request_id == asked.request_id:
-            await live.begun.wait()
-            break
+    if (running := _live_of(service, past)) is not None and running.begun is not None:
+        await running.begun.wait()  # before its first token it is not in the ledger
     is_cancelled = past.finish_reason == "cancelled" and alone  # else its client has left
     is_kept = bool(past.finish_reason) and (is_cancelled or not past.is_last)
     with service.admit(tenant):
@@ -274,14 +272,14 @@ def _number(given: str, param: str) -> int:
     return int(given)
 
 
-async def _cancel(request: web.Request) -> web.Response:
+async def _cancel(request: web.Request) -> web.StreamResponse:
     """Ends a response that is being made; one that has ended stays as it is."""
     check_changes(request.headers)
     service, past = await _past(request)
     if past.is_running and not past.finish_reason:
         service.cancel(past.request.request_id)
         past = await _cancelled(service.engine, past)
-    return await _answer(service, past)
+    return await _answer(request, service, past)
 
 
 async def _cancelled(engine: EngineApi, past: PastTurn) -> PastTurn:
@@ -358,16 +356,27 @@ def _job(service: Service, past: PastTurn) -> HttpJob:
     return requests.job_again(past.request, service.engine, service.config)
 
 
-async def _answer(service: Service, past: PastTurn) -> web.Response:
-    formatter = ResponsesFormatter(_job(service, past))
-    body = formatter.begun()
-    if past.finish_reason:  # one that has ended may still run for a reader of its stream
-        tokens = past.texts[:-1]
-        for start in range(0, len(tokens), TOKENS_SLICE):
-            formatter.add(tokens[start : start + TOKENS_SLICE])
-            await asyncio.sleep(0)
-        body = formatter.stored(past)
+async def _answer(request: web.Request, service: Service, past: PastTurn) -> web.StreamResponse:
+    formatter = ResponsesFormatter(_job(service, past), past=past)
+    if not past.finish_reason:
+        return _begun(formatter, _live_of(service, past))
+    # one that has ended may still run for a reader of its stream
+    ended = Live(formatter.job, [PastGeneration(past)], time.monotonic())
+    return await relay.answer_whole(request, formatter, ended)
+
+
+def _begun(formatter: ResponsesFormatter, live: Live | None) -> web.Response:
+    """The response object while it is made, by `live` if that is known here."""
+    waits = live is not None and live.generations[0].waiting().position > 0
+    body = formatter.begun("queued" if waits else "in_progress")
     return web.Response(body=body, content_type="application/json")
+
+
+def _live_of(service: Service, past: PastTurn) -> Live | None:
+    """The request in the background that makes a response."""
+    turn = past.request.request_id
+    found = (one for one in service.live.values() if one.job.requests[0].request_id == turn)
+    return next((one for one in found if one.begun is not None), None)
 
 
 def is_stored(past: PastTurn) -> bool:

@@ -54,7 +54,7 @@ def _counter(protocol: Protocol[Any]) -> Handler:
             question = reading.Question(protocol.name, limits)
             found = await responses.read(engine, tenant, question, data)
             session_id = carriers.session_of(found.fields, request.headers, tenant)
-            prompt, past = await appending.followed(engine, tenant, found.prompt(), session_id)
+            prompt, past = await appending.followed(engine, tenant, found.prompt, session_id)
         count = sum(map(len, prompt.tokens))
         if past is not None:  # the token that ends the last message is in both
             before = len(past.request.prompt) + past.tokens

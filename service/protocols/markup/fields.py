@@ -27,6 +27,7 @@ from service.protocols.markup.rules import (
     schema_of,
     slashed,
 )
+from service.protocols.strict_json import list_of, object_of
 
 DEPTH_MAX = 32  # of schemas in a schema; values below have no rules of their own
 COUNT_MAX = 512  # items of a list, or characters of a text, that a rule counts
@@ -157,7 +158,7 @@ class FieldRules:
 
     def _constants(self, schema: dict[str, Any]) -> str:
         """One of the values that a schema lists, which has to be as the rest of it says."""
-        listed: list[object] = schema["enum"] if isinstance(schema.get("enum"), list) else []
+        listed = list_of(schema.get("enum"))
         if "const" in schema:
             known = {json.dumps(one, sort_keys=True) for one in listed}
             is_listed = json.dumps(schema["const"], sort_keys=True) in known
@@ -193,11 +194,11 @@ class FieldRules:
         for one in cast("list[object]", schema["allOf"]):
             found = one
             for _ in range(DEPTH_MAX):
-                part = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+                part = object_of(found)
                 if not isinstance(part.get("$ref"), str):
                     break
                 found = self._joined(self._target(part["$ref"]), _beside_reference(part))
-            made = self._joined(made, cast(object, found))
+            made = self._joined(made, found)
         return made
 
     def _joined(self, one: object, two: object) -> object:
@@ -316,9 +317,8 @@ class FieldRules:
 
     def _object(self, schema: Mapping[str, Any], depth: int, *, is_whole: bool = False) -> str:
         """Fields between braces. is_whole: of a tool whose only text must match a pattern."""
-        given, listed = schema.get("properties"), schema.get("required")
-        fields = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {}
-        needed = [one for one in cast("list[object]", listed or ()) if isinstance(one, str)]
+        fields = dict(object_of(schema.get("properties")))
+        needed = [one for one in list_of(schema.get("required")) if isinstance(one, str)]
         if not fields and not needed:
             others: object = schema.get("additionalProperties", True)
             return '"{}"' if others is False else self._any_fields(others, depth)
@@ -335,21 +335,7 @@ class FieldRules:
             if made is None:  # no value may be given
                 continue
             parts.append((f"{self._key(key)} {made}", key in needed))
-        return self._add(f'"{{" {self._listed(parts)} "}}"')
-
-    def _listed(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Parts in their order with commas between them, of which some are needed."""
-        rests = [""]  # what stands behind the last part, the one before it, ...
-        for part, is_needed in reversed(parts):
-            body = f'("," {part}){"" if is_needed else "?"} {rests[-1]}'
-            rests.append(self._add(body))
-        rests.reverse()
-        firsts: list[str] = []
-        for (part, is_needed), rest in zip(parts, rests[1:], strict=True):
-            firsts.append(f"{part} {rest}")
-            if is_needed:
-                return f"({' | '.join(firsts)})"
-        return f"({' | '.join(firsts)})?"
+        return self._add(f'"{{" {self._rules.listed(parts, ",")} "}}"')
 
     def _list(self, schema: Mapping[str, Any], depth: int) -> str:
         items = schema.get("items", True)
@@ -508,7 +494,7 @@ def _excludes_all(schema: Mapping[str, Any]) -> bool:
 
 def _may_overlap(choices: Sequence[object]) -> bool:
     """Whether a value may be one of several choices, as far as their types tell."""
-    parts = [cast("dict[str, Any]", one) if isinstance(one, dict) else {} for one in choices]
+    parts = list(map(object_of, choices))
     kinds = [str(one.get("type", one.get("const"))).replace("integer", "number") for one in parts]
     return len(set(kinds)) < len(kinds)
 

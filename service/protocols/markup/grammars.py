@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from batchengine.core import Constraint
 from batchengine.markup import (
@@ -47,6 +47,7 @@ from service.protocols.markup.rules import (
     slashed,
 )
 from service.protocols.markup.values import is_tag_name
+from service.protocols.strict_json import list_of, object_of
 
 # What no rule of a text between tags says.
 _LINE = "\n"
@@ -315,7 +316,7 @@ def _function(rules: Rules, number: int, tool: dict[str, Any]) -> str:
 
     head = literal(named(tags.call, tool["function"]["name"]) + "\n")
     schema = schema_of(tool)
-    if not all(map(is_tag_name, _properties(schema))):
+    if not all(map(is_tag_name, object_of(schema.get("properties")))):
         args = rules.add(f"args{number}", json_rule(schema, EXACT, tool["function"]["name"]))
         return " ".join([head, args, literal(f"\n{tags.call_end}\n")])
     body = _parameters(
@@ -352,11 +353,6 @@ def _line(rules: Rules) -> str:
     return literal(rules.markup.line) if rules.markup.line else ""
 
 
-def _properties(schema: dict[str, Any]) -> dict[str, Any]:
-    listed: object = schema.get("properties")
-    return cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
-
-
 def _parameters(
     rules: Rules,
     number: int,
@@ -369,9 +365,7 @@ def _parameters(
     """The parameters in the order of the schema, each behind its `head`, up to `end`, and what
     stands `behind` that."""
     name, schema = tool["function"]["name"], schema_of(tool)
-    fields = _properties(schema)
-    required: object = schema.get("required")
-    needed = cast("list[object]", required) if isinstance(required, list) else []
+    fields, needed = object_of(schema.get("properties")), list_of(schema.get("required"))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     for keyword in sorted(schema.keys() - OF_ARGUMENTS):
         rules.lose(keyword)
@@ -380,7 +374,7 @@ def _parameters(
     for slot, (key, given) in enumerate(fields.items()):
         if given is False:  # no value may be given
             continue
-        value = cast("dict[str, Any]", given) if isinstance(given, dict) else {}  # true: any value
+        value = object_of(given)  # true: any value
         rule = f"value{number}x{slot}"
         kind, options = value.get("type"), value.get("enum")
         if kind == "string" and options and all(isinstance(one, str) for one in options):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from batchengine.core import OutputForm
 from batchengine.markup import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, tool_of
 from service.protocols.markup.reader import AnswerReader, Reading
-from service.protocols.output import CallArguments, CallStart, Reasoning, Text
+from service.protocols.output import Reasoning, Text
 
 WORD_CHARS_MAX = 300
 HEAD_PARTS_MAX = 12  # words, marks and spaces
@@ -40,7 +40,6 @@ class HarmonyParser(AnswerReader):
     def __init__(self, form: OutputForm) -> None:
         super().__init__(has_breaks=True)
         self._form = form
-        self._calls = 0
         self._has_text = False
         self._has_reasoning = False
 
@@ -155,13 +154,9 @@ class HarmonyParser(AnswerReader):
         is_empty |= yield from reader.is_at((END, CALL))
         if following != "{" and not is_empty:
             return space
-        self._add(CallStart(self._calls, head.tool))
+        self._begin_call(head.tool)
         if is_empty:
             self._arguments("{}")
         elif (yield from reader.json_value(self._arguments, _MARKS)):
             yield from reader.space()
-        self._calls += 1
         return ""
-
-    def _arguments(self, text: str) -> None:
-        self._add(CallArguments(self._calls, text))

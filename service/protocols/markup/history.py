@@ -19,6 +19,7 @@ from batchengine.text.messages import call_arguments
 from service.protocols.markup.rules import schema_at
 from service.protocols.output import turns_of
 from service.protocols.protocol import PromptEncoder
+from service.protocols.strict_json import object_of
 
 Message = dict[str, Any]
 
@@ -111,11 +112,9 @@ def _described(tool: dict[str, Any]) -> dict[str, Any]:
     """A tool with a description, and texts where templates of Harmony join texts."""
     function: Message = {**tool["function"]}
     function["description"] = function.get("description") or ""
-    given: object = function.get("parameters")
-    parameters = cast("Message", given) if isinstance(given, dict) else {}
-    fields: object = parameters.get("properties")
-    if isinstance(fields, dict):
-        named = {name: _with_text(one) for name, one in cast("Message", fields).items()}
+    parameters = object_of(function.get("parameters"))
+    if fields := object_of(parameters.get("properties")):
+        named = {name: _with_text(one) for name, one in fields.items()}
         function["parameters"] = {**parameters, "properties": named}
     return {**tool, "function": function}
 
@@ -172,10 +171,8 @@ class _Declaration:
             if some:
                 is_null = {"nullable": True} if "null" in map(_type_of, choices) else {}
                 made = {**cast("Message", some[0]), **made, **is_null}
-        fields: object = made.get("properties")
-        if isinstance(fields, dict):
-            named = cast("Message", fields).items()
-            made["properties"] = {name: self.typed(one, depth) for name, one in named}
+        if fields := object_of(made.get("properties")):
+            made["properties"] = {name: self.typed(one, depth) for name, one in fields.items()}
         if isinstance(made.get("items"), dict):
             made["items"] = self.typed(made["items"], depth)
         return made if made.get("type") else {**made, "type": _kind(made)}
@@ -185,11 +182,11 @@ class _Declaration:
         place = unquote(reference.removeprefix("#"))
         is_path = reference.startswith("#") and (not place or place.startswith("/"))
         found = schema_at(self._root, place) if is_path else None
-        return cast("Message", found) if isinstance(found, dict) else {}
+        return object_of(found)
 
 
 def _type_of(schema: object) -> str:
-    kind: object = cast("Message", schema).get("type") if isinstance(schema, dict) else ""
+    kind: object = object_of(schema).get("type")
     return kind if isinstance(kind, str) else ""
 
 
@@ -205,11 +202,11 @@ def _kind(schema: Message) -> str:
 
 
 def _with_text(given: object) -> object:
-    schema = cast("Message", given) if isinstance(given, dict) else {}
+    schema = object_of(given)
     if isinstance(schema.get("default", ""), str) or not (
         schema.get("enum") or schema.get("oneOf")
     ):
-        return cast("object", given)
+        return given
     return {**schema, "default": json.dumps(schema["default"])}
 
 

@@ -36,9 +36,6 @@ from service.protocols.markup.values import (
     name_of,
 )
 from service.protocols.output import (
-    ArgumentsParser,
-    CallArguments,
-    CallStart,
     OutputParser,
     OutputPart,
     PlainText,
@@ -59,16 +56,14 @@ class MarkupParser(AnswerReader):
         self._form = form
         self._markup: Markup = MARKUPS[form.markup]
         super().__init__(has_breaks=self._markup.has_breaks)
-        self._calls = 0
         self._held = ""  # white space that is text if more text follows
-        self._has_calls = False
         self._shown = False  # whether any text was since the last call
         self._hides = False  # what is left is part of a call
         self._has_thought = False
 
     def flush(self, *, is_cut: bool = False) -> list[OutputPart]:
         if is_cut and not self._shown:  # what was held back may be the beginning of a marker
-            self._hides = self._form.checked or self._has_calls
+            self._hides = self._form.checked or self._calls > 0
         return super().flush(is_cut=is_cut)
 
     def _text(self, text: str) -> None:
@@ -137,11 +132,8 @@ class MarkupParser(AnswerReader):
     def _start(self, name: str) -> None:
         """Begins a call, whose head is what was kept."""
         self._reader.kept()
-        self._add(CallStart(self._calls, name))
-        self._held, self._shown, self._has_calls = "", False, True
-
-    def _arguments(self, text: str) -> None:
-        self._add(CallArguments(self._calls, text))
+        self._begin_call(name)
+        self._held, self._shown = "", False
 
     def _values(self, name: str) -> Values:
         """The reader of the arguments of a call of this tool that are no JSON object."""
@@ -201,7 +193,6 @@ class MarkupParser(AnswerReader):
             yield from reader.has(self._markup.closing)
         else:
             self._arguments("{}")
-        self._calls += 1
 
     def _fields(self, marker: str) -> Reading[None]:
         """call:NAME{KEY:VALUE,...}, white space between or not."""
@@ -215,7 +206,6 @@ class MarkupParser(AnswerReader):
         yield from self._values(name).fields()
         yield from reader.space()
         yield from reader.has(FIELDS_END)
-        self._calls += 1
 
     def _objects(self, prefix: str, strict: bool = False) -> Reading[None]:
         """Objects with a semicolon between them, if there is one."""
@@ -255,7 +245,6 @@ class MarkupParser(AnswerReader):
             return
         self._start(name)
         yield from reader.json_value(self._arguments)
-        self._calls += 1
 
     def _named(self, marker: str) -> Reading[None]:
         """Calls, each between two marks, of whose first `marker` may be one."""
@@ -273,7 +262,6 @@ class MarkupParser(AnswerReader):
             marker = ""
             self._start(name)
             yield from reader.json_value(self._arguments)
-            self._calls += 1
             for end in ("```", marks.call_end):
                 yield from reader.space()
                 yield from reader.has(end)
@@ -311,7 +299,6 @@ class MarkupParser(AnswerReader):
                     break
                 self._start(name)
                 yield from arguments.rest(key)
-                self._calls += 1
             prefix, is_first = "", False
             reader.keep()
             yield from reader.space()
@@ -387,7 +374,6 @@ class MarkupParser(AnswerReader):
         if not started:
             (self._text if strict else self._no_call)(prefix + reader.kept())
             return False
-        self._calls += 1
         return True
 
     def _function(self, marker: str) -> Reading[None]:
@@ -413,7 +399,6 @@ class MarkupParser(AnswerReader):
         if (yield from reader.has(tags.call_end)):
             yield from reader.space()
         yield from reader.has(self._markup.closing)
-        self._calls += 1
 
 
 def _listed_head(reader: Reader) -> Reading[str]:
@@ -460,8 +445,6 @@ def _as_object(arguments: str) -> str:
 
 def parser_of(form: OutputForm) -> OutputParser:
     """The parser of an answer of this form."""
-    if form.tool:
-        return ArgumentsParser(form.tool)
     if form.markup not in MARKUPS:
         return PlainText()
     has_channels = MARKUPS[form.markup].writes == "channel"

@@ -9,12 +9,13 @@ arguments is none of these rules. So nothing that a schema says is lost.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from service.protocols.markup.python_calls import PYTHON_KEY
 from service.protocols.markup.rules import EXACT, OF_ARGUMENTS, Rules, json_rule, literal, schema_of
 from service.protocols.markup.values import NAME_CHARS_MAX
+from service.protocols.strict_json import list_of, object_of
 
 _NAME = re.compile(r"[\w.:/-]+")
 _NOTES = frozenset(("type", "title", "description", "default", "examples", "enum", "const"))
@@ -25,14 +26,13 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
     """A call; "" where the parser would not read the name of the tool or of a parameter, and where
     the schema says what these rules do not."""
     schema, name = schema_of(tool), tool["function"]["name"]
-    listed: object = schema.get("properties")
-    fields = cast("dict[str, Any]", listed) if isinstance(listed, dict) else {}
+    fields = object_of(schema.get("properties"))
     if not _NAME.fullmatch(name) or not all(map(_is_key, fields)):
         return ""
-    if not fields and tool["function"].get("parameters") and _is_open(schema):
+    is_open = schema.get("additionalProperties") is not False
+    if not fields and tool["function"].get("parameters") and is_open:
         return ""  # any arguments
-    required: object = schema.get("required")
-    needed = cast("list[object]", required) if isinstance(required, list) else []
+    needed = list_of(schema.get("required"))
     if not OF_ARGUMENTS.issuperset(schema) or not all(map(_is_shared, _references(fields))):
         return ""
     if any(not isinstance(key, str) or fields.get(key, False) is False for key in needed):
@@ -49,7 +49,7 @@ def python_call(rules: Rules, number: int, tool: dict[str, Any]) -> str:
         for slot, (key, given) in enumerate(fields.items())
         if given is not False
     ]
-    return f"{literal(f'{name}(')} {_arguments(rules, number, keywords)} {literal(')')}"
+    return f"{literal(f'{name}(')} {rules.listed(keywords, ', ')} {literal(')')}"
 
 
 def _references(schema: object) -> Iterator[object]:
@@ -75,26 +75,9 @@ def _is_key(key: str) -> bool:
     return is_read and 0 < len(key) <= NAME_CHARS_MAX
 
 
-def _is_open(schema: dict[str, Any]) -> bool:
-    return schema.get("additionalProperties") is not False
-
-
-def _arguments(rules: Rules, number: int, keywords: Sequence[tuple[str, bool]]) -> str:
-    """Some or all keywords with commas between them, those that are needed among them."""
-    first, more = '""', '""'
-    for slot, (keyword, is_needed) in reversed(list(enumerate(keywords))):
-        begun = f"{keyword} {more}"
-        first_rule = begun if is_needed else f"{begun} | {first}"
-        joined = f'", " {begun}'
-        first = rules.add(f"first{number}x{slot}", first_rule)
-        if slot:
-            more = rules.add(f"more{number}x{slot}", joined if is_needed else f"{joined} | {more}")
-    return first
-
-
 def _value(rules: Rules, place: str, given: object, shared: dict[str, Any], tool: str) -> str:
     """A value that a schema allows."""
-    schema = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    schema = object_of(given)
     kind = schema.get("type")
     says_more = any(key not in _NOTES for key in schema)
     has_options = "const" in schema or "enum" in schema
@@ -115,8 +98,7 @@ def _texts(schema: dict[str, Any]) -> list[str]:
     """The texts that a schema lists, if it lists nothing else and allows no less of them."""
     if schema.get("type", "string") != "string" or ("const" in schema and "enum" in schema):
         return []
-    listed: object = [schema["const"]] if "const" in schema else schema.get("enum")
-    options = cast("list[object]", listed) if isinstance(listed, list) else []
+    options = [schema["const"]] if "const" in schema else list_of(schema.get("enum"))
     texts = [one for one in options if isinstance(one, str)]
     return texts if len(texts) == len(options) else []
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from batchengine.markup import BREAK
-from service.protocols.output import GrowingParts, OutputPart
+from service.protocols.output import CallArguments, CallStart, GrowingParts, OutputPart
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -289,6 +289,7 @@ class AnswerReader(ABC):
         self._has_breaks = has_breaks
         self._reader = Reader()
         self._parts = GrowingParts()
+        self._calls = 0  # that have begun
         self._is_cut = False  # at the end
         self._run = self._answer()
         self._over = False
@@ -308,6 +309,14 @@ class AnswerReader(ABC):
     def _advance(self) -> None:
         if not self._over:
             self._over = next(self._run, True) is True
+
+    def _begin_call(self, name: str) -> None:
+        self._add(CallStart(self._calls, name))
+        self._calls += 1
+
+    def _arguments(self, text: str) -> None:
+        """Adds to the arguments of the last call."""
+        self._add(CallArguments(self._calls - 1, text))
 
     def _add(self, part: OutputPart) -> None:
         """Adds a part as the model wrote it."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import CONSTRAINT_CHARS_MAX, SCHEMA_LOST, SCHEMA_TOOL
 from batchengine.markup import Markup
+from service.protocols.strict_json import object_of
 
 ANY = r"/(.|\n)*/"
 # As `tojson` of the templates writes it, and never white space without end.
@@ -65,6 +66,20 @@ class Rules:
             return self.add(name, f"{ANY} {self.marker(marker)}")
         return self.add(f"{name}[suffix={literal(marker)}]", ANY).partition("[")[0]
 
+    def listed(self, parts: Sequence[tuple[str, bool]], between: str) -> str:
+        """Parts in their order with a text between two of them; those that are False may be left
+        out."""
+        rests = [""]  # what stands behind the last part, the one before it, ...
+        for part, is_needed in reversed(parts):
+            body = f"({literal(between)} {part}){'' if is_needed else '?'} {rests[-1]}"
+            rests.append(self.add(f"rest{len(self.lines)}", body))
+        firsts: list[str] = []
+        for (part, is_needed), rest in zip(parts, rests[-2::-1], strict=True):
+            firsts.append(f"{part} {rest}")
+            if is_needed:
+                return f"({' | '.join(firsts)})"
+        return f"({' | '.join(firsts)})?" if firsts else ""
+
     def lose(self, keyword: str) -> None:
         """Notes that the rules do not say what a keyword of a schema says."""
         self.add(f'// "{SCHEMA_LOST}"', json.dumps([keyword]))
@@ -81,8 +96,7 @@ OF_ARGUMENTS = frozenset(
 
 def schema_of(tool: dict[str, Any]) -> dict[str, Any]:
     """The schema of a tool's arguments, which are an object whatever it says."""
-    given = tool["function"].get("parameters")
-    schema = dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else {}
+    schema = dict(object_of(tool["function"].get("parameters")))
     schema["type"] = "object"
     if PATTERN in tool:
         fields = {name: {"type": "string", "pattern": tool[PATTERN]} for name in schema["required"]}

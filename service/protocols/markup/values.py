@@ -150,10 +150,7 @@ class Values:
         if following == '"':
             return (yield from reader.json_value(self.sink))
         if (yield from reader.has(QUOTE)):
-            self.sink('"')
-            ended = yield from reader.until((QUOTE,), self._quote)
-            self.sink('"' if ended else "")
-            return bool(ended)
+            return (yield from self._value(True, (QUOTE,)))
         bare = (yield from reader.run(_BARE_VALUE, _FIELD_MARKS)).strip()
         self.sink(as_value(bare) if bare else "")
         return bool(bare)

@@ -18,6 +18,7 @@ from service.protocols.conversation import Conversation, ToolChoice, check_names
 from service.protocols.messages import client_tools, signatures
 from service.protocols.messages.body import Choice, MessagesRequest, Object
 from service.protocols.openai import formats
+from service.protocols.strict_json import object_of
 
 BILLING = "x-anthropic-billing-header:"  # a line that differs between sessions, for no model
 UNTIL_NEXT = "next_user_message"
@@ -222,11 +223,10 @@ def _text(block: Object, param: str) -> str:
 def _read(block: Object, param: str) -> str | None:
     """The text of a block of text, a document of plain text or a search result; None for others."""
     kind = block.get("type")
-    source: object = block.get("source")
     if kind == "text" and isinstance(block.get("text"), str):
         return block["text"]
     if kind == "document":
-        fields = cast("Object", source) if isinstance(source, dict) else {}
+        fields = object_of(block.get("source"))
         head, at = _strings(block.get("title"), block.get("context")), f"{param}.source.content"
         if fields.get("type") == "text" and isinstance(fields.get("data"), str):
             return "\n".join([*head, fields["data"]])
@@ -300,8 +300,7 @@ def _instructions(content: object, where: str, tools: _Tools) -> str:
         if kind not in ("tool_addition", "tool_removal"):
             texts.append(_without_billing(_text(block, param)))
             continue
-        tool: object = block.get("tool")
-        change = cast("Object", tool) if isinstance(tool, dict) else {}
+        change = object_of(block.get("tool"))
         name, definition = change.get("name"), change.get("definition")
         if kind == "tool_addition" and isinstance(definition, dict):
             function = _function(cast("Object", definition), f"{param}.tool.definition")

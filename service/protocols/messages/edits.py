@@ -6,11 +6,10 @@ prompt differs from the one before, so its KV is computed from the first cleared
 
 from __future__ import annotations
 
-from typing import cast
-
 import msgspec
 
 from service.protocols.messages.body import Amount, Edit, MessagesRequest, Object, PromptCount
+from service.protocols.strict_json import list_of
 
 CLEAR_THINKING = "clear_thinking_20251015"
 CLEAR_TOOL_USES = "clear_tool_uses_20250919"
@@ -138,7 +137,5 @@ def _without_results(messages: list[Object], edit: Edit) -> tuple[list[Object], 
 
 def _blocks(message: Object) -> list[Object]:
     """The blocks of a message; none of a text, nor of contents that are no blocks."""
-    content: object = message.get("content")
-    blocks = cast("list[object]", content) if isinstance(content, list) else []
-    is_whole = all(isinstance(block, dict) for block in blocks)
-    return cast("list[Object]", blocks) if is_whole else []
+    blocks = list_of(message.get("content"))
+    return blocks if all(isinstance(block, dict) for block in blocks) else []

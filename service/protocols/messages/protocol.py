@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,6 +20,16 @@ from service.protocols.requests import Prompt
 from service.protocols.schema import TOKENS_MAX
 
 VERSION = "anthropic-version"  # a header of every client of this protocol
+BETA = "anthropic-beta"  # a header with names of features that a client may use, each with a date
+BETAS_MAX = 32
+# features that change nothing unless a body asks for them, and those that are always there
+KNOWN_BETAS = {
+    "advanced-tool-use", "claude-code", "context-management", "effort", "extended-cache-ttl",
+    "fast-mode", "fine-grained-tool-streaming", "inline-tools", "interleaved-thinking",
+    "mid-conversation-tool-changes", "prompt-caching", "prompt-caching-scope",
+    "structured-outputs", "thinking-token-count", "token-counting", "token-efficient-tools",
+}  # fmt: skip
+_DATE = re.compile(r"-\d{4}-\d\d-\d\d$|-\d{8}$")
 
 
 def check(body: MessagesRequest) -> None:
@@ -91,6 +103,12 @@ def _listed(names: tuple[str, ...]) -> str:
 def counted(tokens: int) -> dict[str, object]:
     """The answer of count_tokens."""
     return {"input_tokens": tokens}
+
+
+def unknown_betas(headers: Mapping[str, str]) -> list[str]:
+    """Names of features that the daemon does not have, as fields that it ignores."""
+    sent = [name.strip() for name in headers.get(BETA, "").split(",")[:BETAS_MAX]]
+    return [f"{BETA}.{name}" for name in sent if name and _DATE.sub("", name) not in KNOWN_BETAS]
 
 
 MESSAGES = Protocol(

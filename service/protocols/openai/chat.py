@@ -8,14 +8,14 @@ from typing import Any, ClassVar, NamedTuple, cast
 import msgspec
 
 from batchengine import errors
-from batchengine.core import FORM_CHAT, TokenEvent, TokenLogprob
+from batchengine.core import FORM_CHAT, TokenEvent
 from batchengine.text.messages import ROLES
 from service.protocols import conversation
 from service.protocols.conversation import Conversation
 from service.protocols.formatter import Answer
 from service.protocols.openai import formats, tools
 from service.protocols.openai.custom_tools import CustomInput, custom_input
-from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_number
+from service.protocols.openai.envelope import Chunk, OpenAIFormatter, error_object, logprob_item
 from service.protocols.output import (
     CallArguments,
     CallStart,
@@ -32,7 +32,6 @@ from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import NOTHING, HttpJob, Prompt
 from service.protocols.schema import EFFORTS, ChatRequest, openai_fields, tokens_asked
 
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 # echo of a request with `functions` instead of tools; of one with custom tools it is their names
 LEGACY = b'"functions"'
 _encode, _names = msgspec.json.Encoder().encode, msgspec.json.Decoder(tuple[str, ...]).decode
@@ -54,7 +53,8 @@ def read_prompt(body: ChatRequest, text: PromptEncoder, limits: PromptLimits) ->
 def _conversation(body: ChatRequest) -> Conversation:
     offered = tools.tools_of(body)
     echo = LEGACY if body.tools is None and body.functions is not None else NOTHING
-    messages = [_message(message, index) for index, message in enumerate(body.messages)]
+    media = dict[str, None]()  # kinds of parts of results that are not read
+    messages = [_message(message, index, media) for index, message in enumerate(body.messages)]
     continues = _continues(body)
     others = (index for index, one in enumerate(messages) if one["role"] != "system")
     return Conversation(
@@ -68,17 +68,14 @@ def _conversation(body: ChatRequest) -> Conversation:
         logprobs=(body.top_logprobs or 0) if body.logprobs else -1,
         echo=_encode(offered.custom) if offered.custom else echo,
         heading=next(others, len(messages)),
-        unread=tuple(dict.fromkeys((*_unread(body), *offered.unread))),
+        unread=tuple(dict.fromkeys((*_unread(body, media), *offered.unread))),
         predicted=_predicted(body),
     )
 
 
-def _unread(body: ChatRequest) -> Iterator[str]:
+def _unread(body: ChatRequest, media: Iterable[str]) -> Iterator[str]:
     """Names of fields that are accepted and change nothing."""
-    for message in body.messages:
-        if message.get("role") == "tool" and isinstance(message.get("content"), list):
-            parts = cast("list[dict[str, Any]]", message["content"])  # `_content` has read them
-            yield from (f"tool.{p['type']}" for p in parts if conversation.omitted(p.get("type")))
+    yield from (f"tool.{kind}" for kind in media)
     if (body.prompt_cache_options or {}).get("prewarm") is not None:
         yield "prompt_cache_options.prewarm"  # of Responses only
 
@@ -90,7 +87,7 @@ def _predicted(body: ChatRequest) -> str:
     if given.get("type") != "content":
         what, fix = "prediction.type is not content", 'send {"type": "content", "content": "…"}'
         raise errors.INVALID_FIELD(param="prediction.type", what=what, fix=fix)
-    return _content(given, "assistant", "prediction")
+    return conversation.text_of(given.get("content") or "", "prediction.content")
 
 
 def _continues(body: ChatRequest) -> bool:
@@ -109,7 +106,7 @@ def _continues(body: ChatRequest) -> bool:
     return body.add_generation_prompt is not True if asked is None else asked
 
 
-def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
+def _message(message: dict[str, Any], index: int, media: dict[str, None]) -> dict[str, Any]:
     """One message as templates expect it: known fields only, text content as one string."""
     where = f"messages[{index}]"
     role = message.get("role")
@@ -120,7 +117,11 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
         what, fix = f"{where}.role is missing or unknown", "use " + ", ".join(ROLES)
         raise errors.INVALID_FIELD(param=f"{where}.role", what=what, fix=fix)
     clean: dict[str, Any] = {"role": "system" if role == "developer" else role}
-    clean["content"] = _content(message, role, where)
+    content = message.get("content")
+    if content is None and role == "assistant":  # only tool calls, or an empty turn
+        content = ""
+    read = media if role == "tool" else None
+    clean["content"] = conversation.text_of(content, f"{where}.content", read)
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None:
             if not isinstance(message[name], str):
@@ -139,40 +140,6 @@ def _message(message: dict[str, Any], index: int) -> dict[str, Any]:
             clean["reasoning_content"] = message[name]
             break
     return clean
-
-
-def _content(message: dict[str, Any], role: str, where: str) -> str:
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":  # only tool calls, or an empty turn
-        return ""
-    if not isinstance(content, list):
-        raise errors.INVALID_FIELD(
-            param=f"{where}.content",
-            what=f"{where}.content is missing or neither text nor a list of text parts",
-            fix="send a string",
-        )
-    texts: list[str] = []
-    for number, part in enumerate(cast("list[object]", content)):
-        param = f"{where}.content[{number}]"
-        if not isinstance(part, dict):
-            raise errors.INVALID_FIELD(param=param, what=f"{param} must be an object")
-        fields = cast("dict[str, object]", part)
-        kind = fields.get("type")
-        text = fields.get("refusal" if kind == "refusal" else "text")
-        if role == "tool" and (instead := conversation.omitted(kind)) is not None:
-            texts.append(instead)
-            continue
-        if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise errors.INVALID_FIELD(
-                param=f"{param}.type",
-                what=f"{param} is not a text part",
-                why="this daemon reads text only",
-                fix='send {"type": "text", "text": "…"}',
-            )
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def _objects(value: object, param: str) -> list[dict[str, Any]]:
@@ -325,9 +292,7 @@ class ChatFormatter(OpenAIFormatter):
         }
 
     def _logprob_items(self, index: int, event: TokenEvent) -> tuple[object, ...]:
-        assert event.logprob is not None  # callers look first
-        top = [_logprob(one) for one in event.top]
-        return (_logprob(event.logprob) | {"top_logprobs": top},)
+        return (logprob_item(event),)
 
     def _logprobs(self, lists: Chunk) -> Chunk:
         return lists | {"refusal": None}
@@ -356,14 +321,6 @@ def _joined(deltas: Iterable[Chunk]) -> Chunk:
             else:
                 made[name] += value
     return made
-
-
-def _logprob(one: TokenLogprob) -> Chunk:
-    return {
-        "token": one.text.decode("utf-8", "replace"),
-        "logprob": logprob_number(one.logprob),
-        "bytes": list(one.text),
-    }
 
 
 CHAT = Protocol(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import msgspec
 
@@ -17,8 +18,9 @@ from batchengine.core import (
     TokenEvent,
     TokenLogprob,
 )
+from service.protocols import requests
 from service.protocols.formatter import CUT, Answer, SseEvent
-from service.protocols.openai import formats, prompts
+from service.protocols.openai import formats
 from service.protocols.openai.envelope import (
     LATER,
     Chunk,
@@ -29,11 +31,25 @@ from service.protocols.openai.envelope import (
 from service.protocols.output import OutputPart, plain_text
 from service.protocols.protocol import PromptEncoder, PromptLimits, Protocol
 from service.protocols.requests import NOTHING, HttpJob, Prompt
-from service.protocols.schema import Common, CompletionRequest, openai_fields, tokens_asked
+from service.protocols.schema import (
+    PROMPTS_MAX,
+    Common,
+    CompletionRequest,
+    openai_fields,
+    tokens_asked,
+)
 
 LISTED = "prompt_logprobs"  # list of a choice
 LISTED_MAX = 1 << 20  # log-probabilities in these lists of one answer: 75 bytes of JSON each
 TOKENS_DEFAULT = 16  # what every client of this older API expects
+# Control tokens of vocabularies that can fill a gap: in front of the text before it, in front of
+# the text behind it, and at the end of the prompt.
+GAP_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
+)
 
 
 class Repeated(msgspec.Struct, array_like=True, frozen=True):
@@ -79,7 +95,7 @@ def common(body: CompletionRequest) -> Common:
 def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimits) -> Prompt:
     """The tokens of every prompt; raises 400."""
     context = limits.context_tokens
-    tokens = prompts.encoded(body.prompt, body.suffix, text, limits)
+    tokens = _encoded(body.prompt, body.suffix, text, limits)
     listed_best = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     listed = (1 + listed_best) * sum(map(len, tokens)) * (body.best_of or body.n or 1)
     if listed > LISTED_MAX:
@@ -99,7 +115,7 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
     echoed_best = logprobs if body.echo else -1
     needs = body.echo or is_best or listed_best >= 0
     repeated = Repeated(
-        prompts.texts(body.prompt, tokens, text) if body.echo else [],
+        _texts(body.prompt, tokens, text) if body.echo else [],
         (body.n or 1) if is_best else 0,
         body.logprobs is None,
         tokens_max == 0,
@@ -120,6 +136,87 @@ def read_prompt(body: CompletionRequest, text: PromptEncoder, limits: PromptLimi
 def _has_no_limit(body: CompletionRequest) -> bool:
     """Whether the request says that it wants no limit, instead of none at all."""
     return body.max_tokens == -1 or body.n_predict == -1
+
+
+def _encoded(
+    value: object, suffix: str | None, text: PromptEncoder, limits: PromptLimits
+) -> list[list[int]]:
+    """The token ids of every prompt; raises 400, naming the one of several that is wrong."""
+    context, bound = limits.context_tokens, limits.context_bound
+    found: list[list[int]] = []
+    given = _prompts(value, limits.vocab_size)
+    for index, prompt in enumerate(given):
+        param = f"prompt[{index}]" if len(given) > 1 else "prompt"
+        if isinstance(prompt, str):
+            size_bytes = len((prompt + (suffix or "")).encode())
+            requests.check_text_size(size_bytes, context, bound, param)
+            tokens = _around(prompt, suffix, text) if suffix else text.encode(prompt, special=True)
+        else:
+            if suffix:
+                what, fix = "suffix needs a prompt of text", "send the prompt as text"
+                raise errors.INVALID_FIELD(param="suffix", what=what, fix=fix)
+            tokens = prompt
+        requests.check_prompt(tokens, context, bound, param)
+        found.append(tokens)
+    return found
+
+
+def _texts(value: object, tokens: list[list[int]], text: PromptEncoder) -> list[str]:
+    """The texts of prompts, as an answer repeats them."""
+    given = [value] if isinstance(value, str) else cast("list[object]", value)
+    if all(isinstance(one, str) for one in given):
+        return cast("list[str]", given)
+    return [b"".join(map(text.piece, one)).decode("utf-8", "replace") for one in tokens]
+
+
+def _around(prompt: str, suffix: str, text: PromptEncoder) -> list[int]:
+    """The tokens of a text with a gap in it."""
+    for names in GAP_TOKENS:
+        before, behind, end = map(text.control_id, names)
+        if before is not None and behind is not None and end is not None:
+            first = text.encode("", special=False)  # the begin-of-sequence token, if there is one
+            parts = (text.encode(one, special=False)[len(first) :] for one in (prompt, suffix))
+            head, tail = parts
+            return [*first, before, *head, behind, *tail, end]
+    raise errors.UNSUPPORTED_FIELD(
+        param="suffix",
+        what="this model has no tokens with which it fills a gap",
+        fix="leave out suffix",
+    )
+
+
+def _prompts(value: object, vocab_size: int) -> list[str] | list[list[int]]:
+    """The four forms of `prompt`: text, texts, token ids, lists of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        items = cast("list[object]", value)
+        if all(isinstance(item, str) for item in items) and len(items) <= PROMPTS_MAX:
+            return cast("list[str]", items)
+        if all(type(item) is int for item in items):
+            return [_token_ids(items, vocab_size, "prompt")]
+        if all(isinstance(item, list) for item in items) and len(items) <= PROMPTS_MAX:
+            lists = enumerate(cast("list[list[object]]", items))
+            return [_token_ids(item, vocab_size, f"prompt[{index}]") for index, item in lists]
+    raise errors.INVALID_FIELD(
+        param="prompt",
+        what="prompt has a wrong value",
+        why=f"expected text, token ids, or a list of at most {PROMPTS_MAX} of either",
+        fix="send a string",
+    )
+
+
+def _token_ids(items: list[object], vocab_size: int, name: str) -> list[int]:
+    for index, item in enumerate(items):
+        if type(item) is not int or not 0 <= item < vocab_size:
+            param = f"{name}[{index}]"
+            raise errors.INVALID_FIELD(
+                param=param,
+                what=f"{param} is not a token id of this model",
+                why=f"token ids are whole numbers from 0 to {vocab_size - 1:,}",
+                fix="send text, or ids made with this model's tokenizer",
+            )
+    return cast("list[int]", items)
 
 
 class CompletionFormatter(OpenAIFormatter):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from service.protocols.markup.rules import PATTERN
 from service.protocols.openai.input_formats import pattern_of
+from service.protocols.strict_json import object_of
 
 Fields = dict[str, Any]
 CUSTOM_ARGUMENT = "input"  # of the function that stands for a custom tool
@@ -30,13 +31,12 @@ def function_of(tool: Fields, name: str, left_out: list[str]) -> Fields:
     """A function of one text. A grammar of it stands in the description, and holds for calls that
     are forced or strict; of one that cannot hold UNENFORCED is added to `left_out`."""
     argument: Fields = {"type": "string"}
-    described, form = tool.get("description"), tool.get("format")
+    described, form = tool.get("description"), object_of(tool.get("format"))
     pattern = pattern_of(form)
     if pattern is None:
         left_out.append(UNENFORCED)
-    elif pattern and isinstance(form, dict):
-        grammar = cast("Fields", form)
-        note = f"The input follows this grammar ({grammar['syntax']}):\n{grammar['definition']}"
+    elif pattern:
+        note = f"The input follows this grammar ({form['syntax']}):\n{form['definition']}"
         described = f"{described}\n\n{note}" if isinstance(described, str) else note
     parameters = {
         "type": "object",

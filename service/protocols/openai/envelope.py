@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from batchengine.core import BatchEngineError, Found, Kind, TokenEvent
+from batchengine.core import BatchEngineError, Found, Kind, TokenEvent, TokenLogprob
 from service.protocols.formatter import Answer, Formatter, SseEvent
 from service.protocols.output import OutputPart
 from service.protocols.requests import HttpJob, derived_seed
@@ -20,20 +20,13 @@ DONE = SseEvent(b"[DONE]")  # ends every stream that does not fail
 
 _INVALID = "invalid_request_error"
 ERROR_TYPES: dict[Kind, str] = {
-    Kind.INVALID: _INVALID,
     Kind.UNAUTHENTICATED: "authentication_error",
     Kind.FORBIDDEN: "permission_error",
     Kind.NOT_FOUND: "not_found_error",
-    Kind.MISSING: _INVALID,
-    Kind.METHOD: _INVALID,
-    Kind.TIMEOUT: _INVALID,
-    Kind.CONFLICT: _INVALID,
-    Kind.TOO_LARGE: _INVALID,
-    Kind.MEDIA_TYPE: _INVALID,
     Kind.BUSY: "rate_limit_error",
     Kind.INTERNAL: "server_error",
     Kind.UNAVAILABLE: "server_error",
-}
+}  # all others are `_INVALID`
 
 Chunk = dict[str, object]
 
@@ -209,7 +202,7 @@ def error_object(error: BatchEngineError, request_id: str = "") -> Chunk:
     """The OpenAI error object (message, type, param, code) with added what, why, fix, details."""
     body: Chunk = {
         "message": str(error),
-        "type": ERROR_TYPES[error.kind],
+        "type": ERROR_TYPES.get(error.kind, _INVALID),
         "param": error.param,
         "code": error.name,
         "batchengine_code": error.code,
@@ -221,6 +214,21 @@ def error_object(error: BatchEngineError, request_id: str = "") -> Chunk:
         body["request_id"] = request_id
     body.update(error.details)
     return {"error": body}
+
+
+def logprob_item(event: TokenEvent) -> Chunk:
+    """A token with its log-probability and the likeliest ones in its place."""
+    assert event.logprob is not None  # callers look first
+    top = [_logprob(one) for one in event.top]
+    return _logprob(event.logprob) | {"top_logprobs": top}
+
+
+def _logprob(one: TokenLogprob) -> Chunk:
+    return {
+        "token": one.text.decode("utf-8", "replace"),
+        "logprob": logprob_number(one.logprob),
+        "bytes": list(one.text),
+    }
 
 
 def logprob_number(value: float) -> float:

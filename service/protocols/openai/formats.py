@@ -10,6 +10,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError, Constraint
 from service.protocols.openai import gbnf
 from service.protocols.schema import OpenAIBody
+from service.protocols.strict_json import list_of, object_of
 
 CHOICES_MAX = 1024
 _NAMES = (
@@ -56,8 +57,8 @@ def _response_format(given: dict[str, Any]) -> Constraint | None:
             schema: object = given.get("schema")  # llama-server's addition
             return _ANY_OBJECT if schema is None else _schema(schema, "response_format.schema")
         case "json_schema":
-            named: object = given.get("json_schema")
-            fields = cast("dict[str, Any]", named) if isinstance(named, dict) else given
+            is_named = isinstance(given.get("json_schema"), dict)
+            fields = object_of(given["json_schema"]) if is_named else given
             return _schema(fields.get("schema"), "response_format.json_schema.schema")
         case _:
             raise _wrong("response_format.type", "must be text, json_object or json_schema")
@@ -96,7 +97,7 @@ def _schema(value: object, param: str) -> Constraint:
 
 
 def _choice(value: object, param: str) -> Constraint:
-    texts = cast("list[object]", value) if isinstance(value, list) else []
+    texts = list_of(value)
     if not 0 < len(texts) <= CHOICES_MAX or not all(isinstance(one, str) and one for one in texts):
         raise _wrong(param, f"must be a list of 1 to {CHOICES_MAX} texts")
     choices = " | ".join(msgspec.json.encode(one).decode() for one in texts)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from typing import Any, cast
 
 from service.protocols.markup.rules import LOOKS_AROUND
+from service.protocols.strict_json import object_of
 
 PATTERN_CHARS_MAX = 1 << 16
 
@@ -34,7 +34,7 @@ _COMMON = {
 def pattern_of(given: object) -> str | None:
     """The pattern that the input of a custom tool with this `format` must match; "" = any text,
     None = its grammar cannot be written as one."""
-    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    fields = object_of(given)
     if fields.get("type") != "grammar":
         return ""
     definition: object = fields.get("definition")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.protocols.conversation import ToolChoice, check_names
 from service.protocols.openai import custom_tools
 from service.protocols.schema import ChatRequest
+from service.protocols.strict_json import list_of, object_of
 
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
@@ -55,8 +56,7 @@ def calls_of(calls: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for index, call in enumerate(calls):
         if call.get("type") == "custom":
-            given: object = call.get("custom")
-            fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+            fields = object_of(call.get("custom"))
             name, text = fields.get("name"), fields.get("input")
             if not isinstance(name, str) or not isinstance(text, str):
                 raise errors.INVALID_FIELD(
@@ -82,13 +82,11 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         return ToolChoice(parallel=parallel)
     if isinstance(given, str):
         return ToolChoice(_mode(given, param), (), parallel)
-    allowed: object = given.get("allowed_tools", given)
-    if given.get("type") == "allowed_tools" and isinstance(allowed, dict):
-        fields = cast("dict[str, Any]", allowed)
-        tools: object = fields.get("tools")
-        if not isinstance(tools, list) or not tools:
+    if given.get("type") == "allowed_tools":
+        fields = object_of(given.get("allowed_tools", given))
+        if not (tools := list_of(fields.get("tools"))):
             raise _wrong("tool_choice.allowed_tools.tools", "must be a list of tools")
-        names = tuple(_name(one, "tool_choice.allowed_tools") for one in cast("list[Any]", tools))
+        names = tuple(_name(one, "tool_choice.allowed_tools") for one in tools)
         return ToolChoice(_mode(fields.get("mode", "auto"), "tool_choice.mode"), names, parallel)
     if given.get("type") in ("function", "custom"):
         return ToolChoice("required", (_name(given, param),), False)
@@ -104,17 +102,16 @@ def _mode(value: object, param: str) -> Any:
 
 def _name(given: object, param: str) -> str:
     """The tool that {"type", "function": {"name"}}, such a "custom" or {"name"} names."""
-    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    fields = object_of(given)
     kind = "custom" if fields.get("type") == "custom" else "function"
-    inner: object = fields.get(kind, fields)
-    name: object = cast("dict[str, Any]", inner).get("name") if isinstance(inner, dict) else None
+    name: object = object_of(fields.get(kind, fields)).get("name")
     if not isinstance(name, str):
         raise _wrong(param, "names no tool")
     return name
 
 
 def _function(given: object, param: str) -> dict[str, Any]:
-    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    fields = object_of(given)
     name, schema = fields.get("name"), fields.get("parameters")
     if not isinstance(name, str) or not name:
         raise _no_tool(param)
@@ -126,9 +123,8 @@ def _function(given: object, param: str) -> dict[str, Any]:
 
 def _format(given: object) -> object:
     """The format of a custom tool as Responses has it: there a grammar is no object of its own."""
-    fields = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    inner: object = fields.get("grammar")
-    return (cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}) | fields
+    fields = object_of(given)
+    return object_of(fields.get("grammar")) | fields
 
 
 def _no_tool(param: str) -> BatchEngineError:

@@ -12,13 +12,13 @@ from functools import cached_property
 import msgspec
 
 from batchengine import errors
-from batchengine.core import BatchEngineError, DoneEvent, Kind, PastTurn, TokenEvent, TokenLogprob
+from batchengine.core import BatchEngineError, DoneEvent, Kind, PastTurn, TokenEvent
 from service.protocols.formatter import Formatter, SseEvent
 from service.protocols.openai.envelope import (
     LATER,
     Chunk,
     joined,
-    logprob_number,
+    logprob_item,
     serving_object,
     timings_object,
 )
@@ -139,9 +139,9 @@ class ResponsesFormatter(Formatter):
         names = ("response.created", "response.in_progress")
         return self._events([{"type": name, "response": self._head} for name in names])
 
-    def begun(self) -> bytes:
+    def begun(self, status: str) -> bytes:
         """The whole object of a response that has not ended."""
-        return _encode(self._head)
+        return _encode(self._head | {"status": status})
 
     def noop(self) -> list[SseEvent]:
         """The second event once more, as comments do not reset the watchdog of every client."""
@@ -161,7 +161,7 @@ class ResponsesFormatter(Formatter):
         if self._warms:
             return []
         if event.logprob is not None:
-            self._early.append(_logprob_item(event))
+            self._early.append(_encode(logprob_item(event)))
         return self._events(self._push(parts))
 
     def _skip(self, index: int, parts: Sequence[OutputPart]) -> None:
@@ -179,7 +179,7 @@ class ResponsesFormatter(Formatter):
     # ---- whole answers ----
 
     def _keep_logprob(self, index: int, event: TokenEvent) -> None:
-        self._early.append(_logprob_item(event))
+        self._early.append(_encode(logprob_item(event)))
 
     def collect(self, index: int, event: TokenEvent | DoneEvent) -> None:
         answer = self.answers[0]
@@ -194,28 +194,14 @@ class ResponsesFormatter(Formatter):
         messages = [item for item in self._items.done if item["type"] == "message"]
         for item in messages:
             item["content"] = [{**item["content"][0], "logprobs": LATER}]
-        start, *rest = _encode(self._ended(status)).split(b"\0")
+        response = self._ended(status)
+        if self._past is not None:  # nothing recorded these
+            del response["timings"], response["batchengine"]
+        start, *rest = _encode(response).split(b"\0")
         yield start
         for logprobs, after in zip(self._items.logprobs, rest, strict=True):
             yield from joined(logprobs)
             yield after
-
-    def add(self, texts: Sequence[str]) -> None:
-        """Reads more tokens of an answer of the ledger."""
-        for text in texts:
-            self._items.push(self.answers[0].push(text), [])
-
-    def stored(self, past: PastTurn) -> bytes:
-        """The whole object of an answer of the ledger, whose tokens were added; what nothing
-        recorded is left out of it."""
-        parser, is_cut = self.answers[0].parser, past.finish_reason != "stop"
-        self._items.push([*parser.push(past.texts[-1]), *parser.flush(is_cut=is_cut)], [])
-        status = STATUS.get(past.finish_reason, "failed")
-        self._items.close("completed" if status == "completed" else "incomplete")
-        prompt = len(self.job.requests[0].prompt)
-        usage = self._usage(prompt, past.cached_tokens, past.tokens)
-        facts: Chunk = {"output": self._items.done, "usage": usage}
-        return _encode({**self._head, **ended(status, past.ended_s), **facts})
 
     # ---- inner ----
 
@@ -223,9 +209,9 @@ class ResponsesFormatter(Formatter):
         """The events of parts: log-probabilities of tokens that showed nothing stand with the next
         text of their message. Reasoning and calls have none."""
         chunks, items = self._items.push(parts, self._early), self._items
-        if items.in_message and is_last:
+        if items.kind == "message" and is_last:
             items.logprobs[-1] += self._early
-        if items.is_begun and (is_last or not items.in_message):
+        if items.kind and (is_last or items.kind != "message"):
             self._early.clear()
         return chunks
 
@@ -282,17 +268,3 @@ class ResponsesFormatter(Formatter):
         data = _encode({"type": name, "sequence_number": self._sent, **chunk})
         self._sent += 1
         return SseEvent(data, name, "" if self.ids is None else self.ids.current)
-
-
-def _logprob_item(event: TokenEvent) -> bytes:
-    assert event.logprob is not None  # callers look first
-    top = [_logprob(one) for one in event.top]
-    return _encode(_logprob(event.logprob) | {"top_logprobs": top})
-
-
-def _logprob(one: TokenLogprob) -> Chunk:
-    return {
-        "token": one.text.decode("utf-8", "replace"),
-        "bytes": list(one.text),
-        "logprob": logprob_number(one.logprob),
-    }

@@ -13,13 +13,13 @@ from typing import Any, cast
 
 from batchengine import errors
 from batchengine.core import BatchEngineError
-from service.protocols.conversation import omitted
+from service.protocols.conversation import text_of
 from service.protocols.openai.custom_tools import call_arguments
 from service.protocols.responses.tools import qualified
+from service.protocols.strict_json import object_of
 
 Fields = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
 ENCRYPTED = "be1:"  # the beginning of `encrypted_content` that this daemon wrote
 # items of tools that a provider ran, or knows: their results are in the text that followed;
 # summaries of a conversation, which only the provider that wrote them can read; and notes for it
@@ -103,7 +103,7 @@ class _Reader:
         if not isinstance(role, str) or role not in ROLES:
             what, fix = f"{where}.role is missing or unknown", "use " + ", ".join(ROLES)
             raise errors.INVALID_FIELD(param=f"{where}.role", what=what, fix=fix)
-        text = _content(item.get("content"), f"{where}.content")
+        text = text_of(item.get("content"), f"{where}.content")
         if role != "assistant":
             self.add({"role": ROLES[role], "content": text})
             return
@@ -118,7 +118,7 @@ class _Reader:
         if len(plain) < len(parts):
             self.passed_over["agent_message"] = None
         if plain:
-            text = _content(plain if isinstance(given, list) else given, f"{where}.content")
+            text = text_of(plain if isinstance(given, list) else given, f"{where}.content")
             self.add({"role": "user", "content": text})
 
     def _call(self, item: Fields, where: str) -> None:
@@ -136,7 +136,7 @@ class _Reader:
 
     def _output(self, item: Fields, where: str) -> None:
         call_id, media = _text_of(item, "call_id", where), dict[str, None]()
-        content = _content(item.get("output"), f"{where}.output", media)
+        content = text_of(item.get("output"), f"{where}.output", media)
         self.passed_over |= {f"{item['type']}.{kind}": None for kind in media}
         self.add({"role": "tool", "tool_call_id": call_id, "content": content})
 
@@ -149,40 +149,13 @@ class _Reader:
 
 
 def _is_encrypted(part: object) -> bool:
-    return isinstance(part, dict) and cast("Fields", part).get("type") == ENCRYPTED_PART
-
-
-def _content(content: object, where: str, media: dict[str, None] | None = None) -> str:
-    """Text, or the text of a list of text parts. `media`: kinds of the parts that others stand for;
-    None = each is refused."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _wrong(where, "text or a list of text parts")
-    texts: list[str] = []
-    for index, part in enumerate(cast("list[object]", content)):
-        fields = cast("Fields", part) if isinstance(part, dict) else {}
-        kind = fields.get("type")
-        text: object = fields.get("refusal" if kind == "refusal" else "text")
-        if media is not None and (instead := omitted(kind)) is not None:
-            texts.append(instead)
-            media[str(kind)] = None
-            continue
-        if kind not in TEXT_PARTS or not isinstance(text, str):
-            raise errors.INVALID_FIELD(
-                param=f"{where}[{index}]",
-                what=f"{where}[{index}] is not a text part",
-                why="this daemon reads text only",
-                fix='send {"type": "input_text", "text": "…"}',
-            )
-        texts.append(text)
-    return "\n".join(texts)
+    return object_of(part).get("type") == ENCRYPTED_PART
 
 
 def _reasoning(item: Fields, where: str) -> str:
     """The text of a reasoning item: its content, else its summary, else what was encrypted."""
     for name in ("content", "summary"):
-        if (parts := item.get(name)) and (text := _content(parts, f"{where}.{name}")):
+        if (parts := item.get(name)) and (text := text_of(parts, f"{where}.{name}")):
             return text
     sealed: object = item.get("encrypted_content")
     if not isinstance(sealed, str) or not sealed.startswith(ENCRYPTED):

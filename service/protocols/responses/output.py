@@ -61,19 +61,9 @@ class OutputItems:
         self._calls = 0
 
     @property
-    def in_message(self) -> bool:
-        """Whether the item that grows is a message."""
-        return self._item is not None and self._item["type"] == "message"
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the item that grows is reasoning."""
-        return self._item is not None and self._item["type"] == "reasoning"
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether an item grows."""
-        return self._item is not None
+    def kind(self) -> str:
+        """The type of the item that grows; "" = none does."""
+        return "" if self._item is None else self._item["type"]
 
     def push(self, parts: Iterable[OutputPart], logprobs: list[bytes]) -> list[Chunk]:
         """The events of `parts`; the first text takes the log-probabilities, which it removes from
@@ -82,15 +72,18 @@ class OutputItems:
         for part in parts:
             match part:
                 case Text(text):
-                    if not self.in_message:
-                        events += self._begin_message()
+                    if self.kind != "message":
+                        self.logprobs.append([])
+                        fields: Fields = {"role": "assistant", "content": []}
+                        events += self._begin("message", "msg", fields, _TEXT)
                     shown: Fields = {"logprobs": list(map(msgspec.Raw, logprobs))}
                     events.append(self._grow(text) | shown)
                     self.logprobs[-1] += logprobs
                     logprobs.clear()
                 case Reasoning(text):
-                    if not self.in_reasoning:
-                        events += self._begin_reasoning()
+                    if self.kind != "reasoning":
+                        fields = {"summary": [], self._reasoning.field: []}
+                        events += self._begin("reasoning", "rs", fields, self._reasoning)
                     events.append(self._grow(text))
                 case CallStart(_, name):
                     events += self._begin_call(name)
@@ -103,12 +96,11 @@ class OutputItems:
 
     def close(self, status: str = "completed") -> list[Chunk]:
         """The events that end the item that grows."""
-        item, text = self._item, "".join(self._text)
+        item, text, kind = self._item, "".join(self._text), self.kind
         if item is None:
             return []
         at, place = {"item_id": item["id"]}, {"output_index": len(self.done)}
         events: list[Chunk] = []
-        kind = item["type"]
         if kind == "function_call":
             item["arguments"] = text
             done = "response.function_call_arguments.done"
@@ -137,15 +129,6 @@ class OutputItems:
         self.done.append(item)
         self._item, self._text = None, []
         return events
-
-    def _begin_message(self) -> list[Chunk]:
-        self.logprobs.append([])
-        fields: Fields = {"role": "assistant", "content": []}
-        return self._begin("message", "msg", fields, _TEXT)
-
-    def _begin_reasoning(self) -> list[Chunk]:
-        fields: Fields = {"summary": [], self._reasoning.field: []}
-        return self._begin("reasoning", "rs", fields, self._reasoning)
 
     def _begin_call(self, name: str) -> list[Chunk]:
         fields: Fields = {"call_id": call_id_of(self._turn, self._calls)}
@@ -188,7 +171,7 @@ class OutputItems:
     def _grow_call(self, json: str) -> Chunk | None:
         """The event of more arguments; None if they show nothing of a custom tool's input yet."""
         assert self._item is not None
-        is_custom = self._item["type"] == "custom_tool_call"
+        is_custom = self.kind == "custom_tool_call"
         shown = self._input.push(json) if is_custom else json
         if not shown:
             return None

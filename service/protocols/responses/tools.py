@@ -14,6 +14,7 @@ from batchengine import errors
 from batchengine.core import BatchEngineError
 from service.protocols.conversation import ToolChoice, check_names
 from service.protocols.openai import custom_tools
+from service.protocols.strict_json import list_of, object_of
 
 Fields = dict[str, Any]
 CALLED_BY_NAME = ("function", "custom")  # types; the rest is run by a provider
@@ -54,7 +55,7 @@ def functions(tools: list[Fields] | None) -> tuple[list[Fields], ToolNames, list
                 raise _wrong(where, "a namespace with a list of tools")
             for number, one in enumerate(cast("list[object]", inner)):
                 at = f"{where}.tools[{number}]"
-                fields = cast("Fields", one) if isinstance(one, dict) else {}
+                fields = object_of(one)
                 name = qualified(_name(fields, at), outer)
                 named.append((f"{at}.name", name))
                 namespaces[name] = outer, _name(fields, at)
@@ -90,16 +91,11 @@ def tool_choice(
         if kind in CALLED_BY_NAME:
             return ToolChoice("required", (_chosen(given, known),), is_parallel)
         if kind == "allowed_tools" and given.get("mode", "auto") in ("auto", "required"):
-            listed: object = given.get("tools")
-            allowed = cast("list[object]", listed) if isinstance(listed, list) else []
-            names = tuple(
-                dict.fromkeys(
-                    _chosen(cast("Fields", one), known)
-                    for one in allowed
-                    if isinstance(one, dict)
-                    and cast("Fields", one).get("type", "function") in CALLED_BY_NAME
-                )
+            allowed = map(object_of, list_of(given.get("tools")))
+            called = (
+                one for one in allowed if one.get("type", "function") in CALLED_BY_NAME and one
             )
+            names = tuple(dict.fromkeys(_chosen(one, known) for one in called))
             if not names:
                 raise _wrong_choice("tool_choice allows no tool", "list functions of tools")
             return ToolChoice(given.get("mode", "auto"), names, is_parallel)

@@ -293,6 +293,7 @@ async def test_one_idempotency_key_is_one_request(
             dataclasses.replace(keyed(10, 1), stop=("x",)),
             dataclasses.replace(keyed(10, 1), ignore_eos=False),
             dataclasses.replace(keyed(10, 2), has_seed=True),
+            dataclasses.replace(keyed(10, 1), choices=2),
         ):
             other = await read(engine.submit(asked))
             assert other.error is not None
@@ -301,7 +302,7 @@ async def test_one_idempotency_key_is_one_request(
         again = await read(engine.submit(keyed(10, 2, logprobs=0)))
         assert again.tokens == one.tokens
         lines = [one for one in caplog.records if "cannot begin" in one.getMessage()]
-        assert [one.levelno for one in lines] == [logging.INFO] * 6  # not errors of the daemon
+        assert [one.levelno for one in lines] == [logging.INFO] * 7  # not errors of the daemon
         seeded = dataclasses.replace(keyed(10, 1), has_seed=True)
         assert (await read(engine.submit(seeded))).tokens == one.tokens
         assert sum(loop.meter.generated for loop in engine.state.lanes) == 10

@@ -7,15 +7,18 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from batchengine.config import ApiKey
 from batchengine.core import BatchEngineError, GenerationRequest
+from batchengine.engine.turns.journal import PARKED
+from batchengine.session import State
 from service import operations
 from service.admin.socket import AdminSocket
 from service.cli import main, render
+from service.cli.sessions import SessionState
 from service.session_ids import session_key
 from tests.support.fake_engine import FakeEngine, fake_config, serving
 
@@ -324,3 +327,9 @@ def test_fsck_of_a_store_that_it_cannot_lock_does_not_call_it_no_store(
     assert error.startswith("batchengine: BE1602 ")
     assert "cannot be locked" in error
     assert "fix its permissions" in error
+
+
+def test_sessions_can_be_listed_by_every_state_that_they_have() -> None:
+    named = set(get_args(SessionState))
+    assert {state.value for state in State} - {"closed"} < named
+    assert named >= {PARKED, "interrupted", "on disk"}

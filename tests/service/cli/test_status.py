@@ -57,13 +57,18 @@ def test_the_state_of_a_request_says_how_far_it_is() -> None:
     assert progress({"request_id": "req_1"}) == "-"
 
 
-def test_columns_give_way_by_weight() -> None:
+def test_columns_give_way_by_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = (Column("a"), Column("text", flexible=True), Column("b", 1), Column("c", 2))
     row = {"a": 1, "text": "x" * 30, "b": "bbbbb", "c": "ccccc"}
-    assert fitted(columns, [row], "", 48)[1].split() == ["1", "x" * 30, "bbbbb", "ccccc"]
-    assert fitted(columns, [row], "", 30)[1].split() == ["1", "x" * 12 + "…", "bbbbb", "ccccc"]
-    assert fitted(columns, [row], "", 20)[1].split() == ["1", "x" * 9 + "…", "bbbbb"]
-    assert fitted(columns, [row | {"c": None}], "", 0)[0].split() == ["a", "text", "b"]
+    for wide, shown in (
+        (48, ["1", "x" * 30, "bbbbb", "ccccc"]),
+        (30, ["1", "x" * 12 + "…", "bbbbb", "ccccc"]),
+        (20, ["1", "x" * 9 + "…", "bbbbb"]),
+    ):
+        monkeypatch.setenv("COLUMNS", str(wide))
+        assert fitted(columns, [row], "")[1].split() == shown
+    monkeypatch.setenv("COLUMNS", "0")
+    assert fitted(columns, [row | {"c": None}], "")[0].split() == ["a", "text", "b"]
     assert fitted(columns, [], "none") == ["none"]
 
 
@@ -89,6 +94,9 @@ def test_sessions_have_names_orders_and_limits(
         _, out, _ = await ask("sessions", "--match", "agent-2", "--json")
         assert [row["name"] for row in json.loads(out)["sessions"]] == ["agent-2"]
         assert "no session fits these options" in (await ask("sessions", "--state", "parked"))[1]
+        code, _, err = await ask("sessions", "--lane", "blub")
+        assert (code, "BE3003" in err, "fast or bulk" in err) == (1, True, True)
+        assert "no session fits" in (await ask("sessions", "--lane", "bulk"))[1]
         _, out, _ = await ask("sessions", "--key-name", "alpha")
         assert len(out.splitlines()) == 2
 

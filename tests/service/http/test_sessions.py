@@ -340,6 +340,7 @@ async def test_session_options_reach_the_engine() -> None:
         assert first.tool_call_ids == ("c2", "c1")  # the last mention wins
         assert second.tool_call_ids == ()
         assert (first.idempotency_key, second.idempotency_key) == ("k1", "k1#1")
+        assert (first.choices, second.choices) == (2, 2)  # as a conflict of keys is found
         assert not first.has_seed
         facts = answer["batchengine"]
         assert facts["predicted_ttft_ms"] == 6.0

@@ -239,7 +239,7 @@ def test_a_result_without_a_call_is_a_message_of_the_user(text: TextEncoder) -> 
     data = json.dumps({"messages": messages}).encode()
     question = reading.encode(reading.Question("chat", PromptLimits(10_000, 300, 10)))
     found = reading.decode_reading(reading.read(HarmonyText(text), question, data))
-    prompt = shown(text, found.prompt().tokens[0])
+    prompt = shown(text, found.prompt.tokens[0])
     assert "<|start|>user<|message|><tool_response>\nr\n</tool_response><|end|>" in prompt
 
 

@@ -34,10 +34,9 @@ from service.protocols import requests
 from service.protocols.formatter import SseEvent
 from service.protocols.output import CallArguments, CallStart, OutputPart, Reasoning, Text
 from service.protocols.protocol import PromptLimits
-from service.protocols.responses import items, schema, tools
+from service.protocols.responses import items, responses, tools
 from service.protocols.responses.formatter import Echo, ResponsesFormatter
-from service.protocols.responses.responses import RESPONSES
-from service.protocols.responses.schema import ResponsesRequest
+from service.protocols.responses.responses import RESPONSES, ResponsesRequest
 from service.protocols.responses.tools import ToolNames
 from tests.support.fake_engine import FakeEngine, post, serving
 
@@ -371,7 +370,7 @@ def test_notes_and_messages_between_agents_end_no_conversation_that_began_elsewh
     assert passed == [f"input.{kind}" for kind in kinds]
     with pytest.raises(BatchEngineError, match="not a text part"):
         items.messages([said | {"content": [{"type": "input_image"}]}], None)
-    with pytest.raises(BatchEngineError, match="text or a list"):
+    with pytest.raises(BatchEngineError, match="neither text nor a list"):
         items.messages([said], None)
 
 
@@ -412,7 +411,7 @@ def test_reasoning_comes_back_from_what_was_encrypted() -> None:
         ({"type": "message", "role": "robot", "content": "x"}, "input[0].role"),
         ({"role": "user", "content": 7}, "input[0].content"),
         ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]},
-         "input[0].content[0]"),
+         "input[0].content[0].type"),
         ({"type": "item_reference", "id": "msg_1"}, "input[0].type"),
         ({"type": "function_call", "call_id": "c", "name": "x"}, "input[0].arguments"),
         ({"type": "function_call_output", "call_id": "c"}, "input[0].output"),
@@ -488,9 +487,9 @@ def test_namespaces_and_custom_tools_are_functions() -> None:
 
 def test_large_fields_are_not_repeated() -> None:
     small = ResponsesRequest(input="x", instructions="be brief")
-    assert schema.repeated(small)["instructions"] == "be brief"
-    large = ResponsesRequest(input="x", instructions="b" * schema.ECHO_BYTES_MAX)
-    assert schema.repeated(large)["instructions"] is None
+    assert responses.repeated(small)["instructions"] == "be brief"
+    large = ResponsesRequest(input="x", instructions="b" * responses.ECHO_BYTES_MAX)
+    assert responses.repeated(large)["instructions"] is None
 
 
 # ---- over HTTP ----

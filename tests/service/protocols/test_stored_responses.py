@@ -17,7 +17,7 @@ from batchengine.config import ApiKey
 from batchengine.core import PastTurn, SlaClass
 from service.http import relay
 from service.protocols.responses import formatter as responses_formatter
-from service.protocols.responses import schema as responses_schema
+from service.protocols.responses import responses
 from tests.support.fake_engine import FakeEngine, Served, fake_config, post, serving
 
 
@@ -123,7 +123,7 @@ async def test_a_request_that_follows_repeats_no_instructions() -> None:
 async def test_a_request_that_follows_repeats_no_tools_and_says_those_that_are_new() -> None:
     def tools(*names: str) -> dict[str, Any]:
         schema = {"type": "object", "properties": {"x": {"type": "string"}}}
-        large = {"description": "d" * responses_schema.ECHO_BYTES_MAX}
+        large = {"description": "d" * responses.ECHO_BYTES_MAX}
         tool = {"type": "function", "parameters": schema, **large}
         return {"tools": [tool | {"name": name} for name in names]}
 
@@ -159,7 +159,12 @@ async def test_a_background_response_goes_on_without_a_reader_and_can_be_cancell
         assert found["status"] == "completed"
         assert found["output"][0]["content"][0]["text"] == "Hello wörld"
 
-        engine.delay_s = 30.0
+        engine.queued_s = 30.0
+        _, made, _ = await post(served, "/v1/responses", asked)
+        await asyncio.sleep(0.05)
+        assert (await get(served, f"/v1/responses/{made['id']}"))[1]["status"] == "queued"
+        await call(served, "POST", f"/v1/responses/{made['id']}/cancel")
+        engine.queued_s, engine.delay_s = 0.0, 30.0
         asked["background_options"] = {"completion_window": "8h"}
         _, made, _ = await post(served, "/v1/responses", asked)
         assert engine.generations[-1].request.sla.sla_class is SlaClass.BATCH
