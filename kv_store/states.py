@@ -117,7 +117,6 @@ class SavedStates:
         self.budget_bytes = budget_bytes
         self.free_floor_bytes = free_floor_bytes
         self.bytes = 0
-        self.evicted = 0
         self._submit = submit
         self._sizes: OrderedDict[bytes, tuple[bytes, int]] = OrderedDict()  # key: parent, bytes
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -242,7 +241,6 @@ class SavedStates:
         while self.bytes > self.budget_bytes and self._sizes:
             key = next(iter(self._sizes))
             self.drop(key)
-            self.evicted += 1
 
     def _remove(self, path: str, *, wipes: bool = False) -> None:
         def remove() -> None:

@@ -38,6 +38,8 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
             "running": len(loop.running),
             "waiting": len(loop.waiting),
             "steps": loop.meter.steps,
+            "steps_ahead": loop.meter.ahead,
+            "entries_void": loop.meter.void,
             "step_ms": round(loop.meter.step_ms, 3),
             "tokens_computed": loop.meter.tokens,
             "tokens_generated": loop.meter.generated,

@@ -45,7 +45,6 @@ from kv_store.layout import ROW_RECORD_DTYPE, PageLayout
 
 log = logging.getLogger("batchengine.worker")
 
-EXTENTS_MAX = 1 << 16
 MADV_POPULATE_READ = 22  # a page that cannot be read becomes an errno here, not a SIGBUS later
 _ROW_STEP = np.uint64(keys.ROW_SEED_STEP)
 _SLOT_MASK = np.uint64(SLOT_MASK)

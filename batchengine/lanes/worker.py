@@ -240,9 +240,7 @@ class Worker:
 
     def _send(self, message: wire.LaneMessage, asked: wire.LaneFrame) -> None:
         self._link.send(
-            wire.LANE_LINK.encode(
-                message, step=asked.step, incarnation=self._incarnation, attempt=asked.attempt
-            )
+            wire.LANE_LINK.encode(message, step=asked.step, incarnation=self._incarnation)
         )
 
     def _load(self, load: wire.Load, frame: wire.LaneFrame) -> wire.LaneMessage:

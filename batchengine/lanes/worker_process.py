@@ -54,10 +54,10 @@ class LaneDied(Exception):
 
 
 class LaneRequest(NamedTuple):
-    """A request in flight: number and attempt of its frame, the future for its answer, and the time
-    that the worker has once it has answered the request before."""
+    """A request in flight: the number of its frame, the future for its answer, and the time that
+    the worker has once it has answered the request before."""
 
-    asked: tuple[int, int]
+    number: int
     reply: asyncio.Future[wire.LaneMessage]
     deadline_s: float
 
@@ -73,7 +73,6 @@ class Lane:
         self.steps = 0
         self.facts: wire.ModelFacts | None = None
         self.unconfined = ""  # why the worker may use every system call, or ""
-        self.late_frames = 0
         self.on_event: Callable[[wire.LaneEvent], None] = lambda event: None
         self.is_attached = False  # the worker has its arena: it takes steps and notes
         self.on_attached: Callable[[], None] = lambda: None  # called when `is_attached` changes
@@ -134,11 +133,9 @@ class Lane:
         self.is_attached = True
         self.on_attached()
 
-    def post(
-        self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
-    ) -> LaneRequest:
+    def post(self, step: wire.Step, payload: bytes, *, deadline_s: float) -> LaneRequest:
         """Send one step; `answer` waits for its result."""
-        return self._send(step, payload, deadline_s, attempt)
+        return self._send(step, payload, deadline_s)
 
     async def answer(self, request: LaneRequest) -> wire.StepDone:
         """Wait for the answer to a step. Past its deadline the worker is killed: LaneDied.
@@ -151,17 +148,15 @@ class Lane:
             raise errors.received(got.code, got.what, got.why, got.fix)
         raise await self._unexpected(got)
 
-    async def run(
-        self, step: wire.Step, payload: bytes, *, deadline_s: float, attempt: int = 0
-    ) -> wire.StepDone:
+    async def run(self, step: wire.Step, payload: bytes, *, deadline_s: float) -> wire.StepDone:
         """Send one step and wait for its result: `post` and `answer`."""
-        return await self.answer(self.post(step, payload, deadline_s=deadline_s, attempt=attempt))
+        return await self.answer(self.post(step, payload, deadline_s=deadline_s))
 
     async def run_stage(
         self, step: wire.StageStep, payload: bytes, *, deadline_s: float
     ) -> wire.StageDone:
         """Send one step of a pipeline's stage and wait for its result; errors as of `answer`."""
-        got = await self._receive(self._send(step, payload, deadline_s, 0))
+        got = await self._receive(self._send(step, payload, deadline_s))
         if isinstance(got, wire.StageDone):
             return got
         if isinstance(got, wire.Failed):
@@ -221,17 +216,15 @@ class Lane:
     async def _ask(
         self, message: wire.LaneMessage, payload: bytes, deadline_s: float
     ) -> wire.LaneMessage:
-        return await self._receive(self._send(message, payload, deadline_s, 0))
+        return await self._receive(self._send(message, payload, deadline_s))
 
-    def _send(
-        self, message: wire.LaneMessage, payload: bytes, deadline_s: float, attempt: int
-    ) -> LaneRequest:
+    def _send(self, message: wire.LaneMessage, payload: bytes, deadline_s: float) -> LaneRequest:
         """Put one frame on the link; the future ends with the answer or LaneDied."""
         if len(self._requests) >= REQUESTS_MAX:
             raise RuntimeError(f"{self!r} has {REQUESTS_MAX} requests in flight")
         self._step += 1
         reply = asyncio.get_running_loop().create_future()
-        request = LaneRequest((self._step, attempt), reply, deadline_s)
+        request = LaneRequest(self._step, reply, deadline_s)
         if self._died is None or self._protocol is None:
             reply.set_exception(LaneDied(self.name, "was never started", blames_step=False))
             return request
@@ -242,7 +235,7 @@ class Lane:
         if len(self._requests) == 1:
             self._set_deadline(deadline_s)
         frame = wire.LANE_LINK.encode(
-            message, payload, step=self._step, incarnation=self.incarnation, attempt=attempt
+            message, payload, step=self._step, incarnation=self.incarnation
         )
         self._protocol.send(frame)
         return request
@@ -291,25 +284,22 @@ class Lane:
             self._set_deadline(self._requests[0].deadline_s)
 
     def _on_frame(self, frame: wire.LaneFrame) -> None:
-        first = self._requests[0] if self._requests else None
-        if frame.incarnation == self.incarnation and isinstance(frame.message, wire.LaneEvent):
+        if frame.incarnation != self.incarnation:
+            return  # of a worker that was given up
+        if isinstance(frame.message, wire.LaneEvent):
             self.on_event(frame.message)
-        elif (
-            frame.incarnation != self.incarnation
-            or first is None
-            or (frame.step, frame.attempt) != first.asked
-        ):
-            self.late_frames += 1
-        elif isinstance(frame.message, wire.Loading):
-            if self._timer is not None:
-                self._set_deadline(LOADING_SILENCE_S)
-            if self._on_loading is not None:
-                self._on_loading(frame.message)
-        elif first.reply.done():  # its reader was cancelled, and has not run yet
-            self.late_frames += 1
-        else:
+            return
+        first = self._requests[0] if self._requests else None
+        if first is None or frame.step != first.number or first.reply.done():
+            return  # its reader was cancelled
+        if not isinstance(frame.message, wire.Loading):
             self._remove(first)
             first.reply.set_result(frame.message)
+            return
+        if self._timer is not None:
+            self._set_deadline(LOADING_SILENCE_S)
+        if self._on_loading is not None:
+            self._on_loading(frame.message)
 
     async def _unexpected(self, answer: wire.LaneMessage) -> Exception:
         if isinstance(answer, wire.Failed):

@@ -141,7 +141,6 @@ class StepPlan:
     preempt: tuple[int, ...] = ()  # running -> waiting: KV stays, open slots are reclaimable
     aged: tuple[int, ...] = ()  # those of `admit` that rule 6 admitted: one at most
     shed: tuple[int, ...] = ()  # can never run: needs more pages than the budget
-    stalled: tuple[int, ...] = ()  # running, could have computed, but no slot or page is left
     predicted_ms: float = 0.0
 
 
@@ -556,7 +555,6 @@ class _PlanBuilder:
             preempt=tuple(r.key for r in self.preempted),
             aged=tuple(r.key for r in self.aged),
             shed=tuple(self.shed),
-            stalled=tuple(r.key for r in self.stalled if r not in self.preempted),
             predicted_ms=ms if batch else 0.0,
         )
 

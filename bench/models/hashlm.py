@@ -425,7 +425,7 @@ class HashWorker(Worker):
             self.device.at("before_answer")
             if self.device.dies_at("inside_answer"):
                 frame = wire.LANE_LINK.encode(
-                    message, step=asked.step, incarnation=self._incarnation, attempt=asked.attempt
+                    message, step=asked.step, incarnation=self._incarnation
                 )
                 self._link.send(frame[: len(frame) // 2])
                 self.device.at("inside_answer")

@@ -188,7 +188,6 @@ async def test_frames_of_another_incarnation_are_ignored(
         lane._protocol.send(wire.LANE_LINK.encode(wire.Ping(), incarnation=incarnation, step=1))
     answer = await lane._ask(wire.Ping(), b"", 5.0)
     assert isinstance(answer, wire.Pong)
-    assert lane.late_frames == 0
     await lane.close()
 
 
@@ -280,7 +279,7 @@ def test_an_engine_that_was_suspended_takes_the_unread_answer(
     async def work() -> None:
         lane = Lane("cpu")
         await lane.start(load_message(pocket_path, cache_dir))
-        reply = lane._send(wire.Ping(), b"", 0.2, 0)
+        reply = lane._send(wire.Ping(), b"", 0.2)
         time.sleep(0.5)  # noqa: ASYNC251  as SIGSTOP does it
         assert lane._protocol is not None
         transport: Any = lane._protocol._transport
@@ -304,7 +303,7 @@ async def test_an_engine_that_was_suspended_extends_the_deadline_once(
     lane = Lane("cpu")
     await lane.start(load_message(pocket_path, cache_dir))
     suspend(lane.pid)
-    reply = lane._send(wire.Ping(), b"", 0.4, 0)
+    reply = lane._send(wire.Ping(), b"", 0.4)
     time.sleep(1.5)  # noqa: ASYNC251  the engine's own stop
     began = time.monotonic()
     with pytest.raises(LaneDied, match="deadline"):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from batchengine.config import SlaConfig
-from batchengine.core import SlaClass
+from batchengine.core import PAGE_TOKENS, SlaClass
 from batchengine.policy.cost import work_of
+from batchengine.policy.rows import TurnRow
 from batchengine.policy.scheduler import LaneView, StepPlan
 from batchengine.session_kv import pages_for
 
@@ -61,8 +62,13 @@ def check(view: LaneView, plan: StepPlan) -> list[str]:
     expected_ms += scored_ms * sum(n for k, n in known if rows[k].scored and n > 1)
     near = math.isclose(plan.predicted_ms, expected_ms, rel_tol=1e-6, abs_tol=1e-9)
     rule(near if known else plan.predicted_ms == 0.0, "the prediction is not that of the batch")
-    idle = out | tokens.keys() | set(plan.stalled)
+    idle = out | tokens.keys() | {k for k, r in running.items() if _begins_page(r)}
     decodes = [k for k in before if running[k].to_compute == 1 and not running[k].suspect]
     if not alone and len(decodes) <= min(view.entries_max, view.tokens_max):
         rule(idle >= set(decodes), "a running decode was left out")
     return wrong
+
+
+def _begins_page(row: TurnRow) -> bool:
+    """Whether the next token needs a slot or a page, of which none may be left."""
+    return row.frontier >= min(row.open_until, row.pages_held * PAGE_TOKENS)

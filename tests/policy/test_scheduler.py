@@ -236,11 +236,10 @@ def test_a_chunk_is_limited_by_free_slots() -> None:
     assert found.batch == (PlannedEntry(1, PAGE_TOKENS),)
 
 
-def test_a_decode_without_a_slot_stalls_and_is_reported() -> None:
+def test_a_decode_without_a_slot_is_left_out() -> None:
     edge = seated(1, frontier=512)
     found = planned([edge, seated(2)], [], slots_free=0)
     assert found.batch == (PlannedEntry(2, 1),)
-    assert found.stalled == (1,)
     assert found.preempt == ()  # a seal in flight will free a slot
 
 
@@ -259,7 +258,7 @@ def test_a_shortage_of_pages_preempts_the_least_urgent_session() -> None:
 
 def test_a_lone_session_is_not_preempted_for_its_own_page() -> None:
     found = planned([seated(1, frontier=512)], [], pages_free=0)
-    assert found == StepPlan(batch=(), stalled=(1,))
+    assert found == StepPlan(batch=())
 
 
 def test_admission_needs_all_pages_of_the_prompt() -> None:
@@ -449,7 +448,7 @@ def test_the_audit_names_the_violated_rule(change: dict[str, Any], sentence: str
 def test_the_audit_counts_slots_pages_and_seats() -> None:
     seen = view([seated(k) for k in range(8)], [row(9), row(10)])
     batch = tuple(PlannedEntry(k, 1) for k in range(8))
-    crowd = StepPlan(batch=(*batch[1:], PlannedEntry(9, 16)), admit=(9,), stalled=(0,))
+    crowd = StepPlan(batch=(*batch[1:], PlannedEntry(9, 16)), admit=(9,))
     assert any("seats" in w for w in check(seen, crowd))
     tight = view([], [row(9)], slots_free=0, pages_free=0)
     found = check(tight, StepPlan(batch=(PlannedEntry(9, 16),), admit=(9,)))

@@ -34,7 +34,6 @@ class PageCache:
         self.part, self.pages_max, self.pages_min = part, pages_max, pages_min
         self.page_bytes = gpu.taken_by(part.n_bytes)
         self.is_alone = True
-        self.copied = 0  # pages, since the start
         self._gpu = gpu
         self._n_bytes = part.n_bytes
         self._held = OrderedDict[int, int]()  # address by code, least recently used first
@@ -149,7 +148,6 @@ class PageCache:
 
     def _runs(self, address: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
         """The bytes to copy of a page on the host, and where in the copy each of them begins."""
-        self.copied += 1
         offset = 0
         for start, end in self.part.runs:
             memory = (ctypes.c_ubyte * (end - start)).from_address(address + start)

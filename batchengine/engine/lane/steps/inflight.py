@@ -330,7 +330,7 @@ class InFlightSteps:
     def send_masks(self) -> None:
         """Send the masks of the oldest step, which is no longer ahead; those that are not known yet
         later. An entry whose turn is not where the step assumed gets empty ones."""
-        step, (number, _) = self._steps[0], self._requests[0].asked
+        step, number = self._steps[0], self._requests[0].number
         for part, entry in zip(step.parts, step.step.entries, strict=True):
             if not entry.masked:
                 continue
