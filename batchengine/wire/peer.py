@@ -228,9 +228,8 @@ class ReadPage(Message, tag=20, frozen=True):
 
 
 class PageSent(Message, tag=21, frozen=True):
-    """Reply, after the parts: the digest of the page, or why it was not sent."""
+    """Reply, after the parts: the page was sent, or `why` not."""
 
-    digest: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
     why: Text = ""
 
 

@@ -111,11 +111,8 @@ class Situations:
             await asyncio.sleep(0.01)
         bodies: list[tuple[bytes, bytes]] = []
         for ref in refs:
-            reading, body = pages.read_out(ref), bytearray()
-            while reading.left:
-                body += await asyncio.wrap_future(reading.chunk())
-            bodies.append((bytes(body), reading.digest))
-            reading.close()
+            body = await asyncio.wrap_future(pages.read_page(ref))
+            bodies.append((body, pages.digest(ref)))
         chain = keys.chain_keys(prompt, pages.repr_id)
         for page in range(BASE_PAGES, len(chain)):
             ids = prompt[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS]

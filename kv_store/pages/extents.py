@@ -97,10 +97,6 @@ class Extents:
     def read_page(self, info: ExtentInfo, page_id: int, into: memoryview) -> None:
         self._files.read_all(self._fds[info.index], into, info.offset_of(page_id))
 
-    def read_part(self, info: ExtentInfo, page_id: int, offset: int, into: memoryview) -> None:
-        """Read the bytes of a page from `offset` on, as many as `into` has."""
-        self._files.read_all(self._fds[info.index], into, info.offset_of(page_id) + offset)
-
     def write_page(self, info: ExtentInfo, page_id: int, data: memoryview) -> None:
         if len(data) != info.page_bytes:
             raise ValueError("a page is written whole")

@@ -45,7 +45,7 @@ class PagePool:
 
     From the parts: `load`, `cold`, `verify` of PageLoader; `reserve`, `seal`, `publish`, `abort` of
     PageSealer; `scrub_next`, `verify_all` of PageMaintenance; `erase` of PageEraser;
-    `import_page`, `read_out` of PageTransfer.
+    `import_page`, `read_page` of PageTransfer.
     """
 
     def __init__(self, core: StoreCore, descriptor: Descriptor, *, on_demand: bool = False) -> None:
@@ -65,7 +65,7 @@ class PagePool:
         self.verify_all = self.maintenance.verify_all
         self.erase = PageEraser(core, self.allocator).erase
         transfer = PageTransfer(core, self.allocator, self.loader, self.sealer)
-        self.import_page, self.read_out = transfer.import_page, transfer.read_out
+        self.import_page, self.read_page = transfer.import_page, transfer.read_page
         core.pools.append(self.allocator)
 
     def match_prefix(

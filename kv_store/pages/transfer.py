@@ -2,14 +2,12 @@
 
 A page that a peer computed enters the pool like a sealed one: its key is computed here from parent,
 tokens and salt, its bytes are compared with the digest that came along, written, read back and
-published. A page goes out in chunks, so that no seal waits for more than one of them.
+published. A page goes out whole, once it was read and verified like one that is scrubbed.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-
-import xxhash
 
 from kv_store import keys
 from kv_store.errors import StaleRef, StoreCorrupt
@@ -19,8 +17,6 @@ from kv_store.pages.index import RESIDENT, Page, PageRef
 from kv_store.pages.load import PageLoader
 from kv_store.pages.seal import PageSealer
 from kv_store.threads import new_future, settle
-
-CHUNK_BYTES = 1 << 20  # read in about 0.2 ms: the longest that a seal waits for a reading
 
 
 class PageTransfer:
@@ -76,86 +72,21 @@ class PageTransfer:
         self._core.counters["pages_from_peers"] += 1
         return result
 
-    def read_out(self, ref: PageRef) -> PageReading:
-        """Begin to read a resident page for a peer. Raises StaleRef; `close` the reading."""
+    def read_page(self, ref: PageRef) -> Future[bytes]:
+        """Read a resident page for a peer. Raises StaleRef; fails with StoreCorrupt if it is not
+        what was sealed, which makes it invalid."""
         with self._core.lock:
             page = self._slots.index.get(ref)
             if page.state not in RESIDENT:
                 raise StaleRef(f"{page!r} is not in the manifest")
             self._slots.index.pin(page)
-        return PageReading(self._core, self._slots, self._loader, page)
+        return self._core.thread.submit(lambda: self._read(page))
 
-
-class PageReading:
-    """One page on its way to a peer; keeps the page pinned until `close`.
-
-    `digest` is that of the whole payload, with which the receiver compares.
-    """
-
-    def __init__(
-        self, core: StoreCore, allocator: SlotAllocator, loader: PageLoader, page: Page
-    ) -> None:
-        self._core = core
-        self._slots = allocator
-        self._loader = loader
-        self._page: Page | None = page
-        self.digest = page.digest
-        self._offset = 0
-        self._payload = xxhash.xxh3_128()
-        self._sealed = xxhash.xxh3_128(seed=allocator.seed(page))
-
-    def __repr__(self) -> str:
-        return f"<PageReading {self._page!r} {self._offset}/{self._slots.layout.page_bytes}>"
-
-    @property
-    def left(self) -> int:
-        """Bytes that have not been asked for."""
-        return self._slots.layout.page_bytes - self._offset
-
-    def chunk(self) -> Future[bytearray]:
-        """Read the next bytes, at most CHUNK_BYTES; ask for one chunk after the other.
-
-        The last chunk fails with StoreCorrupt if the page as a whole is not what was sealed, which
-        makes it invalid, any chunk with StaleRef if the page became invalid or was closed.
-        """
-        offset, size = self._offset, min(CHUNK_BYTES, self.left)
-        if not size:
-            raise StaleRef(f"{self!r} was read already")
-        self._offset += size
-        return self._core.thread.submit(lambda: self._read(offset, size))
-
-    def _read(self, offset: int, size: int) -> bytearray:
-        """Read one chunk (page thread), under a pin of its own: `close` may come meanwhile."""
+    def _read(self, page: Page) -> bytes:
+        """Read a page, and give its pin back (page thread)."""
         with self._core.lock:
-            page = self._page
-            if page is None or page.state not in RESIDENT:
-                raise StaleRef("the page became invalid, or its reading was closed")
-            info = self._slots.info(page.page_id)
-            self._slots.index.pin(page)
-        data, good = bytearray(size), False
-        is_last = offset + size == self._slots.layout.page_bytes
-        try:
-            self._core.extents.read_part(info, page.page_id, offset, memoryview(data))
-            self._payload.update(data)
-            self._sealed.update(data)
-            good = not is_last or (
-                self._sealed.digest() == page.checksum and self._payload.digest() == self.digest
-            )
-        except OSError as error:
-            raise StoreCorrupt("a page cannot be read", why=str(error)) from error
-        finally:
-            with self._core.lock:
-                if is_last or not good:
-                    self._loader.was_read(page, good)
-                self._slots.unpin(page, is_use=False)
-        if not good:
+            is_valid = page.state in RESIDENT
+        if not self._loader.read_again(page) or not is_valid:
             raise StoreCorrupt("a page does not read back as it was sealed")
-        self._core.counters["pages_to_peers"] += is_last
-        return data
-
-    def close(self) -> None:
-        """Give the page up; later calls do nothing."""
-        with self._core.lock:
-            page, self._page = self._page, None
-            if page is not None:
-                self._slots.unpin(page)
+        self._core.counters["pages_to_peers"] += 1
+        return bytes(self._slots.buffer)

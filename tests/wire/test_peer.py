@@ -99,7 +99,7 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(ReleaseHold, count, count, count),
     st.builds(HoldGone, count, text),
     st.builds(ReadPage, count, count, count),
-    st.builds(PageSent, st.binary(max_size=16), text),
+    st.builds(PageSent, text),
     st.builds(
         OpenPipeline,
         count,

@@ -29,6 +29,7 @@ from batchengine.engine.linked.holds import (
 )
 from batchengine.engine.linked.peer_states import PeerStates
 from batchengine.engine.tasks import Spawn
+from batchengine.peers.connection import FRAME_BYTES
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT
 from batchengine.session import Session, common_prefix
@@ -334,28 +335,21 @@ class HoldServer:
             self.holds.check_epoch(_name(link, asked.hold), asked.epoch)
             refs = self.holds.pages(_name(link, asked.hold))
         except HoldRefused as refusal:
-            return peer.PageSent(b"", str(refusal))
+            return peer.PageSent(str(refusal))
         if asked.index >= len(refs) or self._reading[link.name] >= READS_MAX:
-            return peer.PageSent(b"", "the page is not in the hold, or too many are asked for")
+            return peer.PageSent("the page is not in the hold, or too many are asked for")
         self._reading[link.name] += 1
         try:
             pool = self.holds.format(_name(link, asked.hold)).pool
-            reading = pool.read_out(refs[asked.index])
-        except StoreError as error:
-            self._reading[link.name] -= 1
-            return peer.PageSent(b"", _short(str(error)))
-        try:
-            offset = 0
-            while reading.left:
-                data = await asyncio.wrap_future(reading.chunk())
+            data = await asyncio.wrap_future(pool.read_page(refs[asked.index]))
+            for offset in range(0, len(data), FRAME_BYTES):
                 await link.room()
-                link.send(peer.PagePart(asked.hold, asked.index, offset), bytes(data))
-                offset += len(data)
-            return peer.PageSent(reading.digest)
+                part = peer.PagePart(asked.hold, asked.index, offset)
+                link.send(part, data[offset : offset + FRAME_BYTES])
+            return peer.PageSent()
         except StoreError as error:
-            return peer.PageSent(b"", _short(str(error)))
+            return peer.PageSent(_short(str(error)))
         finally:
-            reading.close()
             self._reading[link.name] -= 1
 
     async def _erase(self, link: PeerLink, asked: peer.ErasePages, ids: bytes) -> PeerMessage:

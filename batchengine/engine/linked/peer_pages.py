@@ -7,7 +7,6 @@ digest that is known here. Waits are bounded; page bytes go in parts, each after
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import NamedTuple
 
 from batchengine.engine.linked.holds import Misfit
@@ -60,7 +59,7 @@ class PeerPages:
         taken.n_pages += n_pages
 
     async def put(
-        self, taken: TakenHold, index: int, page: KnownPage, data: PageRef | bytearray
+        self, taken: TakenHold, index: int, page: KnownPage, data: PageRef | bytes | bytearray
     ) -> None:
         """Put a page into a promised place: a page of the store, or its bytes. Raises MoveFailed,
         StoreError or BatchEngineError."""
@@ -70,13 +69,14 @@ class PeerPages:
             raise MoveFailed(_why(reply))
         if not reply.is_wanted:
             return
-        offset, link = 0, self._link(taken)
-        page_bytes = self._store.pages.layout.page_bytes
-        async for part in self._parts(data):
+        if isinstance(data, PageRef):
+            data = await asyncio.wrap_future(self._store.pages.read_page(data))
+        link = self._link(taken)
+        for offset in range(0, len(data), FRAME_BYTES):
             await link.room()
             message = peer.PagePart(taken.hold, index, offset)
-            offset += len(part)
-            if offset < page_bytes:
+            part = bytes(data[offset : offset + FRAME_BYTES])
+            if offset + len(part) < len(data):
                 link.send(message, part)
                 continue
             reply = (await link.request(message, part, timeout_s=STORED_S)).message
@@ -124,18 +124,6 @@ class PeerPages:
         if link is None or link.incarnation != taken.incarnation:
             raise MoveFailed(f"there is no link to this run of {taken.peer}")
         return link
-
-    async def _parts(self, data: PageRef | bytearray) -> AsyncIterator[bytes]:
-        if not isinstance(data, PageRef):
-            for first in range(0, len(data), FRAME_BYTES):
-                yield bytes(data[first : first + FRAME_BYTES])
-            return
-        reading = self._store.pages.read_out(data)
-        try:
-            while reading.left:
-                yield bytes(await asyncio.wrap_future(reading.chunk()))
-        finally:
-            reading.close()
 
     # ------------------------------------------------------------------------------- parts
 

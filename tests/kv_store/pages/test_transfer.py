@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from bench.processes.store_check import check_integrity
 from kv_store.errors import NumericsFault, StaleRef, StoreCorrupt, StoreError
 from kv_store.fsck import fsck
 from kv_store.keys import ROOT_KEY, chain_keys, content_key, payload_digest
-from kv_store.layout import PAGE_TOKENS, PageLayout
-from kv_store.pages import transfer
+from kv_store.layout import PAGE_TOKENS
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef, PageState
 from kv_store.store import Store
@@ -62,14 +62,7 @@ def receive(store: Store, parent: bytes, ids: np.ndarray, **other: bytes) -> Pag
 
 
 def read_out(store: Store, ref: PageRef) -> bytes:
-    reading, data = store.pages.read_out(ref), b""
-    try:
-        while reading.left:
-            data += reading.chunk().result(20)
-    finally:
-        reading.close()
-        reading.close()
-    return data
+    return store.pages.read_page(ref).result(20)
 
 
 def pins(store: Store) -> int:
@@ -196,35 +189,13 @@ def test_what_a_peer_computed_can_be_invalidated_with_what_follows(
 # -- reading a page for a peer --------------------------------------------------------------------
 
 
-def test_a_page_is_read_in_chunks_whose_whole_is_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layout = PageLayout.uniform(64, 2, 32)  # more than two chunks
-    store = Store.open(
-        tmp_path / "large",
-        descriptor(layout),
-        settings(budget_bytes=4 * layout.page_bytes, extent_bytes=2 * layout.page_bytes),
-    )
-    try:
-        ids = tokens_of(1, 1)
-        ref, sizes = receive(store, ROOT_KEY, ids), list[int]()
-        read_part = store.core.extents.read_part
-
-        def seen(info: object, page_id: int, offset: int, into: memoryview) -> None:
-            sizes.append(len(into))
-            read_part(info, page_id, offset, into)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(store.core.extents, "read_part", seen)
-        data = read_out(store, ref)
-        assert data == content(store, ROOT_KEY, ids)
-        assert payload_digest(data) == store.pages.digest(ref)
-        assert len(sizes) > 2
-        assert max(sizes) == transfer.CHUNK_BYTES
-        assert pins(store) == 1
-        store.pages.unpin(ref)
-    finally:
-        check_integrity(store)
-        store.close()
+def test_a_page_is_read_as_it_was_received(store: Store) -> None:
+    ids = tokens_of(1, 1)
+    ref = receive(store, ROOT_KEY, ids)
+    assert read_out(store, ref) == content(store, ROOT_KEY, ids)
+    assert pins(store) == 1
+    store.pages.unpin(ref)
+    check_integrity(store)
 
 
 def test_a_page_of_an_earlier_run_is_verified_by_reading_it_out(store: Store, lane: Lane) -> None:
@@ -253,29 +224,24 @@ def test_a_damaged_page_is_not_read_out_and_is_invalid(store: Store, lane: Lane)
         read_out(store, ref)
     assert not store.pages.is_resident(ref)
     with pytest.raises(StaleRef):
-        store.pages.read_out(ref)
+        store.pages.read_page(ref)
     store.pages.unpin(ref)
     check_integrity(store)
 
 
-def test_a_reading_ends_when_the_page_becomes_invalid_or_it_is_closed(
+def test_a_page_that_becomes_invalid_before_it_is_read_is_not_sent(
     store: Store, lane: Lane
 ) -> None:
     ref, _ = lane.add(ROOT_KEY, tokens_of(1, 1))
-    reading = store.pages.read_out(ref)
+    begun, go_on = threading.Event(), threading.Event()
+    store.core.thread.submit(lambda: begun.set() or go_on.wait(20))
+    assert begun.wait(20)
+    reading = store.pages.read_page(ref)
     store.pages.invalidate(ref)
-    with pytest.raises(StaleRef):
-        reading.chunk().result(20)
-    with pytest.raises(StaleRef):
-        reading.chunk()
-    reading.close()
+    go_on.set()
+    with pytest.raises(StoreCorrupt):
+        reading.result(20)
     store.pages.unpin(ref)
-    other, _ = lane.add(ROOT_KEY, tokens_of(2, 1))
-    closed = store.pages.read_out(other)
-    closed.close()
-    with pytest.raises(StaleRef):
-        closed.chunk().result(20)
-    store.pages.unpin(other)
     check_integrity(store)
 
 
