@@ -96,15 +96,14 @@ class ParkedTail(NamedTuple):
 class HeldSegment(NamedTuple):
     """Pages of a session that another daemon keeps: `n_pages` pages of its hold from page `first`.
 
-    `peer` and `incarnation` name that run of a daemon, `epoch` is that of the hold, `link` the
-    number of the data link to it from the lane that the session is on.
+    `peer` and `incarnation` name that run of a daemon, `link` is the number of the data link to it
+    from the lane that the session is on.
     """
 
     peer: str
     incarnation: int
     link: int
     hold: int
-    epoch: int
     first: int
     n_pages: int
 
@@ -115,7 +114,7 @@ class HeldSegment(NamedTuple):
 
     def message(self) -> Segment:
         """The segment as a worker knows it."""
-        return Segment(self.link, self.hold, self.epoch, self.first, self.n_pages)
+        return Segment(self.link, self.hold, self.first, self.n_pages)
 
     def split(self, n_pages: int) -> tuple[HeldSegment, HeldSegment]:
         """The segments of its first `n_pages` pages, and of the others."""
@@ -439,7 +438,7 @@ class SessionKv:
         return self._cut_held(first)
 
     def replace_held(self, segments: Sequence[HeldSegment]) -> None:
-        """Set the segments anew, of as many pages: by another route, under other epochs or links.
+        """Set the segments anew, of as many pages: by another route, or under other links.
 
         Raises ValueError if they have another number of pages.
         """

@@ -228,7 +228,7 @@ def _check_segments(entries: tuple[wire.Entry, ...], codes: U64Array, limits: St
             number, first, n = segment.link, segment.first_page, segment.n_pages
             if n < 1 or n % SUPERPAGE_PAGES or not (0 <= first <= SLOT_MASK - n):
                 raise BadStep(f"session {entry.session}: a segment of {n} pages from {first}")
-            if not (wire.SELF <= number <= wire.LINK_MAX and _is_u64(segment.hold, segment.epoch)):
+            if not (wire.SELF <= number <= wire.LINK_MAX and _is_u64(segment.hold)):
                 raise BadStep(f"session {entry.session}: a segment of link {number}")
             if (at - base + n) * PAGE_TOKENS > entry.start:
                 raise BadStep(f"session {entry.session}: a peer holds rows that are not computed")

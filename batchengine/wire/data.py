@@ -4,9 +4,9 @@ next, and tiles of KV and parts of recurrent states to its owner.
 
 A query visits the holders of a route's pages in the order of the pages. Each holder sends the
 query on at once, attends to its own pages, takes the accumulators of the pages before them, folds
-its own in and sends the result on; the last hop is the worker that asked. Pages are named by hold,
-epoch and index only, and the receiver checks them against its own table. A pipeline is named by its
-run, and each of its messages is accepted from one link only.
+its own in and sends the result on; the last hop is the worker that asked. Pages are named by hold
+and index only, and the receiver checks them against its own table. A pipeline is named by its run,
+and each of its messages is accepted from one link only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 4  # stands in the features of Hello, too: a data link has no greeting
+VERSION = 5  # stands in the features of Hello, too: a data link has no greeting
 # Pages of a pipeline that are computed by some of its stages and not yet with its owner, at most.
 WINDOW_PAGES = 16
 STATE_PART_BYTES = 1 << 20
@@ -35,7 +35,6 @@ class HeldSpan(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froz
     """
 
     hold: int
-    epoch: int
     page: int
     first: int
     count: int
@@ -80,7 +79,7 @@ class Accumulators(Message, tag=2, frozen=True):
 
 
 class Refuse(Message, tag=3, frozen=True):
-    """To the owner: a unit cannot be completed, such as for a hold of another epoch."""
+    """To the owner: a unit cannot be completed, such as for a hold that has ended."""
 
     unit: int
     why: str

@@ -19,7 +19,7 @@ from batchengine.core import Sampling
 from batchengine.wire.frames import Frame, LinkSchema, Message
 from kv_store.layout import KvHeads
 
-VERSION = 18
+VERSION = 19
 SELF = 0  # the link of a segment that this worker holds itself
 LINK_MAX = (1 << 30) - 1
 ARENA_BIT = 1 << 63  # of a page code: set = index of an arena slot, else (extent << 32) | slot
@@ -180,7 +180,6 @@ class Segment(msgspec.Struct, array_like=True, forbid_unknown_fields=True, froze
 
     link: int
     hold: int
-    epoch: int
     first_page: int
     n_pages: int
 
@@ -436,13 +435,11 @@ class HeadShape(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fro
 class Hold(Message, tag=14, frozen=True):
     """Engine -> worker: answer queries for these pages until Release; the engine keeps them.
 
-    `hold` is not to be guessed: any peer that knows it may attend to the pages. A higher epoch
-    replaces a lower one, whose queries are refused from then on. `shape`: of the model that the
-    pages are of; None = of the worker's own.
+    `hold` is not to be guessed: any peer that knows it may attend to the pages. A second Hold of it
+    replaces the pages. `shape`: of the model that they are of; None = of the worker's own.
     """
 
     hold: int
-    epoch: int
     codes: tuple[int, ...]
     shape: HeadShape | None = None
 
@@ -462,10 +459,9 @@ class LinkChanged(Message, tag=16, frozen=True):
 
 
 class HoldChanged(Message, tag=17, frozen=True):
-    """Worker -> engine: queries for this hold and epoch are answered, or not: `why`."""
+    """Worker -> engine: queries for this hold are answered, or not: `why`."""
 
     hold: int
-    epoch: int
     is_served: bool
     why: str = ""
 

@@ -15,7 +15,7 @@ import msgspec
 from batchengine.core import LOGPROBS_MAX, Sampling, SlaClass
 from batchengine.wire.frames import Frame, LinkSchema, Message
 
-VERSION = 5
+VERSION = 6
 ONE_WAY, REQUEST, REPLY = 0, 1, 2  # of `attempt` in the header
 TEXT_CHARS_MAX = 256
 LAYERS_MAX = 4096
@@ -143,7 +143,6 @@ class ReserveHold(Message, tag=10, frozen=True):
     """Request of a session's owner: promise room for pages at the end of a hold, new or not."""
 
     hold: Count
-    epoch: Count
     n_pages: Annotated[int, msgspec.Meta(ge=1, le=HOLD_PAGES_MAX)]
 
 
@@ -161,7 +160,6 @@ class OfferPage(Message, tag=12, frozen=True):
     """
 
     hold: Count
-    epoch: Count
     index: Count
     parent: Key
     digest: PageDigest
@@ -194,7 +192,6 @@ class ServeHold(Message, tag=16, frozen=True):
     """Request: have the worker answer queries for the pages of a hold, as far as they are there."""
 
     hold: Count
-    epoch: Count
 
 
 class HoldServed(Message, tag=17, frozen=True):
@@ -208,7 +205,6 @@ class ReleaseHold(Message, tag=18, frozen=True):
     """The owner needs only the first `kept` pages of a hold any more; 0 = the hold ends."""
 
     hold: Count
-    epoch: Count
     kept: Count
 
 
@@ -223,7 +219,6 @@ class ReadPage(Message, tag=20, frozen=True):
     """Request: send a page of a hold back, as parts; PageSent follows them."""
 
     hold: Count
-    epoch: Count
     index: Count
 
 

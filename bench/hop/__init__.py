@@ -50,7 +50,7 @@ class Worker:
 
         `link`: to where the first super-page is held.
         """
-        segments = () if link is None else (wire.Segment(link, HOLD, 1, 0, HELD_PAGES),)
+        segments = () if link is None else (wire.Segment(link, HOLD, 0, HELD_PAGES),)
         n_pages = -(-(start + n_tokens) // PAGE_TOKENS)
         codes = array("Q", (wire.ARENA_BIT | slot for slot in range(n_pages)))
         for segment in segments:
@@ -99,12 +99,10 @@ async def link(owner: Worker, holder: Worker) -> None:
         note = wire.OpenLink(LINK, other.lane.name, secrets.token_bytes(16), one is owner)
         with sock:
             one.lane.open_link(note, sock)
-        one.lane.note(
-            wire.Hold(HOLD, 1, tuple(wire.ARENA_BIT | slot for slot in range(HELD_PAGES)))
-        )
+        one.lane.note(wire.Hold(HOLD, tuple(wire.ARENA_BIT | slot for slot in range(HELD_PAGES))))
     async with asyncio.timeout(20):
         seen = {await changes.get() for _ in range(4)}
-    if seen != {wire.LinkChanged(LINK, True), wire.HoldChanged(HOLD, 1, True)}:
+    if seen != {wire.LinkChanged(LINK, True), wire.HoldChanged(HOLD, True)}:
         raise RuntimeError(f"no link: {seen}")
 
 

@@ -39,7 +39,7 @@ def test_a_superpage_is_that_of_the_kernels() -> None:
 
 
 def segment(peer: str, hold: int, first: int, n_pages: int, link: int = 3) -> HeldSegment:
-    return HeldSegment(peer, 1, link, hold, 1, first, n_pages)
+    return HeldSegment(peer, 1, link, hold, first, n_pages)
 
 
 @given(st.lists(st.integers(1, 5).map(lambda n: 4 * n), max_size=4), st.integers(0, 90))

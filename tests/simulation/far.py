@@ -3,7 +3,7 @@
 A real worker sends queries and gets partial results of attention. HashLM reads every byte of a
 page, so here the pages themselves travel: a step asks for those of each segment, and has them, or
 the entry is unreachable. The answer is made from the holder's memory as it is when the question
-arrives. Questions for an unknown hold or another epoch are refused.
+arrives. Questions for an unknown hold are refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Ask(msgspec.Struct, tag="ask"):
 
     number: int
     hold: int
-    epoch: int
     first: int
     n_pages: int
 
@@ -197,16 +196,13 @@ class FarPages:
 
     def _hold(self, note: wire.Hold) -> None:
         why = ""
-        before = self.holds.get(note.hold)
         try:
             self._read(note.codes)
         except BatchEngineError as error:
             why = error.why
-        if before is not None and before.epoch > note.epoch:
-            why = f"epoch {before.epoch} has begun"
         if not why:
             self.holds[note.hold] = note
-        self._process.report(wire.HoldChanged(note.hold, note.epoch, not why, why))
+        self._process.report(wire.HoldChanged(note.hold, not why, why))
 
     # ----------------------------------------------------------------------------- the links
 
@@ -277,7 +273,7 @@ class FarPages:
 
     def _ask(self, fetch: Fetch, entry: int, place: int, segment: wire.Segment) -> None:
         self._numbers += 1
-        ask = Ask(self._numbers, segment.hold, segment.epoch, segment.first_page, segment.n_pages)
+        ask = Ask(self._numbers, segment.hold, segment.first_page, segment.n_pages)
         if segment.link == wire.SELF:
             hold = self.holds.get(segment.hold)
             why = _why_not(hold, ask)
@@ -320,8 +316,6 @@ def _why_not(hold: wire.Hold | None, ask: Ask) -> str:
     """Why these pages of a hold are not served; "" = they are."""
     if hold is None:
         return "there is no such hold"
-    if hold.epoch != ask.epoch:
-        return f"the epoch is {hold.epoch}"
     if ask.first + ask.n_pages > len(hold.codes):
         return f"the hold has {len(hold.codes)} pages"
     return ""

@@ -24,7 +24,7 @@ from tests.wire.checks import check_flipped_byte, check_random_bytes, check_roun
 u31 = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
 names = st.text(max_size=20)
-spans = st.builds(HeldSpan, u64, u64, u31, u31, u31)
+spans = st.builds(HeldSpan, u64, u31, u31, u31)
 hops = st.builds(Hop, names, st.lists(spans, max_size=4).map(tuple))
 entries = st.lists(st.builds(QueryEntry, u31, u31), max_size=4).map(tuple)
 messages = (

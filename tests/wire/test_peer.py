@@ -88,17 +88,17 @@ messages: st.SearchStrategy[PeerMessage] = st.one_of(
     st.builds(DataExpected, st.binary(min_size=16, max_size=16)),
     st.builds(DataRefused, text),
     st.just(DataReady()),
-    st.builds(ReserveHold, count, count, st.integers(1, HOLD_PAGES_MAX)),
+    st.builds(ReserveHold, count, st.integers(1, HOLD_PAGES_MAX)),
     st.builds(HoldReserved, count, text),
-    st.builds(OfferPage, count, count, count, bytes_of(32), bytes_of(16), st.binary(max_size=99)),
+    st.builds(OfferPage, count, count, bytes_of(32), bytes_of(16), st.binary(max_size=99)),
     st.builds(PageAnswer, st.booleans(), text),
     st.builds(PagePart, count, count, count),
     st.builds(PageStored, text),
-    st.builds(ServeHold, count, count),
+    st.builds(ServeHold, count),
     st.builds(HoldServed, count, text),
-    st.builds(ReleaseHold, count, count, count),
+    st.builds(ReleaseHold, count, count),
     st.builds(HoldGone, count, text),
-    st.builds(ReadPage, count, count, count),
+    st.builds(ReadPage, count, count),
     st.builds(PageSent, text),
     st.builds(
         OpenPipeline,
@@ -186,11 +186,11 @@ HOSTILE = [
     (forge(7, b"\x92\x07\xc4\x0f" + bytes(15)), errors.FRAME_META),  # a short token
     (forge(7, b"\x92\x07\xc4\x11" + bytes(17)), errors.FRAME_META),
     (forge(8, b"\x92\x08\xda\x01\x01" + b"x" * 257), errors.FRAME_META),
-    (forge(10, b"\x94\x0a\x01\x01\x00"), errors.FRAME_META),  # no page
-    (forge(10, b"\x94\x0a\xff\x01\x01"), errors.FRAME_META),  # a hold below 0
-    (forge(12, b"\x97\x0c\x01\x01\x01" + b"\xc4\x1f" + bytes(31) + b"\xc4\x10" + bytes(16)
+    (forge(10, b"\x93\x0a\x01\x00"), errors.FRAME_META),  # no page
+    (forge(10, b"\x93\x0a\xff\x01"), errors.FRAME_META),  # a hold below 0
+    (forge(12, b"\x96\x0c\x01\x01" + b"\xc4\x1f" + bytes(31) + b"\xc4\x10" + bytes(16)
            + b"\xc4\x00"), errors.FRAME_META),  # a short key
-    (forge(18, b"\x93\x12\x01\x01"), errors.FRAME_META),
+    (forge(18, b"\x92\x12\x01"), errors.FRAME_META),
     (forge(42, b"\x95\x2a\x01\xc2\xff\x90"), errors.FRAME_META),  # a position below 0
     (forge(44, b"\x94\x2c\x01\x01\xa0"), errors.FRAME_META),  # no boolean
     (forge(99, b"\x91\x63"), errors.FRAME_KIND),

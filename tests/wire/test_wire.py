@@ -86,7 +86,7 @@ forge = partial(checks.forge, version=LANE_LINK.version, kind=9, meta=b"\x91\x09
 u31 = st.integers(0, 2**31 - 1)
 u64 = st.integers(0, 2**64 - 1)
 number = st.floats(allow_nan=False, width=32)
-segments = st.lists(st.builds(Segment, u31, u64, u64, u31, u31), max_size=3).map(tuple)
+segments = st.lists(st.builds(Segment, u31, u64, u31, u31), max_size=3).map(tuple)
 entries = st.builds(Entry, u64, u31, u31, u31, u31, st.none() | samplings, u31, segments)
 slots = st.lists(u31, max_size=4).map(tuple)
 digest = st.binary(min_size=16, max_size=16)
@@ -136,10 +136,10 @@ messages: st.SearchStrategy[LaneMessage] = st.one_of(
     st.builds(Pong, st.dictionaries(st.text(max_size=9), u31, max_size=3)),
     st.builds(OpenLink, u31, st.text(max_size=9), st.binary(max_size=16), st.booleans()),
     st.builds(CloseLink, u31),
-    st.builds(Hold, u64, u64, few(u64)),
+    st.builds(Hold, u64, few(u64)),
     st.builds(Release, u64),
     st.builds(LinkChanged, u31, st.booleans(), st.text(max_size=9)),
-    st.builds(HoldChanged, u64, u64, st.booleans(), st.text(max_size=9)),
+    st.builds(HoldChanged, u64, st.booleans(), st.text(max_size=9)),
     st.builds(
         OpenStage, u64, u31, u31, u31,
         st.text(max_size=9), st.text(max_size=9), st.text(max_size=9),

@@ -1,11 +1,11 @@
 """Holds given: pages that this daemon keeps pinned for routes of other daemons' sessions, and the
 formats of these pages.
 
-Owns their pins and the byte budget. A hold is named by (peer, its incarnation, hold id); its epoch
-is that of the route. Pages are reserved before they are sent, added in any order, and can be
-attended to as far as they are complete from the first one. The owner trims a hold at its end, or
-releases it; a new incarnation of the owner, or its end, releases all of its holds. Sends no
-messages: the caller passes on what a method returns.
+Owns their pins and the byte budget. A hold is named by (peer, its incarnation, hold id). Pages are
+reserved before they are sent, added in any order, and can be attended to as far as they are
+complete from the first one. The owner trims a hold at its end, or releases it; a new incarnation of
+the owner, or its end, releases all of its holds. Sends no messages: the caller passes on what a
+method returns.
 
 A peer that serves another model says in its Hello what its pages are. They have a pool of their own
 in the store, with the same byte budget; it is opened when the peer first asks for room, and its
@@ -98,8 +98,7 @@ class _Hold:
     """Pages of one hold: None until a page was added. `n_complete` counts the leading ones that
     were; `touched`: when one was promised or added."""
 
-    def __init__(self, epoch: int, page_format: PageFormat) -> None:
-        self.epoch = epoch
+    def __init__(self, page_format: PageFormat) -> None:
         self.format = page_format
         self.pages: list[KeptPage | None] = []
         self.n_complete = 0
@@ -167,40 +166,27 @@ class HoldsGiven:
         """The format of a hold's pages. Raises HoldRefused for no such hold."""
         return self._find(name).format
 
-    def epoch(self, name: HoldName) -> int:
-        """The epoch of a hold. Raises HoldRefused for no such hold."""
-        return self._find(name).epoch
-
-    def check_epoch(self, name: HoldName, epoch: int) -> None:
-        """Raise HoldRefused unless this is the epoch of the hold."""
-        if (now := self.epoch(name)) != epoch:
-            raise HoldRefused(f"epoch {epoch} is not that of the hold, {now}")
-
-    def awaits(self, name: HoldName, epoch: int, index: int) -> bool:
+    def awaits(self, name: HoldName, index: int) -> bool:
         """Whether this page was promised room and has not come."""
         hold = self._holds.get(name)
-        if hold is None or hold.epoch != epoch or not 0 <= index < len(hold.pages):
-            return False
-        return hold.pages[index] is None
+        return hold is not None and 0 <= index < len(hold.pages) and hold.pages[index] is None
 
     def __contains__(self, name: HoldName) -> bool:
         return name in self._holds
 
     # ---------------------------------------------------------------------------------- requests
 
-    def reserve(self, name: HoldName, epoch: int, n_pages: int, page_format: PageFormat) -> int:
+    def reserve(self, name: HoldName, n_pages: int, page_format: PageFormat) -> int:
         """Promise room for pages at the end of a hold, which begins if it is new.
 
-        Returns the index of the first of them. Raises HoldRefused, and changes nothing, for an
-        older epoch, another incarnation than the peer's present one, or more than the budget.
+        Returns the index of the first of them. Raises HoldRefused, and changes nothing, for
+        another incarnation than the peer's present one, or more than the budget.
         """
         if self._incarnations.get(name.peer) != name.incarnation:
             raise HoldRefused(f"{name.peer} has no link in that incarnation")
         if n_pages < 1:
             raise HoldRefused(f"{n_pages} pages were asked for")
         hold = self._holds.get(name)
-        if hold is not None and epoch < hold.epoch:
-            raise HoldRefused(f"epoch {epoch} is over, it is {hold.epoch} now")
         if self._names.get(name.hold, name) != name:
             raise HoldRefused("another hold has this number")
         if hold is not None and hold.format is not page_format:
@@ -210,21 +196,21 @@ class HoldsGiven:
         if hold is None:
             if sum(other.peer == name.peer for other in self._holds) >= HOLDS_MAX:
                 raise HoldRefused(f"{name.peer} has {HOLDS_MAX} holds")
-            hold = self._holds[name] = _Hold(epoch, page_format)
+            hold = self._holds[name] = _Hold(page_format)
             self._names[name.hold] = name
-        hold.epoch, hold.touched = epoch, time.monotonic()
+        hold.touched = time.monotonic()
         self._filling[name] = None
         index = len(hold.pages)
         hold.pages += [None] * n_pages
         self._awaited[hold.format] += n_pages
         return index
 
-    def add(self, name: HoldName, epoch: int, index: int, page: KeptPage) -> bool:
+    def add(self, name: HoldName, index: int, page: KeptPage) -> bool:
         """Put a page into its place, with one pin that the hold takes over.
 
-        False: the place is gone, taken, or of another epoch or model, and the pin was given back.
+        False: the place is gone, taken, or of another model, and the pin was given back.
         """
-        if not self.awaits(name, epoch, index) or self.format(name) is not page.format:
+        if not self.awaits(name, index) or self.format(name) is not page.format:
             page.format.unpin(page.ref)
             return False
         hold = self._holds[name]
@@ -238,13 +224,13 @@ class HoldsGiven:
         self._awaited[hold.format] -= 1
         return True
 
-    def trim(self, name: HoldName, epoch: int, kept: int) -> bool:
+    def trim(self, name: HoldName, kept: int) -> bool:
         """Keep the first `kept` places of a hold by its owner's word; 0 releases it.
 
-        False for an older epoch, no such hold, or nothing to drop.
+        False for no such hold, or nothing to drop.
         """
         hold = self._holds.get(name)
-        if hold is None or epoch < hold.epoch or kept >= len(hold.pages):
+        if hold is None or kept >= len(hold.pages):
             return False
         dropped = hold.pages[kept:]
         del hold.pages[kept:]
@@ -262,7 +248,7 @@ class HoldsGiven:
             hold = self._holds.get(name)
             if hold is None or hold.n_complete == len(hold.pages):
                 del self._filling[name]
-            elif hold.touched < before and self.trim(name, hold.epoch, hold.n_complete):
+            elif hold.touched < before and self.trim(name, hold.n_complete):
                 trimmed.append(name)
         return trimmed
 

@@ -123,7 +123,7 @@ class HoldServer:
             case peer.PagePart() as part:
                 self._part(link, frame, part)
             case peer.ServeHold() as asked:
-                self._run(link, frame, self._serve(_name(link, asked.hold), asked.epoch))
+                self._run(link, frame, self._serve(_name(link, asked.hold)))
             case peer.ReleaseHold() as asked:
                 self._release(_name(link, asked.hold), asked)
             case peer.ReadPage() as asked:
@@ -169,7 +169,7 @@ class HoldServer:
         name = _name(link, asked.hold)
         try:
             page_format = await self.formats.of(link, self.holds)
-            first = self.holds.reserve(name, asked.epoch, asked.n_pages, page_format)
+            first = self.holds.reserve(name, asked.n_pages, page_format)
         except (HoldRefused, StoreError, OSError) as refusal:
             return peer.HoldReserved(0, _short(str(refusal)))
         self.changed()
@@ -177,7 +177,7 @@ class HoldServer:
 
     async def _offer(self, link: PeerLink, offer: peer.OfferPage, tokens: bytes) -> PeerMessage:
         name = _name(link, offer.hold)
-        if not self.holds.awaits(name, offer.epoch, offer.index):
+        if not self.holds.awaits(name, offer.index):
             return peer.PageAnswer(False, "no such place is reserved")
         page_format = self.holds.format(name)
         if (ref := await self._find(page_format, offer, tokens)) is not None:
@@ -186,7 +186,7 @@ class HoldServer:
                 log.error("peer %s has another content of a page than this daemon", link.name)
                 return peer.PageAnswer(False, "the page has another content here")
             page = _kept(page_format, ref, offer, tokens)
-            if self.holds.add(name, offer.epoch, offer.index, page):
+            if self.holds.add(name, offer.index, page):
                 return peer.PageAnswer(False)
             return peer.PageAnswer(False, "its place is gone")
         incoming = self._incoming[link.name]
@@ -250,7 +250,7 @@ class HoldServer:
             incoming.format.unpin(ref)
             return peer.PageStored("the page is not valid any more")
         page = _kept(incoming.format, ref, offer, incoming.tokens)
-        if not self.holds.add(name, offer.epoch, offer.index, page):
+        if not self.holds.add(name, offer.index, page):
             return peer.PageStored("its place is gone")
         return peer.PageStored()
 
@@ -261,7 +261,7 @@ class HoldServer:
         pool, is_own = incoming.format.pool, incoming.format is self.formats.own
         if not is_own:
             pool.allocator.try_again()  # another pool may have an extent to give by now
-        while self.holds.awaits(name, offer.epoch, offer.index):
+        while self.holds.awaits(name, offer.index):
             found = pool.import_page(
                 offer.parent, incoming.tokens, offer.salt, offer.digest, incoming.data,
                 origin=name.peer,
@@ -277,9 +277,8 @@ class HoldServer:
             await asyncio.sleep(POLL_S)
         return None
 
-    async def _serve(self, name: HoldName, epoch: int) -> PeerMessage:
+    async def _serve(self, name: HoldName) -> PeerMessage:
         try:
-            self.holds.check_epoch(name, epoch)
             answered = self._ask_worker(name)
         except HoldRefused as refusal:
             return peer.HoldServed(0, str(refusal))
@@ -302,12 +301,11 @@ class HoldServer:
         self._served[name] = len(refs)
         self._answers[name.hold].append(answered)
         if self._loop.lane.is_attached:
-            epoch = self.holds.epoch(name)
-            self._loop.lane.note(wire.Hold(name.hold, epoch, codes, page_format.shape))
+            self._loop.lane.note(wire.Hold(name.hold, codes, page_format.shape))
         return answered
 
     def _release(self, name: HoldName, asked: peer.ReleaseHold) -> None:
-        if self.holds.trim(name, asked.epoch, asked.kept):
+        if self.holds.trim(name, asked.kept):
             self._trimmed(name)
             self.changed()
 
@@ -326,13 +324,12 @@ class HoldServer:
         of that peer out. One that is complete ends with `_import`."""
         incoming = self._incoming.get(name.peer, {})
         for place, page in list(incoming.items()):
-            is_awaited = self.holds.awaits(name, page.offer.epoch, page.offer.index)
+            is_awaited = self.holds.awaits(name, page.offer.index)
             if place[0] == name.hold and not is_awaited and page.n_bytes < len(page.data):
                 del incoming[place]
 
     async def _read(self, link: PeerLink, asked: peer.ReadPage) -> PeerMessage:
         try:
-            self.holds.check_epoch(_name(link, asked.hold), asked.epoch)
             refs = self.holds.pages(_name(link, asked.hold))
         except HoldRefused as refusal:
             return peer.PageSent(str(refusal))

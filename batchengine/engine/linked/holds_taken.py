@@ -29,7 +29,6 @@ log = logging.getLogger("batchengine.linked")
 
 DATA_LOST_S = 2.0  # without a data link, after which the pages of a peer count as lost
 AVOIDED_MIN_S, AVOIDED_S = 0.5, 60.0
-EPOCH = 1  # of every hold: it only grows and shrinks at its end
 HOLD_BITS = 63
 
 
@@ -51,7 +50,7 @@ class TakenHold:
 
     def segment(self, link: int, first: int, n_pages: int) -> HeldSegment:
         """A segment of these pages of the hold."""
-        return HeldSegment(self.peer, self.incarnation, link, self.hold, EPOCH, first, n_pages)
+        return HeldSegment(self.peer, self.incarnation, link, self.hold, first, n_pages)
 
 
 class OwnHold:
@@ -131,7 +130,7 @@ class HoldsTaken:
         hold = secrets.randbits(HOLD_BITS)
         own = self._own[hold] = OwnHold(refs)
         self._serve_own(hold, own)
-        return HeldSegment(SELF, 0, wire.SELF, hold, EPOCH, 0, len(refs))
+        return HeldSegment(SELF, 0, wire.SELF, hold, 0, len(refs))
 
     # ---------------------------------------------------------------------------- for movers
 
@@ -162,7 +161,7 @@ class HoldsTaken:
         link = self._peers.get(taken.peer)
         if link is not None and link.incarnation == taken.incarnation:
             with contextlib.suppress(BatchEngineError):  # the link is lost, and with it the hold
-                link.send(messages.ReleaseHold(taken.hold, EPOCH, taken.end))
+                link.send(messages.ReleaseHold(taken.hold, taken.end))
 
     # ------------------------------------------------------------------------- what is lost
 
@@ -224,7 +223,7 @@ class HoldsTaken:
     def _serve_own(self, hold: int, own: OwnHold) -> None:
         if self._loop.lane.is_attached:
             codes = tuple([self._store.pages.slot_code(ref) for ref in own.refs])
-            self._loop.lane.note(wire.Hold(hold, EPOCH, codes))
+            self._loop.lane.note(wire.Hold(hold, codes))
 
     def _release_own(self, segment: HeldSegment) -> None:
         own = self._own.get(segment.hold)

@@ -10,7 +10,7 @@ import asyncio
 from typing import NamedTuple
 
 from batchengine.engine.linked.holds import Misfit
-from batchengine.engine.linked.holds_taken import EPOCH, TakenHold
+from batchengine.engine.linked.holds_taken import TakenHold
 from batchengine.peers.connection import FRAME_BYTES
 from batchengine.peers.link import PeerLink
 from batchengine.wire import peer
@@ -50,7 +50,7 @@ class PeerPages:
 
     async def reserve(self, taken: TakenHold, n_pages: int) -> None:
         """Have room promised for pages at the end of a hold. Raises MoveFailed."""
-        asked = peer.ReserveHold(taken.hold, EPOCH, n_pages)
+        asked = peer.ReserveHold(taken.hold, n_pages)
         reply = await self._ask(taken, asked)
         if not isinstance(reply, peer.HoldReserved) or reply.why:
             raise MoveFailed(_why(reply))
@@ -63,7 +63,7 @@ class PeerPages:
     ) -> None:
         """Put a page into a promised place: a page of the store, or its bytes. Raises MoveFailed,
         StoreError or BatchEngineError."""
-        offer = peer.OfferPage(taken.hold, EPOCH, index, page.parent, page.digest, page.salt)
+        offer = peer.OfferPage(taken.hold, index, page.parent, page.digest, page.salt)
         reply = await self._ask(taken, offer, page.tokens)
         if not isinstance(reply, peer.PageAnswer) or reply.why:
             raise MoveFailed(_why(reply))
@@ -85,7 +85,7 @@ class PeerPages:
 
     async def serve(self, taken: TakenHold) -> None:
         """Have the pages of a hold attended to. Raises MoveFailed."""
-        reply = await self._ask(taken, peer.ServeHold(taken.hold, EPOCH), seconds=STORED_S)
+        reply = await self._ask(taken, peer.ServeHold(taken.hold), seconds=STORED_S)
         if not isinstance(reply, peer.HoldServed) or reply.why:
             raise MoveFailed(_why(reply))
         if reply.n_pages < taken.n_pages:
@@ -98,7 +98,7 @@ class PeerPages:
             raise MoveFailed("the page is being read")
         buffer = self._expected[place] = bytearray()
         try:
-            asked = peer.ReadPage(taken.hold, EPOCH, index)
+            asked = peer.ReadPage(taken.hold, index)
             reply = await self._ask(taken, asked, seconds=STORED_S)
         finally:
             del self._expected[place]

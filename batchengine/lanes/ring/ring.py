@@ -86,7 +86,7 @@ class Ring:
                 self._server.release(note.hold)
             case wire.Hold():
                 why = self._hold(note)
-                self.report(wire.HoldChanged(note.hold, note.epoch, not why, why))
+                self.report(wire.HoldChanged(note.hold, not why, why))
             case _:
                 self.stages.take(note)
 
@@ -139,9 +139,10 @@ class Ring:
                     shape.n_layer, shape.n_kv_head, shape.head_dim, shape.v_first
                 )
                 addresses = self._memory.extents.addresses(codes, layout.page_bytes)
-            return self._server.hold(note, addresses)
+            self._server.hold(note, addresses)
         except (BatchEngineError, OverflowError, ValueError) as error:
             return str(error)
+        return ""
 
     def _on_frame(self, link: int, frame: DataFrame) -> None:
         message, is_kept = frame.message, True

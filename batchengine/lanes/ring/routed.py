@@ -202,8 +202,7 @@ class RoutedAttention:
             entry, at = batch.entries[index], 0
             for visit, segment in zip(visits, entry.segments, strict=True):
                 count = segment.n_pages // SUPERPAGE_PAGES
-                held = segment.hold, segment.epoch, segment.first_page
-                visit.append(HeldSpan(*held, at, count))
+                visit.append(HeldSpan(segment.hold, segment.first_page, at, count))
                 at += count
             end = -(-entry.n_pages // SUPERPAGE_PAGES)
             spans.append((entry.n_tokens, entry.start, at, end - at))

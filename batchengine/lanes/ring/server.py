@@ -41,10 +41,9 @@ class BadQuery(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HeldPages:
-    """The pages of one hold at one epoch: their addresses in order, and what attends to them:
+    """The pages of one hold: their addresses in order, and what attends to them:
     `shape` is None for pages of the worker's own model."""
 
-    epoch: int
     addresses: U64Array
     attention: SpanAttention
     shape: wire.HeadShape | None
@@ -113,22 +112,19 @@ class AttentionServer:
         """Whether queries wait that may have to be dropped."""
         return bool(self._jobs)
 
-    def hold(self, note: wire.Hold, addresses: U64Array) -> str:
-        """Answer queries for these pages from now on; returns why not, or "".
+    def hold(self, note: wire.Hold, addresses: U64Array) -> None:
+        """Answer queries for these pages from now on.
 
-        Queries under way go on if the hold grows or shrinks at its end in one epoch, but for those
-        of pages that are not in it any more: their memory may be gone soon.
+        Queries under way go on if the hold grows or shrinks at its end, but for those of pages that
+        are not in it any more: their memory may be gone soon.
         """
         held = self._holds.get(note.hold)
-        if held is not None and held.epoch > note.epoch:
-            return f"epoch {held.epoch} has begun"
-        if held is None or held.epoch < note.epoch or not _is_start(held.addresses, addresses):
+        if held is not None and not _is_start(held.addresses, addresses):
             self.release(note.hold)
         self._refuse_queries(note.hold, len(addresses), "the hold was cut")
         self._last = None
         attention = self._attention_of(note.shape)
-        self._holds[note.hold] = HeldPages(note.epoch, addresses, attention, note.shape)
-        return ""
+        self._holds[note.hold] = HeldPages(addresses, attention, note.shape)
 
     def _attention_of(self, shape: wire.HeadShape | None) -> SpanAttention:
         """What attends to pages of a model, with buffers that its holds share."""
@@ -352,9 +348,8 @@ class AttentionServer:
     def _addresses(self, entry: QueryEntry, span: HeldSpan, n_pages: int) -> U64Array:
         """Addresses of an entry's pages: those of the span, 0 elsewhere."""
         held = self._holds.get(span.hold)
-        if held is None or held.epoch != span.epoch:
-            has = "none" if held is None else str(held.epoch)
-            raise BadQuery(f"epoch {span.epoch} of a hold of epoch {has}")
+        if held is None:
+            raise BadQuery("there is no such hold")
         n_held, end = span.count * SUPERPAGE_PAGES, (span.first + span.count) * SUPERPAGE_PAGES
         if not (span.first >= 0 and span.count >= 1 and span.page >= 0):
             raise BadQuery("a span below zero")

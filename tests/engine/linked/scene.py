@@ -112,7 +112,7 @@ class Peers:
         for index, ref in enumerate(refs, first):
             peer.pages[hold, index] = np.frombuffer(read_page(self.store, ref), np.uint8).copy()
         assert peer.link is not None
-        return HeldSegment(name, 1, peer.link, hold, 1, first, len(refs))
+        return HeldSegment(name, 1, peer.link, hold, first, len(refs))
 
     def end(self, name: str) -> None:
         """The peer's process ends: its pages are gone."""

@@ -61,24 +61,24 @@ NAME = HoldName("north", 7, 1)
 def test_pages_are_attended_to_as_far_as_they_are_complete() -> None:
     pool = Pool()
     held = given_by(pool)
-    assert held.reserve(NAME, 3, 4, pool.format) == 0
+    assert held.reserve(NAME, 4, pool.format) == 0
     assert held.bytes_held == 4 * PAGE
     pages = [pool.pin(number) for number in range(4)]
     refs = [page.ref for page in pages]
-    assert held.add(NAME, 3, 1, pages[1])
+    assert held.add(NAME, 1, pages[1])
     assert held.pages(NAME) == []
-    assert held.add(NAME, 3, 0, pages[0])
+    assert held.add(NAME, 0, pages[0])
     assert held.pages(NAME) == refs[:2]
-    assert held.add(NAME, 3, 2, pages[2])
-    assert held.add(NAME, 3, 3, pages[3])
-    assert held.reserve(NAME, 4, 2, pool.format) == 4  # growth under the next epoch
+    assert held.add(NAME, 2, pages[2])
+    assert held.add(NAME, 3, pages[3])
+    assert held.reserve(NAME, 2, pool.format) == 4
     assert held.pages(NAME) == refs
-    assert held.trim(NAME, 4, 3)
+    assert held.trim(NAME, 3)
     assert held.pages(NAME) == refs[:3]
-    assert not held.trim(NAME, 4, 3)
+    assert not held.trim(NAME, 3)
     assert held.pages_of("north") == 3
-    assert held.reserve(NAME, 4, 1, pool.format) == 3
-    assert held.trim(NAME, 4, 0)
+    assert held.reserve(NAME, 1, pool.format) == 3
+    assert held.trim(NAME, 0)
     assert NAME not in held
     assert not +pool.pins
     assert held.bytes_held == 0
@@ -88,28 +88,24 @@ def test_what_is_of_another_time_is_refused() -> None:
     pool = Pool()
     held = given_by(pool, 6)
     held.peer_up("east", 7)
-    held.reserve(NAME, 3, 4, pool.format)
+    held.reserve(NAME, 4, pool.format)
     for refused in (
-        lambda: held.reserve(NAME, 2, 1, pool.format),  # an older epoch
-        lambda: held.reserve(NAME._replace(incarnation=6), 9, 1, pool.format),
-        lambda: held.reserve(NAME._replace(peer="south"), 9, 1, pool.format),  # no link
-        lambda: held.reserve(NAME, 3, 0, pool.format),
-        lambda: held.reserve(NAME, 3, 3, pool.format),  # beyond the budget
-        lambda: held.check_epoch(NAME, 2),
+        lambda: held.reserve(NAME._replace(incarnation=6), 1, pool.format),
+        lambda: held.reserve(NAME._replace(peer="south"), 1, pool.format),  # no link
+        lambda: held.reserve(NAME, 0, pool.format),
+        lambda: held.reserve(NAME, 3, pool.format),  # beyond the budget
         lambda: held.reserve(
-            NAME._replace(peer="east"), 3, 1, pool.format
+            NAME._replace(peer="east"), 1, pool.format
         ),  # the number of another's hold
         lambda: held.pages(NAME._replace(hold=2)),
     ):
         with pytest.raises(HoldRefused):
             refused()
-    assert not held.add(NAME, 2, 0, pool.pin(1))
-    assert not held.add(NAME, 3, 4, pool.pin(1))
-    assert not held.add(NAME, 3, -1, pool.pin(1))
-    assert held.add(NAME, 3, 0, pool.pin(1))
-    assert not held.add(NAME, 3, 0, pool.pin(1))  # twice
+    assert not held.add(NAME, 4, pool.pin(1))
+    assert not held.add(NAME, -1, pool.pin(1))
+    assert held.add(NAME, 0, pool.pin(1))
+    assert not held.add(NAME, 0, pool.pin(1))  # twice
     assert pool.pins[PageRef(1, 1)] == 1
-    assert not held.trim(NAME, 2, 0)
     assert held.peer_up("north", 7) == []  # the same run: a link that came back
     assert held.peer_up("north", 8) == [NAME]
     assert not +pool.pins
@@ -121,9 +117,9 @@ def test_a_peer_cannot_fill_the_table_with_names(monkeypatch: pytest.MonkeyPatch
     pool = Pool()
     held = given_by(pool)
     for number in range(3):
-        held.reserve(NAME._replace(hold=number), 1, 1, pool.format)
+        held.reserve(NAME._replace(hold=number), 1, pool.format)
     with pytest.raises(HoldRefused, match="holds"):
-        held.reserve(NAME._replace(hold=9), 1, 1, pool.format)
+        held.reserve(NAME._replace(hold=9), 1, pool.format)
     assert held.bytes_held == 3 * PAGE
 
 
@@ -131,10 +127,10 @@ def test_one_page_in_two_holds_costs_its_bytes_once() -> None:
     pool = Pool()
     held = given_by(pool, 3)
     for number in (1, 2):
-        held.reserve(NAME._replace(hold=number), 1, 1, pool.format)
-        assert held.add(NAME._replace(hold=number), 1, 0, pool.pin(5))
+        held.reserve(NAME._replace(hold=number), 1, pool.format)
+        assert held.add(NAME._replace(hold=number), 0, pool.pin(5))
     assert held.bytes_held == PAGE
-    assert held.trim(NAME, 1, 0)
+    assert held.trim(NAME, 0)
     assert pool.pins[PageRef(5, 1)] == 1
     assert held.invalid([key(4), key(5), key(5)]) == [NAME._replace(hold=2)]
     assert not +pool.pins
@@ -170,10 +166,10 @@ def test_holds_without_news_are_not_looked_at() -> None:
     pool = Pool()
     held = given_by(pool, 1000)
     for number in range(200):
-        held.reserve(name := NAME._replace(hold=number), 1, 2, pool.format)
-        held.add(name, 1, 0, pool.pin(number))
+        held.reserve(name := NAME._replace(hold=number), 2, pool.format)
+        held.add(name, 0, pool.pin(number))
         if number:
-            held.add(name, 1, 1, pool.pin(number))
+            held.add(name, 1, pool.pin(number))
     held.unused(0.0)
     held._holds = looks = Looks(held._holds)
     assert held.unused(time.monotonic() + 1) == [NAME._replace(hold=0)]
@@ -185,11 +181,11 @@ def test_holds_without_news_are_not_looked_at() -> None:
 @settings(deadline=None)
 @given(st.data())
 def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None:
-    """Requests of two peers with ups, downs, stale epochs, and imports that end at any time."""
+    """Requests of two peers with ups, downs, and imports that end at any time."""
     pool = Pool()
     held = HoldsGiven(data.draw(st.integers(1, 20)) * PAGE)
     own = [pool.pin(number).ref for number in range(5)]  # pins of others: never given back here
-    arriving: list[tuple[HoldName, int, int]] = []
+    arriving: list[tuple[HoldName, int]] = []
     for _ in range(data.draw(st.integers(1, 40))):
         act = data.draw(
             st.sampled_from(
@@ -200,21 +196,20 @@ def test_pins_return_to_the_baseline_in_every_order(data: st.DataObject) -> None
         )
         peer = data.draw(st.sampled_from(["north", "south"]))
         name = HoldName(peer, data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2)))
-        epoch = data.draw(st.integers(1, 5))
         if act == "reserve":
             n_pages, free = data.draw(st.integers(0, 6)), held.bytes_free
             try:
-                index = held.reserve(name, epoch, n_pages, pool.format)
+                index = held.reserve(name, n_pages, pool.format)
             except HoldRefused:
                 assert held.bytes_free == free
             else:
                 assert n_pages * PAGE <= free
-                arriving += [(name, epoch, index + i) for i in range(n_pages)]
+                arriving += [(name, index + i) for i in range(n_pages)]
         elif act == "arrive" and arriving:
             one = arriving.pop(data.draw(st.integers(0, len(arriving) - 1)))
             held.add(*one, pool.pin(data.draw(st.integers(0, 9))))
         elif act == "trim":
-            held.trim(name, epoch, data.draw(st.integers(0, 4)))
+            held.trim(name, data.draw(st.integers(0, 4)))
         elif act == "unused":
             held.unused(time.monotonic() + data.draw(st.sampled_from([-60, 60])))
         elif act == "up":
@@ -247,15 +242,15 @@ def test_a_hold_has_pages_of_one_model() -> None:
     """A page that was stored for another link of the same run is not taken."""
     pool, other = Pool(), Pool()
     held = given_by(pool)
-    held.reserve(NAME, 1, 1, pool.format)
+    held.reserve(NAME, 1, pool.format)
     with pytest.raises(HoldRefused, match="another model"):
-        held.reserve(NAME, 1, 1, other.format)
+        held.reserve(NAME, 1, other.format)
     held.peer_down("north")
     held.peer_up("north", 7)
-    held.reserve(NAME, 1, 1, other.format)
-    assert not held.add(NAME, 1, 0, pool.pin(1))
+    held.reserve(NAME, 1, other.format)
+    assert not held.add(NAME, 0, pool.pin(1))
     assert not +pool.pins
-    assert held.add(NAME, 1, 0, other.pin(1))
+    assert held.add(NAME, 0, other.pin(1))
     held.check()
     held.peer_down("north")
     held.check()

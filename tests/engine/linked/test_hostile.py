@@ -41,9 +41,7 @@ class Owner:
 
     async def offer(self, index: int = 0, digest: bytes | None = None) -> PeerMessage:
         digest = digest or keys.payload_digest(self.page)
-        return await self.ask(
-            peer.OfferPage(HOLD, 1, index, keys.ROOT_KEY, digest, SALT), self.tokens
-        )
+        return await self.ask(peer.OfferPage(HOLD, index, keys.ROOT_KEY, digest, SALT), self.tokens)
 
     async def send_page(self, data: bytes, index: int = 0) -> PeerMessage:
         part = 200_000
@@ -56,7 +54,7 @@ class Owner:
 
     async def read_page(self, index: int) -> bytes:
         """A page that the holder sends back."""
-        await self.scripted.send(peer.ReadPage(HOLD, 1, index), step=9, attempt=REQUEST)
+        await self.scripted.send(peer.ReadPage(HOLD, index), step=9, attempt=REQUEST)
         data = b""
         while (frame := await self.scripted.receive()) is not None:
             if isinstance(frame.message, peer.PageSent):
@@ -91,17 +89,17 @@ async def test_an_owner_that_lies(site: Site) -> None:
         b.knows_at("a", 1)
         await until(lambda: "a" in b.engine.running.peers.links)
         async with owner_of(b) as a:
-            answer = await a.ask(peer.ReserveHold(HOLD, 1, 1000))
+            answer = await a.ask(peer.ReserveHold(HOLD, 1000))
             assert isinstance(answer, peer.HoldReserved)
             assert "room" in answer.why
             assert await a.offer() == peer.PageAnswer(False, "no such place is reserved")
-            assert await a.ask(peer.ReserveHold(HOLD, 1, 4)) == peer.HoldReserved(0)
+            assert await a.ask(peer.ReserveHold(HOLD, 4)) == peer.HoldReserved(0)
             assert await a.offer(digest=bytes(16)) == peer.PageAnswer(True)
             answer = await a.send_page(a.page)
             assert isinstance(answer, peer.PageStored)
             assert "digest" in answer.why
-            assert await a.ask(peer.ServeHold(HOLD, 1)) == peer.HoldServed(0)
-            answer = await a.ask(peer.ServeHold(HOLD + 1, 1))
+            assert await a.ask(peer.ServeHold(HOLD)) == peer.HoldServed(0)
+            answer = await a.ask(peer.ServeHold(HOLD + 1))
             assert isinstance(answer, peer.HoldServed)
             assert "no hold" in answer.why
             assert await a.offer() == peer.PageAnswer(True)
@@ -110,11 +108,11 @@ async def test_an_owner_that_lies(site: Site) -> None:
             answer = await a.offer(2, bytes(16))
             assert isinstance(answer, peer.PageAnswer)
             assert "another content" in answer.why
-            assert await a.ask(peer.ServeHold(HOLD, 1)) == peer.HoldServed(2)
+            assert await a.ask(peer.ServeHold(HOLD)) == peer.HoldServed(2)
             assert b.linked.given.n_pages == 3  # of two places with one page, and two promised
             sent = await a.read_page(0)
             assert sent == a.page
-            answer = await a.ask(peer.ReadPage(HOLD, 1, 3))
+            answer = await a.ask(peer.ReadPage(HOLD, 3))
             assert isinstance(answer, peer.PageSent)
             assert answer.why
             no_tokens = b"\xff" * 4 * 300  # above every vocabulary
@@ -127,11 +125,11 @@ async def test_an_owner_that_lies(site: Site) -> None:
             (peer.PagePart(HOLD, 0, 0), b"", 0),
             (peer.PageStored(), b"", 0),  # nothing was sent
             (peer.HoldServed(4), b"", 0),
-            (peer.ReserveHold(HOLD, 1, 1), b"", 0),  # no request
-            (peer.OfferPage(HOLD, 1, 1, bytes(32), bytes(16), b""), b"few tokens", REQUEST),
+            (peer.ReserveHold(HOLD, 1), b"", 0),  # no request
+            (peer.OfferPage(HOLD, 1, bytes(32), bytes(16), b""), b"few tokens", REQUEST),
         ):
             async with owner_of(b) as a:
-                assert await a.ask(peer.ReserveHold(HOLD, 1, 4)) == peer.HoldReserved(0)
+                assert await a.ask(peer.ReserveHold(HOLD, 4)) == peer.HoldReserved(0)
                 assert await a.offer() in (peer.PageAnswer(True), peer.PageAnswer(False))
                 a.tokens = keys.token_bytes(words(2, 256))
                 assert await a.offer(1) == peer.PageAnswer(True)
@@ -150,7 +148,7 @@ async def test_pages_that_are_given_up_halfway_keep_no_others_out(site: Site) ->
         b.knows_at("a", 1)
         await until(lambda: "a" in b.engine.running.peers.links)
         async with owner_of(b) as a:
-            assert await a.ask(peer.ReserveHold(HOLD, 1, 8)) == peer.HoldReserved(0)
+            assert await a.ask(peer.ReserveHold(HOLD, 8)) == peer.HoldReserved(0)
             for index in range(holds_server.INCOMING_MAX):
                 a.tokens = keys.token_bytes(words(index, 256))
                 assert await a.offer(index) == peer.PageAnswer(True)
@@ -159,12 +157,12 @@ async def test_pages_that_are_given_up_halfway_keep_no_others_out(site: Site) ->
             answer = await a.offer(7)
             assert isinstance(answer, peer.PageAnswer)
             assert "on their way" in answer.why
-            await a.scripted.send(peer.ReleaseHold(HOLD, 1, 3))
-            assert await a.ask(peer.ReserveHold(HOLD, 1, 1)) == peer.HoldReserved(3)
+            await a.scripted.send(peer.ReleaseHold(HOLD, 3))
+            assert await a.ask(peer.ReserveHold(HOLD, 1)) == peer.HoldReserved(3)
             assert await a.offer(3) == peer.PageAnswer(True)
             assert await a.send_page(a.page, 3) == peer.PageStored()
-            await a.scripted.send(peer.ReleaseHold(HOLD, 1, 0))
-            assert await a.ask(peer.ReserveHold(HOLD, 1, 4)) == peer.HoldReserved(0)
+            await a.scripted.send(peer.ReleaseHold(HOLD, 0))
+            assert await a.ask(peer.ReserveHold(HOLD, 4)) == peer.HoldReserved(0)
             for index in range(holds_server.INCOMING_MAX):
                 a.tokens = keys.token_bytes(words(20 + index, 256))
                 assert await a.offer(index) == peer.PageAnswer(True)

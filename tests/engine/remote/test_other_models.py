@@ -309,10 +309,10 @@ async def test_a_load_says_how_many_pages_of_another_model_fit(tmp_path: Path, r
         holds.peer_up("p", 7)
         made = await formats.of(link, holds)
         n_pages = formats.bytes_max(link, bound) // made.page_bytes
-        assert holds.reserve(HoldName("p", 7, 1), 1, n_pages, made) == 0
+        assert holds.reserve(HoldName("p", 7, 1), n_pages, made) == 0
         assert n_pages > 0
         with pytest.raises(HoldRefused, match="there is room for"):
-            holds.reserve(HoldName("p", 7, 1), 1, 1, made)
+            holds.reserve(HoldName("p", 7, 1), 1, made)
     assert formats.bytes_max(link_of("{}"), budget.budget_bytes) == 0
     assert formats.bytes_max(None, 1000) == 1000
     store.close()
@@ -332,7 +332,7 @@ async def test_an_extent_that_comes_late_is_not_taken_back(tmp_path: Path) -> No
     formats, holds = PageFormats(store), HoldsGiven(1 << 30)
     holds.peer_up("p", 7)
     made = await formats.of(link_of(SAID), holds)
-    holds.reserve(HoldName("p", 7, 1), 1, 5, made)
+    holds.reserve(HoldName("p", 7, 1), 5, made)
     parent = ROOT_KEY
     for number in range(5):
         ids = tokens_of(number, 1)

@@ -74,7 +74,7 @@ class Node:
     timelines: dict[int, Timeline] = field(default_factory=dict[int, Timeline])
     events: list[wire.LaneEvent] = field(default_factory=list[wire.LaneEvent])
     links: dict[str, int] = field(default_factory=dict[str, int])
-    holds: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
+    holds: dict[int, int] = field(default_factory=dict[int, int])
     used: int = 0
     free: list[int] = field(default_factory=list[int])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -234,22 +234,21 @@ class Scene:
             await self.nodes[one].until(wire.LinkChanged(self.nodes[one].links[other], True))
             await self.nodes[other].until(wire.LinkChanged(self.nodes[other].links[one], True))
 
-    async def hold(self, name: str, key: int, epoch: int = 1) -> None:
+    async def hold(self, name: str, key: int) -> None:
         """Have a node hold all full pages of a timeline, for every other."""
         node = self.nodes[name]
         timeline = node.timelines[key]
         codes = [ARENA_BIT | slot for slot in timeline.slots[: len(timeline.tokens) // PAGE_TOKENS]]
-        hold, _ = node.holds.get(key, (secrets.randbits(64), 0))
-        node.holds[key] = hold, epoch
-        node.lane.note(wire.Hold(hold, epoch, tuple(codes)))
-        await node.until(wire.HoldChanged(hold, epoch, True))
+        hold = node.holds.setdefault(key, secrets.randbits(64))
+        node.lane.note(wire.Hold(hold, tuple(codes)))
+        await node.until(wire.HoldChanged(hold, True))
 
     def segment(self, owner: Node, key: int, piece: Piece) -> wire.Segment:
         """The segment of a piece as its owner names it."""
-        hold, epoch = self.nodes[piece.holder].holds[key]
+        hold = self.nodes[piece.holder].holds[key]
         link = owner.links[piece.holder] if piece.holder != owner.name else wire.SELF
         return wire.Segment(
-            link, hold, epoch, piece.first * SUPERPAGE_PAGES, piece.count * SUPERPAGE_PAGES
+            link, hold, piece.first * SUPERPAGE_PAGES, piece.count * SUPERPAGE_PAGES
         )
 
 
@@ -351,12 +350,12 @@ def measure_visits(scene: Scene, name: str, key: int, sock: socket.socket, n: in
     called `bench`. A visit is two hops and the attention to the super-page.
     """
     node = scene[name]
-    hold, epoch = node.holds[key]
+    hold = node.holds[key]
     heads, dim, _ = node.layout.layers[0]
     group = 2
     queries = bytes(heads * group * (dim + dim // 8))
     entries = (data.QueryEntry(1, 2048),)
-    hops = (data.Hop(name, (data.HeldSpan(hold, epoch, 0, 0, 1),)),)
+    hops = (data.Hop(name, (data.HeldSpan(hold, 0, 0, 1),)),)
     decoder = Decoder(data.DATA_LINK)
     found: list[float] = []
     for unit in range(n):

@@ -83,8 +83,8 @@ async def scene_of(model: Path, cache_dir: Path, folder: Path) -> AsyncIterator[
 
 def good_query(scene: Scene, unit: int = 1) -> Query:
     """A query that `a` answers at once; the peer is its owner."""
-    hold, epoch = scene["a"].holds[1]
-    hop = Hop("a", (HeldSpan(hold, epoch, 0, 0, 2),))
+    hold = scene["a"].holds[1]
+    hop = Hop("a", (HeldSpan(hold, 0, 0, 2),))
     return Query(unit, 0, 0, HEADS, 0, "m", (QueryEntry(1, 2 * SUPERPAGE_TOKENS),), (hop,))
 
 
@@ -137,8 +137,6 @@ def malformed(good: Query) -> list[tuple[Query, bytes]]:
         with_entry(good, start=1 << 62),
         with_span(good, hold=good.hops[0].spans[0].hold ^ 1),
         with_span(good, hold=-1),
-        with_span(good, epoch=2),
-        with_span(good, epoch=0),
         with_span(good, page=1),
         with_span(good, page=-4),
         with_span(good, page=1 << 63),
@@ -189,7 +187,7 @@ OTHER = wire.HeadShape(3, 3, 32, 12)  # of a model that the worker does not have
 async def held(scene: Scene, hold: int, codes: tuple[int, ...], shape: wire.HeadShape) -> str:
     """Have the worker hold pages of another model; returns why it does not, or ""."""
     node = scene["a"]
-    node.lane.note(wire.Hold(hold, 1, codes, shape))
+    node.lane.note(wire.Hold(hold, codes, shape))
     while True:
         for event in list(node.events):
             if isinstance(event, wire.HoldChanged) and event.hold == hold:
@@ -220,7 +218,7 @@ async def test_pages_of_another_model(pocket_path: Path, cache_dir: Path, tmp_pa
         for wrong in ((1 << 32 | 8,), (2 << 32,), (1 << 63,), (-1,)):
             assert await held(scene, 6, wrong, OTHER), wrong
         assert "bytes" in await held(scene, 6, (1 << 32,), wire.HeadShape(3, 6, 32, 12))
-        span = HeldSpan(5, 1, 0, 0, 2)
+        span = HeldSpan(5, 0, 0, 2)
         query = replace(good, n_heads=12, hops=(Hop("a", (span,)),))
         payload = bytes(12 * (32 + 32 // 8))
         entry = good.entries[0]
@@ -272,7 +270,7 @@ async def test_latent_pages_of_another_model(
         for v_first in (-32, 48, LATENT.head_dim):
             assert await held(scene, 6, codes, wire.HeadShape(1, 1, 576, 128, v_first)), v_first
         assert not await held(scene, 5, codes, LATENT)
-        query = replace(good, n_heads=5, hops=(Hop("a", (HeldSpan(5, 1, 0, 0, 2),)),))
+        query = replace(good, n_heads=5, hops=(Hop("a", (HeldSpan(5, 0, 0, 2),)),))
         for first in (0, 9, 123):
             await peer.send(replace(query, first_head=first), queries(1, 5, 576))
             frame = await peer.one()
@@ -318,7 +316,7 @@ async def test_a_query_for_pages_that_leave_their_hold_is_refused(
         peer = await peer_of(scene, "a", 1)
         assert not await held(scene, 5, codes, OTHER)
         entry = QueryEntry(64, 3 * SUPERPAGE_TOKENS)
-        query = Query(1, 0, 0, 12, 0, "m", (entry,), (Hop("a", (HeldSpan(5, 1, 0, 1, 2),)),))
+        query = Query(1, 0, 0, 12, 0, "m", (entry,), (Hop("a", (HeldSpan(5, 0, 1, 2),)),))
         await peer.send(query, bytes(64 * 12 * (32 + 32 // 8)))
         await settled(scene, "query", 1)
         assert not await held(scene, 5, codes[:4], OTHER)
@@ -388,8 +386,8 @@ async def test_a_peer_that_answers_wrongly_costs_its_entries_only(
         await node.prefill(2, words(2, 600))
         alone = await node.step(Entry(2, 599, 1))
         whole = await node.step(Entry(1, LENGTH - 1, 1))
-        node.holds[9] = 77, 1
-        scene.nodes["m"] = Node("m", node.lane, node.arena, node.layout, holds={1: (77, 1)})
+        node.holds[9] = 77
+        scene.nodes["m"] = Node("m", node.lane, node.arena, node.layout, holds={1: 77})
 
         def begin() -> asyncio.Task[wire.StepDone]:
             pair = Entry(1, LENGTH - 1, 1, [Piece("m", 0, 2)]), Entry(2, 599, 1)
@@ -397,8 +395,8 @@ async def test_a_peer_that_answers_wrongly_costs_its_entries_only(
 
         async def truth(query: Query, payload: bytes) -> bytes:
             """What the worker itself, as a holder, answers to the query."""
-            hold, epoch = node.holds[1]
-            hop = Hop("a", (HeldSpan(hold, epoch, 0, 0, 2),))
+            hold = node.holds[1]
+            hop = Hop("a", (HeldSpan(hold, 0, 0, 2),))
             await other.send(replace(query, owner="n", hops=(hop,)), payload)
             return bytes((await other.one()).payload)
 

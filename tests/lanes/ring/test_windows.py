@@ -62,7 +62,7 @@ class Links:
             held = timeline.addresses[
                 : len(timeline.addresses) // SUPERPAGE_PAGES * SUPERPAGE_PAGES
             ]
-            assert not server.hold(wire.Hold(index, 1, ()), held)
+            server.hold(wire.Hold(index, ()), held)
         return server
 
     def _send(self, sender: str, to: str, message: DataMessage, data: Payload) -> bool:
@@ -103,7 +103,7 @@ def routed_step(links: Links, one: Step, routes: Sequence[Route]) -> StepInput:
         segments: list[wire.Segment] = []
         for holder, count in route:
             n_held = count * SUPERPAGE_PAGES
-            segments.append(wire.Segment(NUMBERS[holder], index, 1, at, n_held))
+            segments.append(wire.Segment(NUMBERS[holder], index, at, n_held))
             at += n_held
         addresses[first_page : first_page + at] = 0
         first_page += n_pages
