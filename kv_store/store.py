@@ -285,13 +285,11 @@ class Store:
             slots += self.core.drop_oldest_foreign()
             extents += 1
         evicted, tails = map(sum, zip(*found, strict=True))
-        limits, sessions, turns = self._settings, 0, 0
+        limits, sessions = self._settings, 0
         with contextlib.suppress(StoreFull):  # its rows stay; the other parts are deleted
-            sessions, turns = self.ledger.prune(
-                limits.sessions_max, keep, bytes_max=limits.ledger_bytes_max
-            )
+            sessions = self.ledger.prune(limits.sessions_max, keep, limits.ledger_bytes_max)
         self.ledger.commit()  # also where there was nothing to prune
-        return GcReport(evicted, tails, extents, slots, sessions, turns)
+        return GcReport(evicted, tails, extents, slots, sessions)
 
     def give_disk_space(self) -> Future[int]:
         """Delete the extents of other models, or else the one of this model that has the fewest

@@ -199,35 +199,25 @@ class Ledger:
         """
         return self.read(lambda _: self._clean(compact_bytes))
 
-    def prune(
-        self,
-        sessions_max: int,
-        keep: Collection[str],
-        turns_max: int = writes.TURNS_KEPT,
-        bytes_max: int = 1 << 62,
-    ) -> tuple[int, int]:
+    def prune(self, sessions_max: int, keep: Collection[str], bytes_max: int = 1 << 62) -> int:
         """Forget the longest unused sessions of tenants that have more than their share of
-        `sessions_max` or `bytes_max`, never those in `keep`, and finished turns beyond the last
-        `turns_max` of a session. Returns (sessions, turns).
+        `sessions_max` or `bytes_max`, never those in `keep`. Returns how many.
 
         Commits and blocks. A session that is used while this runs stays.
         """
         kept, sessions = frozenset(keep), 0
-        turns = self.read(lambda db: queries.old_turns(db, turns_max)).result()
-        ops: list[Op] = [writes.PruneTurns(turns_max)] if turns else []
         for _ in range(PRUNES_MAX):
             known = self.read(queries.kept).result()
             self.stats.session_bytes = sum(session.row_bytes for session in known)
             over = over_share(known, sessions_max, bytes_max, kept, queries.PRUNED_AT_ONCE_MAX)
-            ops += [writes.ForgetIdle(one.id, one.epoch, one.used_seq) for one in over]
-            sessions += len(over)
-            if not ops:
+            if not over:
                 break
-            written = self.append(*ops)
+            forgets = [writes.ForgetIdle(one.id, one.epoch, one.used_seq) for one in over]
+            written = self.append(*forgets)
             self.commit()
             written.result()
-            ops.clear()
-        return sessions, turns
+            sessions += len(over)
+        return sessions
 
     def usage(self) -> Future[dict[str, tuple[int, int]]]:
         """Sessions and bytes of their rows, by tenant."""

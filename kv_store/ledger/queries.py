@@ -122,12 +122,6 @@ def kept(db: sqlite3.Connection) -> list[Kept]:
     return [Kept._make(row) for row in rows]
 
 
-def old_turns(db: sqlite3.Connection, turns_max: int) -> int:
-    """How many finished turns are beyond the last `turns_max` of their sessions."""
-    found = db.execute(f"SELECT count(*) FROM ({writes.OLD_TURNS})", (turns_max,))
-    return found.fetchone()[0]
-
-
 def shared_tokens(db: sqlite3.Connection, session: str, tenant: str, ids: bytes) -> int:
     """The longest common prefix, in tokens, of these ids with another session of the tenant; of the
     SHARING_MAX most recently used ones."""

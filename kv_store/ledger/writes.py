@@ -18,14 +18,6 @@ from kv_store.pages.index import PageRef
 APPLICATION_ID = 0x42454B56  # "BEKV", in the SQLite header
 SCHEMA_VERSION = 1
 TURNS_KEPT = 64  # per session: enough to answer a repeated or resumed request
-# finished turns with at least ?1 later turns in their session
-OLD_TURNS = """SELECT session, id FROM (
-  SELECT session, id, status, row_number() OVER
-    (PARTITION BY session ORDER BY seq DESC, prompt_start DESC, id DESC) AS age
-  FROM turn WHERE session IN
-    (SELECT session FROM turn GROUP BY session HAVING count(*) > ?1))
-WHERE age > ?1 AND status != 'running'"""
-
 TURN_INDEX = "CREATE INDEX IF NOT EXISTS turn_by_id ON turn (id)"  # older files are without it
 
 # session_page, snapshot and migration are never written: every store of this version has them
@@ -187,15 +179,6 @@ class ForgetIdle(Op, frozen=True):
         return 0 if found is None else DropSession(self.session).write(db)
 
 
-class PruneTurns(Op, frozen=True):
-    """Keep the last `keep` turns of every session, and those still running."""
-
-    keep: int
-
-    def write(self, db: sqlite3.Connection) -> None:
-        db.execute(f"DELETE FROM turn WHERE (session, id) IN ({OLD_TURNS})", (self.keep,))
-
-
 class AppendTurn(Op, frozen=True):
     session: str
     epoch: int
@@ -234,8 +217,11 @@ class SetTurnRecord(Op, frozen=True):
 
 
 class FinishTurn(Op, frozen=True):
-    """`ended_s`, seconds since the Unix epoch, and `cached_tokens` are what the turn's record gets;
-    nothing if `ended_s` is 0."""
+    """A turn has ended; finished ones before the last TURNS_KEPT of its session go.
+
+    `ended_s`, seconds since the Unix epoch, and `cached_tokens` are what the turn's record gets;
+    nothing if `ended_s` is 0.
+    """
 
     session: str
     epoch: int

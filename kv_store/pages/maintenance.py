@@ -61,7 +61,6 @@ class GcReport:
     extents_other_reprs: int
     slots_other_reprs: int
     sessions: int
-    turns: int
 
 
 class PageMaintenance:

@@ -374,7 +374,7 @@ class FakeEngine:
                     "seconds": 0.1}  # fmt: skip
         if op == "gc":
             return {"pages_evicted": 2, "tails_superseded": 1, "extents_other_reprs": 0,
-                    "slots_other_reprs": 0, "sessions": 0, "turns": 4, "extents_given": 0,
+                    "slots_other_reprs": 0, "sessions": 0, "extents_given": 0,
                     "left": ""}  # fmt: skip
         return {"budget_bytes": 1 << 30, "used_bytes": 1 << 20, "page_tier": "ok", "sessions": 2}
 

@@ -228,12 +228,12 @@ def test_garbage_collection_reaches_its_target_and_keeps_used_pages(tmp_path: Pa
     assert store.stat()["sessions"] == 4
     report = store.gc(keep=["a"]).result(20)
     assert (report.tails_superseded, report.pages_evicted) == (1, 0)
-    assert (report.sessions, report.turns) == (2, 0)
+    assert report.sessions == 2
     assert store.stat()["used_bytes"] == 17 * SIZE
     assert {info.id for info in store.ledger.list_sessions().result(20)} == {"a", "d"}
     assert store.stat()["sessions"] == 2
     assert store.pages.match_prefix(tokens_of(3, 1), SALT) == held, "a pinned page is kept"
-    assert store.gc(keep=["a"]).result(20) == type(report)(0, 0, 0, 0, 0, 0)
+    assert store.gc(keep=["a"]).result(20) == type(report)(0, 0, 0, 0, 0)
     lane.add_chain(tokens_of(50, 1))  # 90 %: no more, but still above the target
     assert store.gc().result(20).pages_evicted == 1
     assert store.pages.match_prefix(tokens_of(50, 1), SALT)
