@@ -112,9 +112,6 @@ class Metrics:
         self.kv_scrubbed_pages_total = counter(
             "kv_scrubbed_pages_total", "Stored pages read again while idle", "result"
         )
-        self.kv_pages_recomputed_total = counter(
-            "kv_pages_recomputed_total", "Pages computed again because of a doubt", "result"
-        )
         self.canaries_total = counter(
             "canaries_total", "Times a lane computed the canary page", "lane", "result"
         )

@@ -1,8 +1,7 @@
 """Maintenance of a pool's pages: scrub, verify all, check, write ages, collect garbage.
 
 Has no thread of its own: each part is one short intent of the page thread, so a seal waits for at
-most one page; scans of all pages take the lock for one slice at a time. The caller recomputes bad
-pages.
+most one page; scans of all pages take the lock for one slice at a time.
 """
 
 from __future__ import annotations
@@ -28,16 +27,10 @@ CHECK_SLOTS = 16_384  # compared by one `check`: it shares the interpreter with 
 
 @dataclass(frozen=True, slots=True)
 class ScrubResult:
-    """One page read again. `good` False: it is invalid now; `key` and `parent` say what it held,
-    `digest` is that of its payload when it was sealed, `lanes` computed it."""
+    """One page read again. `good` False: it is invalid now."""
 
     ref: PageRef
     good: bool
-    key: bytes
-    parent: bytes
-    n_tokens: int
-    digest: bytes
-    lanes: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +81,10 @@ class PageMaintenance:
             if page is None:
                 return None
             self._index.pin(page)
-            ref, key, parent, n = page.ref, page.key, page.parent, page.n_tokens
-            digest, lanes = page.digest, page.lanes
+            ref = page.ref
         good = self._loader.read_again(page)
         self._core.counters["pages_scrubbed"] += 1
-        return ScrubResult(ref, good, key, parent, n, digest, lanes)
+        return ScrubResult(ref, good)
 
     def verify_all(self) -> Future[VerifyReport]:
         """Read every page; those that fail become invalid. Serving goes on in between.

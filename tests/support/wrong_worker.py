@@ -18,28 +18,22 @@ from batchengine.lanes.step_input import StepInput, U64Array
 from batchengine.lanes.worker import Worker, main
 from batchengine.wire import lane as wire
 
-WRONG = 2008  # other KV, on the lane that is named "bad";
-WRONG_AGAIN = 2009  # or once, on any lane that serves: the second time it is computed
+WRONG = 2008  # other KV, on the lane that is named "bad"
 
 
 class WrongDevice(CpuDevice):
     """Computes wrong rows with valid records, as faulty arithmetic does."""
 
     lane = ""
-    seen = 0
 
     def compute(self, batch: StepInput, addresses: U64Array, seeds: U64Array) -> Computed:
         return super().compute(self._misread(batch), addresses, seeds)
 
     def _misread(self, batch: StepInput) -> StepInput:
         tokens = batch.tokens.tolist()
-        is_wrong = WRONG in tokens and self.lane == "bad"
-        if WRONG_AGAIN in tokens and self.lane != "fresh":
-            self.seen += 1
-            is_wrong = self.seen == 2
-        if not is_wrong:
+        if WRONG not in tokens or self.lane != "bad":
             return batch
-        other = [99 if token in (WRONG, WRONG_AGAIN) else token for token in tokens]
+        other = [99 if token == WRONG else token for token in tokens]
         return dataclasses.replace(batch, tokens=np.array(other, np.int32))
 
 

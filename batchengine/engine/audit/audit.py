@@ -78,7 +78,7 @@ class Audit:
             disputes.has_disputed.clear()
             while disputes.disputed:
                 found = disputes.disputed[0]
-                page = PageContent(array("i", found.chain), found.salt, found.priority)
+                page = PageContent(array("i", found.chain), found.salt)
                 self._state.metrics.numeric_faults_total.inc()
                 try:
                     await self.disputed(page, statement(found.lanes, found.digest))
@@ -106,11 +106,10 @@ class Audit:
 
     # ----------------------------------------------------------------------------- computing
 
-    @contextlib.asynccontextmanager
-    async def computed(
+    async def digest(
         self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
-    ) -> AsyncGenerator[tuple[PageRecompute, bytes]]:
-        """Compute the page on this lane, in a slot of its arena; yield it and its payload digest.
+    ) -> bytes:
+        """Return the payload digest of the page as this lane computes it, or NOT_FINITE.
 
         Raises RecomputeFailed.
         """
@@ -121,30 +120,17 @@ class Audit:
             if recompute.n_pages - recompute.first > PAGES_MAX:
                 raise RecomputeFailed("the pages before it are gone")
             loop.ask_recompute(recompute)
-            try:
-                async with asyncio.timeout(RECOMPUTE_S):
-                    digest = await asyncio.shield(recompute.digest)
-            except TimeoutError as error:
-                raise RecomputeFailed("it took too long") from error
-            yield recompute, digest  # outside the timeout: the caller may take longer
+            async with asyncio.timeout(RECOMPUTE_S):
+                return await asyncio.shield(recompute.digest)
+        except NotFinite:
+            return NOT_FINITE
+        except TimeoutError as error:
+            raise RecomputeFailed("it took too long") from error
         finally:
             loop.recomputes.close(recompute)
             for ref in refs:
                 self._store.pages.unpin(ref)
             loop.wake()
-
-    async def digest(
-        self, loop: LaneLoop, page: PageContent, *, urgent: bool, piece_max: int = PIECES[0]
-    ) -> bytes:
-        """Return the payload digest of the page as this lane computes it, or NOT_FINITE.
-
-        Raises RecomputeFailed.
-        """
-        try:
-            async with self.computed(loop, page, urgent=urgent, piece_max=piece_max) as (_, digest):
-                return digest
-        except NotFinite:
-            return NOT_FINITE
 
     async def _prefix(self, page: PageContent) -> list[PageRef]:
         """Return the verified pages of the store before this page, each pinned once."""

@@ -41,7 +41,7 @@ class Canary:
         self._state = state
         self._audit = audit
         self._every_s = state.config.limits.canary_s
-        self._page = PageContent(canary_tokens(n_vocab), SALT, 0)
+        self._page = PageContent(canary_tokens(n_vocab), SALT)
         self._first: Statement | None = None  # the reference
         self._rest: dict[str, tuple[int, float]] = {}  # lane -> its steps, and when they changed
         self._due: dict[str, tuple[int, float]] = {}  # lane -> incarnation, when it is due again

@@ -15,11 +15,10 @@ FRESH_WORKER = "a fresh worker"
 
 
 class PageContent(NamedTuple):
-    """What a page is computed from: all tokens up to the page's end, salt; and its priority."""
+    """What a page is computed from: all tokens up to the page's end, and the salt."""
 
     tokens: array[int]
     salt: bytes
-    priority: int
 
     @property
     def page(self) -> int:
@@ -27,14 +26,10 @@ class PageContent(NamedTuple):
 
     def key(self, repr_id: bytes) -> bytes:
         """The content key of the page."""
-        return self.link(repr_id)[1]
-
-    def link(self, repr_id: bytes) -> tuple[bytes, bytes]:
-        """The content keys of the page before this one and of this one."""
         start = self.page * PAGE_TOKENS
         before = keys.chain_keys(self.tokens[:start], repr_id, self.salt) if start else []
         parent = before[-1] if before else keys.ROOT_KEY
-        return parent, keys.content_key(parent, self.tokens[start:], repr_id, self.salt)
+        return keys.content_key(parent, self.tokens[start:], repr_id, self.salt)
 
 
 class Statement(NamedTuple):

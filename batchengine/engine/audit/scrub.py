@@ -1,9 +1,7 @@
-"""Work on the store while no request computes: scrub, recompute, garbage collection, checks.
+"""Work on the store while no request computes: scrub, garbage collection, checks.
 
 Owns the intervals: scrubbing takes at most SCRUB_SHARE of what the disk can read, and only while
-nothing is computed. A page that fails its checksum is computed again from the tokens of a session
-that holds it; equal bytes are published again, different ones are audited. The model's files are
-compared once a minute.
+nothing is computed. The model's files are compared once a minute.
 """
 
 from __future__ import annotations
@@ -16,20 +14,15 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from batchengine import errors
-from batchengine.core import PAGE_TOKENS
 from batchengine.engine.audit.audit import Audit
 from batchengine.engine.audit.canary import Canary
-from batchengine.engine.audit.majority import PageContent, Statement, statement
 from batchengine.engine.audit.model_files import ModelFiles
-from batchengine.engine.audit.page_search import page_of
-from batchengine.engine.lane.loop import LaneLoop
-from batchengine.engine.lane.recompute import PageRecompute, RecomputeFailed
+from batchengine.engine.lane.recompute import RecomputeFailed
 from batchengine.engine.sessions.recovery import SessionRecovery
 from batchengine.engine.state import EngineState
 from kv_store.errors import StoreError, StoreFull
 from kv_store.ledger.ledger import COMPACT_BYTES_MAX
-from kv_store.pages.allocator import NoRoom
-from kv_store.pages.maintenance import GcReport, ScrubResult
+from kv_store.pages.maintenance import GcReport
 from kv_store.store import Store
 
 log = logging.getLogger("batchengine.audit")
@@ -60,7 +53,6 @@ class Maintenance:
         self._state = state
         self._store = store
         self._recovery = recovery
-        self._audit = audit
         self._idle_since = time.monotonic()
         self._collected = 0, 0  # sessions and their bytes after the last garbage collection
         self._files = ModelFiles(state, store.pages.descriptor.model_hash)
@@ -86,7 +78,8 @@ class Maintenance:
         return now - self._idle_since >= IDLE_S
 
     async def _scrub(self) -> None:
-        """Read every page once, then sleep for REST_S."""
+        """Read every page once, then sleep for REST_S. A bad one, which the store has invalidated,
+        is computed again when it is needed."""
         for pool in self._store.pools:  # those of other models have pages of peers
             left = pool.index.used
             while left > 0:
@@ -99,76 +92,11 @@ class Maintenance:
                 if found is None:
                     break
                 left -= 1
-                await self.scrubbed(found, is_own=pool is self._store.pages)
+                result = "good" if found.good else "bad"
+                self._state.metrics.kv_scrubbed_pages_total.labels(result).inc()
+                if not found.good:
+                    log.error("scrub: page %r does not verify", found.ref)
         await asyncio.sleep(REST_S if self.is_idle else IDLE_S)
-
-    async def scrubbed(self, found: ScrubResult, *, is_own: bool = True) -> None:
-        """Count the result; a bad page, which the store has invalidated, is computed again: by the
-        peer that it is kept for, unless it is of the own model."""
-        result = "good" if found.good else "bad"
-        self._state.metrics.kv_scrubbed_pages_total.labels(result).inc()
-        if found.good:
-            return
-        log.error("scrub: page %r of %d tokens does not verify", found.ref, found.n_tokens)
-        if not is_own:
-            return
-        page = await page_of(found, self._state, self._store)
-        if page is None:
-            log.warning("no session known here has the tokens of page %r", found.ref)
-            self._count("unknown")
-            return
-        await self.recompute(page, statement(found.lanes, found.digest))
-
-    def _count(self, result: str) -> None:
-        self._state.metrics.kv_pages_recomputed_total.labels(result).inc()
-
-    async def recompute(self, page: PageContent, sealed: Statement) -> None:
-        """Compute an invalidated page; publish it if its digest equals `sealed`, else audit it."""
-        able = [loop for loop in self._state.lanes if loop.up]
-        loop = min(able, key=lambda loop: loop.assigned, default=None)
-        if loop is None:
-            return
-        got = b""
-        try:
-            async with self._audit.computed(loop, page, urgent=False) as (recompute, got):
-                if got == sealed.digest:
-                    await self._publish(loop, page, recompute, got)
-        except RecomputeFailed as error:
-            log.info("page %d is not computed again now: %s", page.page, error)
-        except StoreError as error:
-            log.warning("page %d was not published again: %s", page.page, error)
-        is_equal = got == sealed.digest
-        self._count("failed" if not got else "equal" if is_equal else "different")
-        if got and not is_equal:
-            await self._audit.disputed(page, Statement(loop.lane.name, got), sealed)
-
-    async def _publish(
-        self, loop: LaneLoop, page: PageContent, recompute: PageRecompute, digest: bytes
-    ) -> None:
-        """Seal and publish the recomputed page from its slot in the arena. Raises StoreError."""
-        row_import, store = recompute.row_import, self._store
-        parent, key = page.link(store.pages.repr_id)
-        is_wanted = loop.kv.sealing.publishes and store.pages.find(key) is None
-        if row_import is None or not is_wanted:
-            return
-        ids = page.tokens[page.page * PAGE_TOKENS :]
-        lanes = frozenset((loop.lane.name,))
-        ticket = store.pages.reserve(parent, ids, page.salt, page.priority, lanes)
-        if isinstance(ticket, NoRoom):
-            raise StoreError(f"there is no room: {ticket.value}")
-        release = loop.kv.arenas.hold(row_import.arena)
-        try:
-            sealing = store.pages.seal(ticket, row_import.arena, row_import.slots[-1], digest)
-            await asyncio.shield(asyncio.wrap_future(sealing))
-            publishing = store.pages.publish(ticket)
-            store.ledger.commit()
-            ref = await asyncio.shield(asyncio.wrap_future(publishing))
-        except BaseException:
-            store.pages.abort(ticket)
-            raise
-        finally:
-            release()
-        store.pages.unpin(ref)
 
     # -------------------------------------------------------------------------------- garbage
 

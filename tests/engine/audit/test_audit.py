@@ -8,15 +8,13 @@ so that rows of the wrong lane are detected in every place that uses them.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
 
 from batchengine.engine.audit import audit as audit_module
-from batchengine.engine.audit.audit import RECOMPUTE_S
-from batchengine.engine.audit.majority import Outcome, PageContent, Statement
+from batchengine.engine.audit.majority import Outcome, Statement
 from tests.engine.audit.scene import (
     LANES,
     ask,
@@ -578,29 +576,6 @@ def test_a_turn_on_a_drained_lane_migrates_when_another_lane_is_up(kept: int) ->
         sent = await asyncio.wait_for(stage.read(asked), 10.0)
         assert len(sent.tokens) == 20
         assert stage.home("s") == "right"
-
-    play(scene, limits__canary_s=0)
-
-
-def test_the_limit_of_recomputes_does_not_count_time_of_the_disk() -> None:
-    """A slow disk fails no turn, and the page names its writer."""
-
-    async def scene(stage: Stage) -> None:
-        prompt = words(62, 256)
-        await publish(stage, "left", prompt)
-        store, running = store_of(stage), stage.up.running
-        (ref,) = store.pages.match_prefix(prompt, b"")
-        digest = store.pages.digest(ref)
-        store.pages.invalidate(ref)
-        for loop in stage.now.loops:
-            loop.recheck()
-        stage.now.threads.delay = lambda name: RECOMPUTE_S if name == "kv-pages" else 0.0005
-        page = PageContent(array("i", prompt), b"", 0)
-        await running.maintenance.recompute(page, Statement("left", digest))
-        stage.now.threads.delay = lambda name: 0.0005
-        (again,) = store.pages.match_prefix(prompt, b"")
-        assert again != ref
-        assert store.pages.lanes_of(again)
 
     play(scene, limits__canary_s=0)
 

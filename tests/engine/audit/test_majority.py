@@ -70,4 +70,4 @@ def test_a_statement_on_rows_of_two_lanes_has_no_known_witness() -> None:
 
 @pytest.mark.parametrize(("tokens", "page"), [(1, 0), (256, 0), (257, 1), (512, 1), (513, 2)])
 def test_the_tokens_up_to_the_end_of_a_page_say_which_it_is(tokens: int, page: int) -> None:
-    assert PageContent(array("i", range(tokens)), b"", 0).page == page
+    assert PageContent(array("i", range(tokens)), b"").page == page

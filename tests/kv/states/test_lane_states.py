@@ -376,7 +376,7 @@ def test_an_audit_that_finds_a_difference_drops_all_states() -> None:
         await stage.until(lambda: len(files(stage)) == 1)
         session = stage.up.state.sessions["", "s"]
         stage.lane(stage.home("s")).kv.states.save(session)
-        page = PageContent(array("i", prompt[:256]), b"", 0)
+        page = PageContent(array("i", prompt[:256]), b"")
         assert stage.up.running is not None
         wrong = Statement(stage.other("s"), bytes(16))  # no page of the session is of this lane
         found = await stage.up.running.audit.disputed(page, wrong)
