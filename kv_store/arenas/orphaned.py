@@ -1,6 +1,7 @@
 """Arenas of earlier runs of this boot: open rows without a writer, until they are imported.
 
-Owns their files: locks each one, reads the owners of its slots, deletes it when it is not needed.
+Owns their files: locks each one, reads the owners of its slots, deletes those without a row, and at
+a `sweep` all of them.
 A file that is locked already has a writer that may still write: it is left alone. Rows are not
 verified here: a slot is found by its header, and the worker that imports its rows proves them.
 Several kills in a row would leave an arena each: at opening the oldest files beyond `bytes_max` go.
@@ -12,8 +13,7 @@ import contextlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -48,14 +48,6 @@ class OrphanedSlot(NamedTuple):
     rows: int = 0
 
 
-@dataclass(slots=True)
-class _Held:
-    """One locked file. `wanted` counts index entries that point into it."""
-
-    fd: int
-    wanted: int
-
-
 class OrphanedArenas:
     """Arena files that earlier runs left in `folder`; none without it. Thread safe."""
 
@@ -73,7 +65,7 @@ class OrphanedArenas:
         self._repr_id = repr_id
         self._files = files or osio.Files()
         self._lock = threading.Lock()
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, int] = {}  # descriptors of locked files
         self._busy: set[str] = set()
         # per session name and epoch
         self._index = defaultdict[bytes, dict[int, list[OrphanedSlot]]](dict)
@@ -107,40 +99,21 @@ class OrphanedArenas:
             slots = self._index.get(session_name(session), {}).get(epoch, [])
             return sorted(slots, key=lambda slot: (slot.page_index, -slot.rows, slot.arena))
 
-    def forget(self, session: bytes) -> None:
-        """Drop the session's rows from the index; `sweep` may delete files without other rows."""
-        with self._lock:
-            self._forget(session_name(session))
-
     def erase(self, session: bytes) -> None:
         """Overwrite the session's rows and their records, and forget them; blocks."""
-        name = session_name(session)
         with self._lock:
-            slots = [slot for found in self._index.get(name, {}).values() for slot in found]
-            self._forget(name)
-            for slot in slots:
-                if (held := self._held.get(slot.arena)) is not None:
-                    self._overwrite(held.fd, slot.slot)
+            for slots in self._index.pop(session_name(session), {}).values():
+                for slot in slots:
+                    self._overwrite(self._held[slot.arena], slot.slot)
 
-    def retain(self, sessions: Iterable[bytes]) -> None:
-        """Forget every session but these."""
-        wanted = {session_name(session) for session in sessions}
-        with self._lock:
-            for name in [name for name in self._index if name not in wanted]:
-                self._forget(name)
-
-    def sweep(self, *, everything: bool = False) -> int:
-        """Delete files that no index entry points into, or all that are held; returns how many.
-
-        Files that were busy are examined again first. Blocks for the deletions.
-        """
+    def sweep(self) -> int:
+        """Delete all files that are held; returns how many. Those that were busy are examined again
+        first. Blocks for the deletions."""
         self.retry()
         with self._lock:
-            names = [name for name, held in self._held.items() if everything or not held.wanted]
-            doomed = [(name, self._held.pop(name).fd) for name in names]
-            if everything:
-                self._index.clear()
-        for name, fd in doomed:  # without the lock, for which the event loop waits
+            doomed, self._held = self._held, {}
+            self._index.clear()
+        for name, fd in doomed.items():  # without the lock, for which the event loop waits
             self._delete(name, fd)
         return len(doomed)
 
@@ -154,8 +127,8 @@ class OrphanedArenas:
     def close(self) -> None:
         """Release the locks; the files stay for the next run."""
         with self._lock:
-            for held in self._held.values():
-                os.close(held.fd)
+            for fd in self._held.values():
+                os.close(fd)
             self._held.clear()
             self._busy.clear()
             self._index.clear()
@@ -185,11 +158,12 @@ class OrphanedArenas:
         except BaseException:
             os.close(fd)
             raise
-        held = self._held[name] = _Held(fd, len(slots))
+        if not slots:
+            self._delete(name, fd)
+            return
+        self._held[name] = fd
         for session, epoch, slot in slots:
             self._index[session].setdefault(epoch, []).append(slot)
-        if not held.wanted:
-            self._delete(name, self._held.pop(name).fd)
 
     def _read(self, name: str, fd: int) -> list[tuple[bytes, int, OrphanedSlot]]:
         """(session name, epoch, slot) of every slot with a whole header and a written row."""
@@ -214,11 +188,11 @@ class OrphanedArenas:
 
     def _keep_newest(self, bytes_max: int) -> None:
         """Delete the files that `oldest_beyond` names, and the index entries that point to them."""
-        sizes = {name: os.fstat(held.fd).st_size for name, held in self._held.items()}
+        sizes = {name: os.fstat(fd).st_size for name, fd in self._held.items()}
         if not (names := oldest_beyond(sizes, bytes_max)):
             return
         for name in names:
-            self._delete(name, self._held.pop(name).fd)
+            self._delete(name, self._held.pop(name))
         for epochs in self._index.values():
             for epoch, slots in epochs.items():
                 epochs[epoch] = [slot for slot in slots if slot.arena in self._held]
@@ -226,12 +200,6 @@ class OrphanedArenas:
             f"{len(names)} of the arenas of killed runs were deleted: all took more than"
             f" {bytes_max >> 20} MiB"
         )
-
-    def _forget(self, session: bytes) -> None:
-        for slots in self._index.pop(session, {}).values():
-            for slot in slots:
-                if slot.arena in self._held:
-                    self._held[slot.arena].wanted -= 1
 
     def _overwrite(self, fd: int, slot: int) -> None:
         assert self._layout is not None

@@ -138,7 +138,7 @@ class WorkerSupervisor:
                 arena = await asyncio.to_thread(create)
             except StoreFull:  # make room: give up open rows of earlier workers
                 kv.drop_dead_arenas()
-                await asyncio.to_thread(store.orphaned.sweep, everything=True)
+                await asyncio.to_thread(store.orphaned.sweep)
                 arena = await asyncio.to_thread(create)
         except StoreGone as error:
             raise store_error(errors.STORE_GONE, error) from error

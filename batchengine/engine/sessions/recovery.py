@@ -61,9 +61,7 @@ from kv_store.store import Store
 
 log = logging.getLogger("batchengine.sessions")
 
-ORPHANED_SESSIONS = 4096  # latest sessions whose rows in arenas of earlier runs are kept
 ROWS_MIN = 2  # of a page, that are copied rather than computed again
-TIDY_S = 5.0  # between two sweeps of the arenas of earlier runs
 # Evicted in an earlier run, in a damaged extent, or never sealed: this run has no `Loss` of them.
 PAGES_GONE = "pages were not computed before, or are no longer in the store"
 
@@ -122,7 +120,6 @@ class SessionRecovery:
         )
         await self._suspects.load(suspects, crashed=bool(crash_marker.text))
         crash_marker.listen()
-        self._store.orphaned.retain(info.id.encode() for info in infos[:ORPHANED_SESSIONS])
         self.interrupted = {name_of(i.id): i for i in infos if i.state == RUNNING}
         self.families.load([name_of(info.id) for info in reversed(infos)])
         recent = [info for info in infos[:CALLS_ALL] if CALLS_FIELD in info.meta]
@@ -133,22 +130,14 @@ class SessionRecovery:
                     self.calls.add(info.tenant, call, name_of(info.id)[1], meta.mark)
 
     async def tidy(self) -> None:
-        """Delete arenas of earlier runs once no session needs their rows, or after ORPHANED_S."""
-        orphaned = self._store.orphaned
-        deadline = asyncio.get_running_loop().time() + ORPHANED_S
-        while orphaned.names or orphaned.busy:
-            over = asyncio.get_running_loop().time() > deadline
-            await asyncio.to_thread(orphaned.sweep, everything=over)
-            if over:
-                return
-            await asyncio.sleep(TIDY_S)
+        """Delete the arenas of earlier runs after ORPHANED_S."""
+        await asyncio.sleep(ORPHANED_S)
+        await asyncio.to_thread(self._store.orphaned.sweep)
 
     def forget(self, tenant: str, session_id: str) -> None:
-        """Delete strikes, tool calls and old rows of a dropped session."""
-        name = durable_name(tenant, session_id)
-        self._suspects.forget(name)
+        """Delete strikes and tool calls of a dropped session."""
+        self._suspects.forget(durable_name(tenant, session_id))
         self.interrupted.pop((tenant, session_id), None)
-        self._store.orphaned.forget(name.encode())
         self.calls.forget(tenant, session_id)
         self.families.forget(tenant, session_id)
 
@@ -354,7 +343,6 @@ class SessionRecovery:
         if facts.restored and found:
             metrics.kv_restored_tokens_used_total.inc(found)
         if facts.restored:
-            self._store.orphaned.forget(session.name)
             facts.restored, facts.changed, facts.old_epoch = False, (), 0
         if facts.meta.rebase is not None:
             met = msgspec.structs.replace(facts.meta.rebase, kept=found, reason=reason)

@@ -250,10 +250,10 @@ async def killed(site: Site, prompts: dict[str, list[int]], at_least: int) -> di
     return sent
 
 
-async def test_arenas_of_a_dead_engine_are_deleted_when_no_session_needs_their_rows(
+async def test_arenas_of_a_dead_engine_are_deleted_when_its_sessions_had_time_to_resume(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "TIDY_S", 0.02)
+    monkeypatch.setattr(recovery, "ORPHANED_S", 3.0)
     prompts = {"a": words(13, 100), "b": words(14, 400)}
     arenas = site.folder / "kv" / "arena"
 
@@ -262,8 +262,6 @@ async def test_arenas_of_a_dead_engine_are_deleted_when_no_session_needs_their_r
     assert len(left) == 1
     async with running_engine(site, WORKER_COMMAND) as engine:
         for name, prompt in prompts.items():
-            await asyncio.sleep(0.1)
-            assert left < {path.name for path in arenas.iterdir()}, "b still wants it"
             answer = await read(await engine.resume("", name, len(sent[name])))
             assert sent[name] + answer.tokens == hashlm_tokens(prompt, 300)
         await until(lambda: not left & {path.name for path in arenas.iterdir()})

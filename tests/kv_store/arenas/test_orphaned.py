@@ -94,24 +94,6 @@ def test_slots_are_found_by_session_and_epoch_in_page_order(orphaned: OrphanedAr
     assert orphaned.names == ("cpu.10001", "fast-1.10002")
 
 
-def test_a_sweep_deletes_arenas_of_no_retained_session(
-    orphaned: OrphanedArenas, tmp_path: Path
-) -> None:
-    assert orphaned.sweep() == 0
-    orphaned.forget(b"zz")
-    orphaned.forget(b"a")
-    orphaned.forget(b"a")
-    assert orphaned.find(b"a", 2) == []
-    assert orphaned.sweep() == 1
-    assert sorted(os.listdir(tmp_path)) == ["cpu.10001"]
-    assert orphaned.find(b"b", 7) != []
-    orphaned.retain([b"b", b"zz"])
-    assert orphaned.sweep() == 0
-    orphaned.retain([])
-    assert orphaned.sweep() == 1
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_lookup_does_not_wait_for_the_deletions_of_a_sweep(
     orphaned: OrphanedArenas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,22 +106,19 @@ def test_a_lookup_does_not_wait_for_the_deletions_of_a_sweep(
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", slow_unlink)
-    orphaned.forget(b"a")
     with ThreadPoolExecutor(2) as pool:
         sweep = pool.submit(orphaned.sweep)
         assert deleting.wait(20)
         lookup = pool.submit(orphaned.find, b"b", 7)
         try:
-            assert lookup.result(5) == [OrphanedSlot("cpu.10001", 3, 0, 3, 1)]
+            assert lookup.result(5) == []
         finally:
             lookup_done.set()
-        assert sweep.result(20) == 1
+        assert sweep.result(20) == 2
 
 
-def test_a_sweep_of_everything_deletes_every_arena(
-    orphaned: OrphanedArenas, tmp_path: Path
-) -> None:
-    assert orphaned.sweep(everything=True) == 2
+def test_a_sweep_deletes_every_arena(orphaned: OrphanedArenas, tmp_path: Path) -> None:
+    assert orphaned.sweep() == 2
     assert os.listdir(tmp_path) == []
     assert orphaned.find(b"a", 2) == []
 
@@ -150,7 +129,7 @@ def test_close_leaves_the_files_and_releases_the_locks(
     other = open_orphaned(tmp_path)
     assert other.names == ()
     assert other.busy == ("cpu.10001", "fast-1.10002")
-    assert other.sweep(everything=True) == 0
+    assert other.sweep() == 0
     orphaned.close()
     other.retry()
     assert other.busy == ()
@@ -225,7 +204,7 @@ def test_files_that_are_not_arenas_are_left(tmp_path: Path) -> None:
     (folder / "cpu.2").mkdir()
     (folder / "notes.txt").write_text("precious")
     orphaned = open_orphaned(folder)
-    assert orphaned.sweep(everything=True) == 0
+    assert orphaned.sweep() == 0
     assert outside.read_bytes() == b"precious"
     assert sorted(os.listdir(folder)) == ["cpu.1", "cpu.2", "notes.txt"]
     assert len(orphaned.warnings) == 2
@@ -244,7 +223,7 @@ def test_a_flipped_slot_header_hides_that_slot_only(tmp_path: Path) -> None:
         (1, SlotOwner(b"a", 1, 0, 1), 9),
     )
     orphaned = open_orphaned(tmp_path)
-    arena = orphaned._read("cpu.1", orphaned._held["cpu.1"].fd)
+    arena = orphaned._read("cpu.1", orphaned._held["cpu.1"])
     assert len(arena) == 2
     orphaned.close()
     at = os.path.getsize(path) - SLOTS * 8192 + 4096
@@ -354,14 +333,13 @@ def test_an_arena_whose_writer_lingers_is_neither_imported_nor_deleted(tmp_path:
         orphaned = open_orphaned(tmp_path)
         assert orphaned.busy == ("cpu.1",)
         assert orphaned.find(b"a", 1) == []
-        assert orphaned.sweep(everything=True) == 0
+        assert orphaned.sweep() == 0
         assert os.path.exists(path)
         zombie.kill()
         zombie.wait()
     orphaned.retry()
     assert orphaned.busy == ()
     assert len(orphaned.find(b"a", 1)) == 1
-    orphaned.forget(b"a")
     assert orphaned.sweep() == 1
     assert not os.path.exists(path)
 
@@ -371,7 +349,7 @@ def test_a_new_arena_of_this_run_is_not_treated_as_orphaned(
 ) -> None:
     """Its worker locks it a moment after the engine made it."""
     fresh = Arena.create(str(tmp_path / "cpu.20001"), LAYOUT, SLOTS, 1, repr_id=REPR)
-    orphaned.sweep(everything=True)
+    orphaned.sweep()
     ArenaMapping(fresh.path, LAYOUT).close()
     fresh.close(delete=True)
 
@@ -402,7 +380,6 @@ def test_the_next_run_finds_arenas_of_the_last_one(tmp_path: Path) -> None:
     store.close()
     store = open_store(tmp_path)  # and the one after it, if nothing was imported
     assert len(store.orphaned.find(b"s", 3)) == 1
-    store.orphaned.forget(b"s")
     store.orphaned.sweep()
     assert os.listdir(tmp_path / "kv/arena") == []
     store.close()
