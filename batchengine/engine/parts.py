@@ -243,8 +243,8 @@ class Running:
         self.audit.watch_store()
         tasks = self.tasks
         for loop in self.state.lanes:
-            loop.outage.evacuate = functools.partial(self.dispatcher.evacuation.begin, loop)
             tasks.spawn_vital(loop.run(), f"lane {loop.lane.name}")
+            tasks.spawn_vital(self.dispatcher.evacuation.follow(loop), "evacuations")
         tasks.spawn_vital(self.journal.run(), "journal")
         tasks.spawn_vital(self.housekeeping.run(), "housekeeping")
         tasks.spawn(self.recovery.tidy(), "tidy")

@@ -86,7 +86,7 @@ class LaneLoop:
         self.recomputes = RecomputeQueue(self.kv, config)
         self.stages = StageQueue(config)
         self.draining = ""  # why the lane computes no more; or ""
-        self.outage = Outage(lane, config, self.kv, self.seats, self.cost, supervisor)
+        self.outage = Outage(lane, config, self.kv, self.cost, supervisor)
         self.is_rechecking = False
         self._suspects = suspects
         self._metrics = metrics

@@ -16,7 +16,6 @@ from pathlib import Path
 from batchengine import errors
 from batchengine.config import Config, LaneConfig
 from batchengine.core import BatchEngineError
-from batchengine.engine.lane.seats import Seats
 from batchengine.kv import LaneKv
 from batchengine.lanes.state_memory import states_at_rest, states_of_seats
 from batchengine.lanes.worker_process import Lane, LaneDied
@@ -188,26 +187,34 @@ def cannot_start(lane: str, error: BaseException) -> BatchEngineError:
 
 
 class Outage:
-    """What is known of the missing worker of one lane. Use: set `why`, then `end`."""
+    """What is known of the missing worker of one lane. Use: set `why`, then `end`.
+
+    `news` is set when turns should go to other lanes: the worker of a GPU has ended, or none could
+    start. `failure` is the error of the turns that no other lane takes; None = they wait.
+    """
 
     def __init__(
         self,
         lane: Lane,
         config: LaneConfig,
         kv: LaneKv,
-        seats: Seats,
         cost: CostModel,
         supervisor: WorkerSupervisor,
     ) -> None:
         self.why = ""  # the last worker ended or did not start; "" once one has started
         self.failed_starts = 0  # in a row
-        self.is_down = False  # turns fail, unless other lanes take them
-        self.evacuate: Callable[[], bool] = lambda: False  # see `Evacuation.begin`
-        self._lane, self._config, self._kv, self._seats = lane, config, kv, seats
+        self.failure: BatchEngineError | None = None
+        self.news = asyncio.Event()
+        self._lane, self._config, self._kv = lane, config, kv
         self._cost, self._supervisor = cost, supervisor
 
     def __repr__(self) -> str:
         return f"<Outage {self._lane!r} failed_starts={self.failed_starts} {self.why!r}>"
+
+    @property
+    def is_down(self) -> bool:
+        """Whether turns fail, unless other lanes take them."""
+        return self.failure is not None
 
     @property
     def may_be_the_lane(self) -> bool:
@@ -223,7 +230,7 @@ class Outage:
         """
         lane, down_since = self._lane, time.monotonic()
         if self._config.kind == "cuda":
-            self.evacuate()
+            self.news.set()
         while not await stops_within(lane.backoff_s()):
             started = time.monotonic()
             self._kv.poll()  # the dead worker's arena goes once its last seals have ended
@@ -234,13 +241,11 @@ class Outage:
                 lane.kill("could not start")
                 await lane.died()
                 self.failed_starts, self.why = self.failed_starts + 1, str(error)
-                has_refuge = self.evacuate()
                 is_stuck = not isinstance(error, LaneDied) or started - down_since > DOWN_MAX_S
                 if self.failed_starts >= FAILED_STARTS_MAX and is_stuck:  # and at later failures
-                    self.is_down = True
-                    for turn in () if has_refuge else self._seats.turns:
-                        self._seats.fail(turn, cannot_start(lane.name, error))
+                    self.failure = cannot_start(lane.name, error)
+                self.news.set()
             else:
-                self.why, self.failed_starts, self.is_down = "", 0, False
+                self.why, self.failed_starts, self.failure = "", 0, None
                 log.warning("%r is back after %.2f s", lane, time.monotonic() - started)
                 return

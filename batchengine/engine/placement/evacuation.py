@@ -24,11 +24,22 @@ class Evacuation:
     def __repr__(self) -> str:
         return f"<Evacuation of {[loop.lane.name for loop in self._under_way]}>"
 
-    def begin(self, loop: LaneLoop) -> bool:
-        """Begin to move turns if the lane is down; return whether another lane is up."""
+    async def follow(self, loop: LaneLoop) -> None:
+        """Begin whenever the lane's worker has ended or cannot start, until cancelled. Turns of a
+        lane that cannot start fail if no other lane is up."""
+        outage = loop.outage
+        while True:
+            await outage.news.wait()
+            outage.news.clear()
+            self.begin(loop)
+            if outage.failure is not None and not self._others(loop):
+                for turn in loop.seats.turns:
+                    loop.seats.fail(turn, outage.failure)
+
+    def begin(self, loop: LaneLoop) -> None:
+        """Begin to move turns if the lane is down."""
         if loop not in self._under_way and self._evacuees(loop):
             self._spawn(self._evacuate(loop), "evacuation")
-        return bool(self._others(loop))
 
     def refuge(self, away_from: LaneLoop) -> LaneLoop | None:
         """Return the other lane that is up with most free seats, or None if none has any, except

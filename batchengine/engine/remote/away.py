@@ -98,7 +98,7 @@ class AwayTurn:
     @property
     def is_leaving(self) -> bool:
         """Whether the turn has ended, or must come back."""
-        return bool(self.why) or self.turn.end is not None
+        return bool(self.why) or self.turn.end is not None or self.turn.differs
 
     def fail(self, why: str) -> None:
         """Have the turn come back, for the first of all reasons."""
@@ -274,7 +274,7 @@ class AwayTurns:
         """Have a peer compute a turn, for which `_why_not` has no reason against it."""
         run = AwayTurn(link, turn, lane)
         self._runs.append(run)
-        turn.shared_with, turn.on_difference = link.name, lambda: self._differs(run)
+        turn.shared_with, turn.differs = link.name, False
         self._spawn(self._follow(run), "turn at a peer")
         return run
 
@@ -375,13 +375,6 @@ class AwayTurns:
         late."""
         if number > self._last:
             raise Misfit(f"turn {number} was not asked for")
-
-    def _differs(self, run: AwayTurn) -> None:
-        """A token of the peer is not the one that was computed here."""
-        name = run.link.name
-        log.error("%r: %s computed another token; it gets no turns for now", run.turn, name)
-        self._linked.taken.avoid(name, lied=True)
-        run.fail(f"{name} computed another token")
 
     # ---------------------------------------------------------------------------- one turn
 
@@ -517,7 +510,7 @@ class AwayTurns:
     def _give(self, run: AwayTurn, exchange: Exchange) -> None:
         """Send the peer what it lacks, and let it send more unless the reader is slow."""
         turn, tokens = run.turn, run.turn.session.tokens
-        if turn.end is not None or run.why:
+        if run.is_leaving:
             return
         with contextlib.suppress(BatchEngineError):  # the link is lost, and `lost` says so
             while (first := exchange.known) < len(tokens):
@@ -531,6 +524,10 @@ class AwayTurns:
     def _end(self, run: AwayTurn) -> None:
         """Compute the turn here alone, if it has not ended; the peer stops."""
         turn, link = run.turn, run.link
+        if turn.differs:
+            log.error("%r: %s computed another token; it gets no turns for now", turn, link.name)
+            self._linked.taken.avoid(link.name, lied=True)
+            run.fail(f"{link.name} computed another token")
         if turn.is_away and turn.end is None:
             self._go_on_here(run)
         turn.is_away, turn.shared_with = False, ""

@@ -28,6 +28,7 @@ from batchengine.engine.remote.exchange import Exchange, tokens_of
 from batchengine.engine.state import EngineState
 from batchengine.engine.tasks import Spawn
 from batchengine.engine.turns.stream import Generation
+from batchengine.engine.turns.turn import Turn
 from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT
 from batchengine.session import Session
@@ -45,6 +46,7 @@ log = logging.getLogger("batchengine.remote")
 SERVED_MAX = 4  # of one peer
 CREDIT_TOKENS = 256  # that may be sent before the owner allows more
 READ_S = 30.0  # for the tokens of a timeline to come
+DIFFERS = "its tokens are others here"
 
 Submit = Callable[[GenerationRequest], Generation]
 
@@ -143,6 +145,8 @@ class ServedTurns:
         if turn is not None:
             lane = self._state.home[turn.session.key]
             lane.take_tokens(turn, message.first, rows)
+            if turn.differs:
+                self._end(served, DIFFERS)
 
     def allow(self, link: PeerLink, go: TurnGo) -> None:
         """Let tokens before a position be sent."""
@@ -195,14 +199,17 @@ class ServedTurns:
             return
         turn = self._state.turns[served.generation]
         turn.shared_with, turn.session.salt = peer, asked.salt  # before it looks for its pages
-        turn.on_difference = lambda: self._end(served, "its tokens are others here")
-        self._spawn(self._relay(served, served.generation), "turn of a peer")
+        self._spawn(self._relay(served, served.generation, turn), "turn of a peer")
 
-    async def _relay(self, served: ServedTurn, generation: Generation) -> None:
-        """Send what is computed to the owner of the turn, until its end."""
+    async def _relay(self, served: ServedTurn, generation: Generation, turn: Turn) -> None:
+        """Send what is computed to the owner of the turn, until its end, or until a token of the
+        owner is another one."""
         why, position = "", served.asked.n_tokens
         try:
             while not why and (events := await generation.events()):
+                if turn.differs:
+                    why = DIFFERS
+                    break
                 rows = [event for event in events if isinstance(event, TokenEvent)]
                 await self._send(served, position, rows)
                 position += len(rows)

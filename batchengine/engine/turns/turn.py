@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import NamedTuple
 
 from batchengine import errors
@@ -94,7 +94,7 @@ class Turn:
         self._ends_from = len(request.prompt) + request.sampling.tokens_min  # position
         self.paused = False  # computes nothing, since its reader is slow, or since it `is_away`
         self.shared_with = ""  # the peer that computes it too: it stays on its lane
-        self.on_difference: Callable[[], None] = lambda: None  # from that peer's tokens
+        self.differs = False  # a token of that peer is another one than was computed here
         self.is_away = False  # only that peer computes it
         self.matcher: Matcher | None = None  # of a constrained answer
         best = request.prompt_logprobs  # -1: none are asked for

@@ -358,8 +358,7 @@ class StepWriter:
         """Compare a token that was computed by two daemons; returns whether it is the same."""
         if turn.session.tokens[position] == row.token:
             return True
-        turn.shared_with = ""
-        turn.on_difference()
+        turn.shared_with, turn.differs = "", True
         return False
 
     def _may_end(self, turn: Turn, token: int) -> bool:
