@@ -21,7 +21,6 @@ from batchengine.engine.linked.peer_pages import KnownPage, MoveFailed, PeerPage
 from batchengine.policy.linked.routes import HERE, PageMove
 from batchengine.session import Session, State
 from batchengine.session_kv import HeldSegment, page_start, split_segments
-from kv_store import keys
 from kv_store.errors import StoreError
 from kv_store.pages.allocator import NoRoom
 from kv_store.pages.index import PageRef
@@ -270,15 +269,13 @@ class PageMover:
         self._loop.kv.slots.know_keys(session, first + move.n_pages)
         found: list[KnownPage] = []
         for page, source in enumerate(sources, first):
-            tokens = session.tokens[page_start(page) : page_start(page + 1)]
-            parent = kv.keys[page - 1] if page else keys.ROOT_KEY
             if isinstance(source, HeldPlace):
                 digest = kv.digests.get(kv.keys[page])
                 if digest is None:
                     raise MoveFailed("the digest of a page is not known")
             else:
                 digest = self._store.pages.digest(source)
-            found.append(KnownPage(parent, keys.token_bytes(tokens), session.salt, digest))
+            found.append(KnownPage.of(session, page, digest))
         return found
 
     def _check(

@@ -13,6 +13,8 @@ from batchengine.engine.linked.holds import Misfit
 from batchengine.engine.linked.holds_taken import TakenHold
 from batchengine.peers.connection import FRAME_BYTES
 from batchengine.peers.link import PeerLink
+from batchengine.session import Session
+from batchengine.session_kv import page_start
 from batchengine.wire import peer
 from batchengine.wire.peer import PeerFrame, PeerMessage
 from kv_store import keys
@@ -35,6 +37,13 @@ class KnownPage(NamedTuple):
     tokens: bytes
     salt: bytes
     digest: bytes
+
+    @classmethod
+    def of(cls, session: Session, page: int, digest: bytes) -> KnownPage:
+        """Return a page of a session whose keys are known up to the page before."""
+        parent = session.kv.keys[page - 1] if page else keys.ROOT_KEY
+        tokens = keys.token_bytes(session.tokens[page_start(page) : page_start(page + 1)])
+        return cls(parent, tokens, session.salt, digest)
 
 
 class PeerPages:

@@ -37,7 +37,7 @@ from batchengine.peers.link import PeerLink
 from batchengine.peers.peers import PEER_TENANT, Peers
 from batchengine.peers.transitions import LinkState
 from batchengine.session import Session
-from batchengine.session_kv import SELF, page_start
+from batchengine.session_kv import SELF
 from batchengine.wire.lane import SampledRow
 from batchengine.wire.peer import (
     TEXT_CHARS_MAX,
@@ -48,7 +48,6 @@ from batchengine.wire.peer import (
     TurnGo,
     TurnTokens,
 )
-from kv_store import keys
 from kv_store.errors import StoreError
 from kv_store.pages.index import PageRef
 from kv_store.store import Store
@@ -415,11 +414,12 @@ class AwayTurns:
             for page, ref in enumerate(refs):
                 if run.is_leaving:
                     return
-                known = _known_page(self._store, session, page, ref)
+                known = KnownPage.of(session, page, self._store.pages.digest(ref))
                 async with self._linked.pages.room:
                     await self._linked.pages.put(hold, page, known, ref)
             if states.is_used:
-                last = _known_page(self._store, session, len(refs) - 1, refs[-1])
+                digest = self._store.pages.digest(refs[-1])
+                last = KnownPage.of(session, len(refs) - 1, digest)
                 key = session.kv.keys[len(refs) - 1]
                 await self._linked.states.put(link, last, key, lambda: run.is_leaving)
         except (MoveFailed, BatchEngineError, StoreError, OSError, ValueError) as error:
@@ -560,9 +560,3 @@ def _useful_pages(lane: LaneLoop, session: Session, n_max: int) -> list[PageRef]
     if lane.kv.states.is_used:
         refs = refs[: lane.kv.states.resumable(session.kv.keys[: len(refs)])]
     return refs
-
-
-def _known_page(store: Store, session: Session, page: int, ref: PageRef) -> KnownPage:
-    parent = session.kv.keys[page - 1] if page else keys.ROOT_KEY
-    tokens = keys.token_bytes(session.tokens[page_start(page) : page_start(page + 1)])
-    return KnownPage(parent, tokens, session.salt, store.pages.digest(ref))
