@@ -13,8 +13,8 @@ import logging
 import time
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 from batchengine.core import PAGE_TOKENS, BatchEngineError
 from batchengine.engine.lane.loop import LaneLoop
@@ -115,23 +115,23 @@ class HoldServer:
         the link must end."""
         match frame.message:
             case peer.ReserveHold() as asked:
-                self._run(link, frame, self._reserve(link, asked))
+                self._run(link, frame, partial(self._reserve, link, asked))
             case peer.OfferPage() as offer:
                 if len(frame.payload) != TOKEN_BYTES:
                     raise Misfit(f"an offer with {len(frame.payload)} bytes of tokens")
-                self._run(link, frame, self._offer(link, offer, bytes(frame.payload)))
+                self._run(link, frame, partial(self._offer, link, offer, bytes(frame.payload)))
             case peer.PagePart() as part:
                 self._part(link, frame, part)
             case peer.ServeHold() as asked:
-                self._run(link, frame, self._serve(_name(link, asked.hold)))
+                self._run(link, frame, partial(self._serve, _name(link, asked.hold)))
             case peer.ReleaseHold() as asked:
                 self._release(_name(link, asked.hold), asked)
             case peer.ReadPage() as asked:
-                self._run(link, frame, self._read(link, asked))
+                self._run(link, frame, partial(self._read, link, asked))
             case peer.ErasePages() as asked:
                 if len(frame.payload) % TOKEN_BYTES_EACH or len(frame.payload) > TIMELINE_BYTES_MAX:
                     raise Misfit(f"a timeline of {len(frame.payload)} bytes")
-                self._run(link, frame, self._erase(link, asked, bytes(frame.payload)))
+                self._run(link, frame, partial(self._erase, link, asked, bytes(frame.payload)))
             case _:
                 return False
         return True
@@ -143,19 +143,15 @@ class HoldServer:
             raise Misfit(f"{REQUESTS_MAX} requests are not answered")
 
     def _run(
-        self, link: PeerLink, frame: PeerFrame, work: Coroutine[Any, Any, PeerMessage]
+        self, link: PeerLink, frame: PeerFrame, work: Callable[[], Awaitable[PeerMessage]]
     ) -> None:
         """Answer a request by what `work` returns."""
-        try:
-            self._ask(link, frame)
-        except Misfit:
-            work.close()
-            raise
+        self._ask(link, frame)
         self._running[link.name] += 1
 
         async def answer() -> None:
             try:
-                link.reply(frame, await work)
+                link.reply(frame, await work())
             except (BatchEngineError, StoreError, OSError) as error:  # the link or a page is lost
                 log.info("peer %s gets no answer: %s", link.name, error)
             finally:
@@ -231,7 +227,7 @@ class HoldServer:
         incoming.data[incoming.n_bytes : end] = frame.payload
         incoming.n_bytes, incoming.touched = end, time.monotonic()
         if is_last:
-            self._run(link, frame, self._store_page(link, incoming))
+            self._run(link, frame, partial(self._store_page, link, incoming))
 
     async def _store_page(self, link: PeerLink, incoming: Incoming) -> PeerMessage:
         offer, name = incoming.offer, _name(link, incoming.offer.hold)
