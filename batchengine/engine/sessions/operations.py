@@ -299,11 +299,14 @@ class SessionOperations:
 
     async def messages(self, tenant: str, session_id: str) -> dict[str, Any]:
         """Return the session's history as messages; as `text` where they cannot be recognised."""
+        record = await self._recovery.readable(tenant, session_id)
         session = self._state.sessions.get((tenant, session_id))
-        if session is None or not session.tokens:
-            tokens = (await self._recovery.record(tenant, session_id)).tokens
-        else:
+        if session is not None and session.tokens:
             tokens = list(session.tokens)
+        elif record is not None:
+            tokens = record.tokens
+        else:
+            raise errors.UNKNOWN_SESSION(given=session_id)
         piece, tokenizer = self._text.piece, self._text.tokenizer
         ends = (tokenizer.control | frozenset(tokenizer.eog)) - self._shown
         if self._heads is not None:

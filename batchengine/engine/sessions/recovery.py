@@ -363,7 +363,7 @@ class SessionRecovery:
         if turn is not None and turn_id not in ("", turn.id):
             raise errors.TURN_FOLLOWED(session_id=session_id, turn_id=turn_id)
         asked = None if turn is None else turn_record(turn.sampling)
-        if turn is None or asked is None:
+        if turn is None or asked is None or not self.has_same_tokens(found):
             raise errors.NOTHING_TO_RESUME(session_id=session_id)
         if not 0 <= from_token <= asked.tokens_max:
             raise errors.FROM_TOKEN_OUTSIDE(from_token=from_token, tokens_max=asked.tokens_max)
@@ -375,6 +375,14 @@ class SessionRecovery:
         found = await self.find(tenant, session_id)
         if found is None:
             raise errors.UNKNOWN_SESSION(given=session_id)
+        return found
+
+    async def readable(self, tenant: str, session_id: str) -> SessionRecord | None:
+        """Return the record of a session whose tokens are those of the model that runs, None if it
+        has none. Raises BatchEngineError (409, or damaged)."""
+        found = await self.find(tenant, session_id)
+        if found is not None and not self.has_same_tokens(found):
+            raise errors.SESSION_OF_OTHER_TOKENS(session_id=session_id)
         return found
 
     async def find(self, tenant: str, session_id: str) -> SessionRecord | None:

@@ -350,20 +350,27 @@ async def test_an_older_idempotency_key_is_answered_while_its_tokens_exist(
         assert gone.error.name == "idempotency_conflict"
 
 
-async def test_a_resume_under_another_tokenizer_is_refused_and_loses_nothing(
+async def test_a_session_is_not_read_under_another_tokenizer_and_loses_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn can be resumed once the right model is back; until then its ids have no meaning."""
+    """The turn can be resumed once the right model is back; until then its ids have no meaning: no
+    request is appended to them, and they are not shown as text."""
     prompt = words(28, 50)
     async with running_engine(site) as engine:
         one = await read(engine.submit(request(prompt, 10, session="s")))
     with monkeypatch.context() as patch:
         patch.setattr(engine_start, "tokenizer_hash", lambda _: "f" * 64)
         async with running_engine(site) as engine:
-            late = await resumed(engine, "s", 4)
-            assert late.error is not None
-            assert (late.error.kind, late.tokens) == (Kind.CONFLICT, [])
-            assert late.error.name == "nothing_to_resume"
+            with pytest.raises(BatchEngineError) as refusal:
+                await engine.resume("", "s", 4)
+            assert (refusal.value.kind, refusal.value.name) == (Kind.CONFLICT, "nothing_to_resume")
+            added = dataclasses.replace(request([], 4, session="s"), append=(7, 8))
+            answer = await read(await engine.begin(added))
+            assert answer.error is not None
+            assert answer.error.name == "session_of_other_model"
+            with pytest.raises(BatchEngineError) as refusal:
+                await engine.messages("", "s")
+            assert refusal.value.name == "session_of_other_model"
             assert ("", "s") not in engine.state.sessions
             found = await asyncio.wrap_future(engine.running.store.ledger.load_session("\x1fs"))
             assert found is not None

@@ -198,5 +198,9 @@ async def test_a_session_of_harmony_has_its_messages(tmp_path: Path) -> None:
     state: Any = SimpleNamespace(sessions={("t", "s"): SimpleNamespace(tokens=tokens)})
     text: Any = SimpleNamespace(tokenizer=tokenizer, piece=tokenizer.piece)
     parts: dict[str, Any] = dict.fromkeys(OTHER_PARTS)
+
+    async def readable(*_: str) -> None: ...
+
+    parts["recovery"] = SimpleNamespace(readable=readable)
     found = await SessionOperations(state=state, text=text, **parts).messages("t", "s")
     assert found == {"session_id": "s", "tokens": len(tokens), "messages": ASKED}

@@ -41,7 +41,7 @@ class Appending:
         """Return the request with its whole prompt, to be submitted before any other task runs.
 
         A request whose session has no timeline keeps the prompt that it has. Raises
-        BatchEngineError (400, 404, 503).
+        BatchEngineError (400, 404, 409, 503).
         """
         if request.append_to:
             return await self._behind(request)
@@ -49,7 +49,7 @@ class Appending:
             raise errors.NOT_APPENDABLE(why="the request names no session")
         name = request.tenant, request.session_id
         await self._state.at_rest(*name)
-        found = await self._recovery.find(*name)
+        found = await self._recovery.readable(*name)
         session = self._state.sessions.get(name)
         if session is not None and self._state.is_busy(session):  # another one was faster
             return await self.prompted(request)
