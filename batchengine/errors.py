@@ -675,8 +675,7 @@ INPUT_NOT_KEPT = Problem("BE2427", Kind.MISSING, "input_not_kept",
     "more than {kib} KiB of input, compressed, are not",
     "GET /v1/sessions/ID/messages has the text of the whole conversation")
 SESSION_OF_OTHER_TOKENS = Problem("BE2428", Kind.CONFLICT, "session_of_other_model",
-    "session {session_id} holds tokens of another model",
-    "the model that runs now has another tokenizer, to which they say something else",
+    "session {session_id} holds tokens of another model", "this one has another tokenizer",
     "send the whole conversation, which takes their place, or serve the model of the session")
 
 # -------------------------------------------------------------------------------------- 25: peers

@@ -118,11 +118,13 @@ class Service:
         """
         busy, limit = len(self.live) + self.preparing.total(), self.config.limits.streams_max
         if busy >= limit:
+            self._shed("streams")
             raise errors.TOO_MANY_REQUESTS(running=busy, what="requests", limit=limit)
         if not keys.is_alone(self.config, tenant):
             own = self.preparing[tenant] + self.requests_of(tenant)
             own_max = keys.key_of(self.config, tenant).streams_max
             if not keys.may_take(self.config, tenant, own, limit, busy, own_max):
+                self._shed("key_streams")
                 raise errors.TOO_MANY_OF_KEY(running=own, limit=limit)
         admission = Admission(self, tenant)
         self.preparing[tenant] += 1
@@ -131,6 +133,10 @@ class Service:
         finally:
             self.preparing[tenant] -= 1
             self.body_bytes[tenant] -= admission.body_bytes
+
+    def _shed(self, reason: str) -> None:
+        """Counts a refusal, whose class is not known before its body."""
+        self.engine.metrics.shed_total.labels("", reason).inc()
 
     def enter(self, live: Live) -> Live:
         """Registers a request that runs; streams of one turn count one by one."""

@@ -284,6 +284,16 @@ async def test_garbage_collection_keeps_sessions_in_memory(
         assert (await engine.store_op("gc"))["sessions"] == 0
 
 
+async def test_idle_sessions_beyond_the_limit_leave_memory_and_are_forgotten(site: Site) -> None:
+    async with running_engine(site, store__sessions_max=2) as engine:
+        for i in range(6):
+            await read(engine.submit(request(words(60 + i, 9), 2, session=f"s{i}")))
+        await until(lambda: len(engine.state.sessions) == 2)
+        assert (await engine.store_op("gc"))["sessions"] == 4
+        rows = await engine.stored_sessions(100)
+        assert {row["session_id"] for row in rows} == {"s4", "s5"}
+
+
 async def test_only_the_command_rewrites_the_ledger(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

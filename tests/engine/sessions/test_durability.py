@@ -166,7 +166,7 @@ async def test_level_power_sends_nothing_that_is_not_durable(
 
         def dying(intents: Any) -> Any:
             commits[0] += 1
-            if commits[0] > 30:
+            if commits[0] > 10:
                 raise ledger._latch(OSError(5, "injected EIO"))
             return transact(intents)
 

@@ -60,6 +60,8 @@ async def test_one_key_does_not_take_every_stream() -> None:
         assert "of this key" in reply["error"]["message"]
         await hold(b, 2)
         assert (await post(served, CHAT, chat(), headers=b))[0] == 429  # its own limit
+        text, _ = engine.metrics.render()
+        assert b'batchengine_shed_total{class="",reason="key_streams"} 2.0' in text
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
@@ -94,6 +96,10 @@ async def test_every_resume_of_one_turn_counts_as_a_stream() -> None:
             assert [reply.status for reply in held] == [200, 200, 200]
             async with client.get("/v1/stream?session_id=mine") as reply:
                 assert reply.status == 503
+            assert (
+                b'batchengine_shed_total{class="",reason="streams"} 1.0'
+                in engine.metrics.render()[0]
+            )
             assert len(served.service.live) == 3
             request_id = engine.generations[0].request_id
             assert served.service.cancel(request_id)
