@@ -65,6 +65,8 @@ _NAME = re.compile(r'"([\w$]+)"', re.ASCII)
 # The library computes bounds in binary64, so those of 2^53 and more may be off by some.
 _LARGE_BOUND = re.compile(r'"((?:exclusiveM|m)(?:in|ax)imum|multipleOf)": ?-?(\d{16,})')
 _EXACT_MAX = 1 << 53
+# Two members of an object may have one key, which is one property to who reads it.
+_TWO_PROPERTIES = re.compile(r'"minProperties": ?(?![01](?!\d))\d')
 
 
 class GrammarCompiler:
@@ -197,6 +199,8 @@ class GrammarMatcher:
             found.update(_NAME.findall(names))
         for name, bound in _LARGE_BOUND.findall(self._source):
             found.update((name,) if int(bound) >= _EXACT_MAX else ())
+        if _TWO_PROPERTIES.search(self._source):
+            found.add("minProperties")
         return sorted(found)
 
     def accept(self, tokens: Sequence[int], *, again: bool = False) -> None:

@@ -115,6 +115,8 @@ NOT_ENFORCED: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "string", "format": "tax-number"}, ["format"]),
     (INTEGER | {"minimum": (1 << 53) + 1}, ["minimum"]),
     (INTEGER | {"maximum": (1 << 53) - 1}, []),
+    ({"additionalProperties": INTEGER, "minProperties": 1}, []),
+    ({"additionalProperties": INTEGER, "minProperties": 2}, ["minProperties"]),
 ]
 
 
