@@ -106,7 +106,7 @@ def gc(*, admin_socket: Socket = None, json: Json = False, debug: Debug = False)
         lambda: [
             f"forgotten: {found['pages_evicted']:,} pages, {found['tails_superseded']:,} outgrown"
             f" tails, {found['extents_other_reprs']:,} extents of other models,"
-            f" {found['sessions']:,} sessions, {found['turns']:,} turns",
+            f" {found['sessions']:,} sessions",
             *_given_lines(found),
         ],
     )
