@@ -40,6 +40,7 @@ def lane_rows(state: EngineState) -> list[dict[str, Any]]:
             "steps": loop.meter.steps,
             "steps_ahead": loop.meter.ahead,
             "entries_void": loop.meter.void,
+            "frames_late": loop.lane.frames_late,
             "step_ms": round(loop.meter.step_ms, 3),
             "tokens_computed": loop.meter.tokens,
             "tokens_generated": loop.meter.generated,

@@ -72,6 +72,7 @@ class Lane:
         self.deaths = 0
         self.steps = 0
         self.facts: wire.ModelFacts | None = None
+        self.frames_late = 0  # that were ignored: no request waits for them
         self.unconfined = ""  # why the worker may use every system call, or ""
         self.on_event: Callable[[wire.LaneEvent], None] = lambda event: None
         self.is_attached = False  # the worker has its arena: it takes steps and notes
@@ -284,14 +285,14 @@ class Lane:
             self._set_deadline(self._requests[0].deadline_s)
 
     def _on_frame(self, frame: wire.LaneFrame) -> None:
-        if frame.incarnation != self.incarnation:
-            return  # of a worker that was given up
-        if isinstance(frame.message, wire.LaneEvent):
+        is_current = frame.incarnation == self.incarnation  # else its worker was given up
+        if is_current and isinstance(frame.message, wire.LaneEvent):
             self.on_event(frame.message)
             return
         first = self._requests[0] if self._requests else None
-        if first is None or frame.step != first.number or first.reply.done():
-            return  # its reader was cancelled
+        if not is_current or first is None or frame.step != first.number or first.reply.done():
+            self.frames_late += 1
+            return
         if not isinstance(frame.message, wire.Loading):
             self._remove(first)
             first.reply.set_result(frame.message)

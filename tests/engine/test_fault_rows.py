@@ -201,8 +201,10 @@ def test_f76_a_worker_that_continues_after_its_deadline_is_ignored() -> None:
         lane = stage.lane(name).lane
         await stage.until(lambda: lane.incarnation == 2 and lane.alive, 200.0)
         assert frames, "it had answered before it was killed"
+        before = lane.frames_late
         for frame in frames:
             hear(frame)
+        assert lane.frames_late == before + len(frames)
         assert len((await reader).tokens) == 60
 
     play(scene)

@@ -188,6 +188,7 @@ async def test_frames_of_another_incarnation_are_ignored(
         lane._protocol.send(wire.LANE_LINK.encode(wire.Ping(), incarnation=incarnation, step=1))
     answer = await lane._ask(wire.Ping(), b"", 5.0)
     assert isinstance(answer, wire.Pong)
+    assert lane.frames_late == 0  # the worker ignored them
     await lane.close()
 
 
