@@ -25,8 +25,7 @@ from batchengine.wire.peer import PeerLoad
 from kv_store.store import Store
 
 ErasePages = Callable[[Sequence[int], bytes, int], Awaitable[None]]  # timeline, salt, kept tokens
-# In memory, or store.sessions_max; beyond it, the oldest idle ones are in the ledger only.
-NAMED_SESSIONS_MAX = 4096
+NAMED_SESSIONS_MAX = 4096  # in memory; beyond it, the oldest idle ones are in the ledger only.
 NAMED_TOKENS_MAX = 8 << 20  # the same for the tokens of all of them; about 40 bytes each
 HeldFacts = Callable[[Session], dict[str, Any]]
 
@@ -161,11 +160,13 @@ class EngineState:
             loop.close_session(session)
 
     def forget_old_sessions(self) -> None:
-        """Forget the oldest named sessions at rest until both limits of this module hold."""
+        """Forget the oldest named sessions at rest until both limits of this module hold, and that
+        of the store, whose garbage collection keeps those in memory."""
         count, count_max = len(self.sessions), self.config.store.sessions_max
+        count_max = min(count_max, NAMED_SESSIONS_MAX)
         tokens = sum(len(session.tokens) for session in self.sessions.values())
         for session in list(self.sessions.values()):
-            if count <= min(count_max, NAMED_SESSIONS_MAX) and tokens <= NAMED_TOKENS_MAX:
+            if count <= count_max and tokens <= NAMED_TOKENS_MAX:
                 return
             if self.is_at_rest(session):
                 self.forget(session)
